@@ -1,0 +1,34 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= out/demo
+
+.PHONY: demo test lint types wheel setup clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py --out $(OUT)
+
+test: setup
+	$(BIN)/python -m pytest --durations=10
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+wheel: setup
+	$(BIN)/python .ci/check_wheel.py
+
+clean:
+	rm -rf $(VENV) build dist out

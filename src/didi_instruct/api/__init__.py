@@ -1,0 +1,1 @@
+"""What `import didi_instruct` offers: models by source, and runs as functions."""

@@ -1,0 +1,164 @@
+"""A model as its users see it: tokens, text, likelihood, files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.likelihood import Likelihood, likelihood
+from didi_instruct.models.checkpoint import load_model, save_model
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.dit import DiT
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.ancestral import Samples, ancestral
+from didi_instruct.training.objectives import make_objective
+from didi_instruct.training.world import pick_device
+
+
+class Model:
+    """A denoiser (or AR model) with its tokenizer, its noise schedule and, maybe, a discriminator."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None = None,
+        discriminator: Discriminator | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        self.network, self.config, self.tokenizer = network.eval(), config, tokenizer
+        self.discriminator, self.provenance = discriminator, provenance or {}
+        self.schedule = make_schedule(config.schedule)
+
+    @property
+    def mask_id(self) -> int | None:
+        """Id of the mask; None for uniform-state models."""
+        return self.config.mask_id
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.network.parameters()).device
+
+    @torch.no_grad()
+    def denoiser(self, tokens: Tensor, t: float | Tensor) -> Tensor:
+        """Logits of the clean tokens given noisy ones at time t.
+
+        Shapes: tokens (B, L), t a number or (B,) -> (B, L, V) over the real tokens.
+        """
+        if not isinstance(self.network, DiT):
+            raise UserError("An AR model has no denoiser: it reads clean text from left to right.")
+        time = torch.as_tensor(t, dtype=torch.float32, device=self.device)
+        sigma = self.schedule.sigma(time.expand(len(tokens)))
+        return self.network(self._checked(tokens), sigma)
+
+    def nelbo(self, tokens: Tensor, *, seed: int = 0, draws: int = 8) -> Tensor:
+        """Mean over sequences of an upper bound of the NLL, in nats per token (exact for AR)."""
+        tokens = self._checked(tokens).cpu()
+        result = self.likelihood(
+            lambda start, count: tokens[start : start + count],
+            sequences=len(tokens),
+            draws=draws,
+            seed=seed,
+        )
+        return torch.tensor(result.nats_per_token, dtype=torch.float64)
+
+    def likelihood(
+        self, data: Callable[[int, int], Tensor], *, sequences: int, **settings: Any
+    ) -> Likelihood:
+        """NELBO (or NLL) over rows of `data(start, count)`, with its interval."""
+        objective = make_objective(self.config)
+        return likelihood(
+            lambda batch: objective.loss(self.network, batch),
+            self.config,
+            data,
+            sequences=sequences,
+            device=self.device,
+            **settings,
+        )
+
+    def sample(self, num: int = 1, **settings: Any) -> Tensor:
+        """Draw token sequences, (num, length); settings as for `draw`."""
+        return self.draw(num, **settings).tokens
+
+    def draw(
+        self,
+        num: int = 1,
+        *,
+        steps: int = 16,
+        length: int | None = None,
+        sampler: str = "ancestral",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch_size: int = 64,
+    ) -> Samples:
+        """Draw sequences together with the log-probability of their paths and the cost."""
+        if sampler != "ancestral":
+            raise UserError(f"`{sampler}` is not a sampler. Known: ancestral.")
+        if self.config.kind != "mdlm":
+            raise UserError(f"`ancestral` is for masked diffusion; this is `{self.config.kind}`.")
+        length = self.config.length if length is None else length
+        if not 1 <= length <= self.config.length:
+            raise UserError(f"length is {length}: this model writes 1 to {self.config.length} tokens.")
+        if num < 1:
+            raise UserError(f"num is {num}: use 1 or more.")
+        parts = [
+            ancestral(
+                self.denoiser,
+                self.schedule,
+                samples=torch.arange(first, min(first + batch_size, num), device=self.device),
+                length=length,
+                steps=steps,
+                mask_id=self.config.vocab_size - 1,
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+            )
+            for first in range(0, num, batch_size)
+        ]
+        return Samples(
+            torch.cat([p.tokens for p in parts]),
+            torch.cat([p.log_prob for p in parts]),
+            nfe=steps,
+            passes=sum(p.passes * len(p.tokens) for p in parts) / num,
+        )
+
+    def generate(self, num: int = 1, **settings: Any) -> list[str]:
+        """Draw texts; settings as for `draw`."""
+        if self.tokenizer is None:
+            raise UserError("This model has no tokenizer: use `sample` for token ids.")
+        return [self.tokenizer.decode(row.tolist()) for row in self.sample(num, **settings)]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model in the layout that `didi.load` reads."""
+        save_model(
+            Path(folder),
+            self.network,
+            self.config,
+            tokenizer=self.tokenizer,
+            discriminator=self.discriminator,
+            provenance=self.provenance,
+        )
+
+    def _checked(self, tokens: Tensor) -> Tensor:
+        if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= self.config.length:
+            raise UserError(
+                f"tokens have shape {tuple(tokens.shape)}: (batch, up to {self.config.length})."
+            )
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
+            raise UserError(f"A token id lies outside 0..{self.config.vocab_size - 1}.")
+        return tokens.to(self.device)
+
+
+def load(source: str | Path, *, device: str | None = None) -> Model:
+    """Open a model written by `didi`: a run's folder, or one of its checkpoints."""
+    loaded = load_model(Path(source), device=str(pick_device(device)))
+    return Model(
+        loaded.model, loaded.config, loaded.tokenizer, loaded.discriminator, loaded.provenance
+    )

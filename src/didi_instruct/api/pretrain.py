@@ -1,0 +1,164 @@
+"""Pretraining from a recipe to a folder that `didi.load` opens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from didi_instruct import __version__
+from didi_instruct.api.sources import open_source
+from didi_instruct.config.parse import parse, read_yaml
+from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.recipes import load_recipe
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.files import write_atomic
+from didi_instruct.data.prepare import PrepareProgress
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.training.loop import Loop, Outcome
+from didi_instruct.training.pretrain import PretrainTask
+from didi_instruct.training.reporting import Reporter, SilentReporter
+from didi_instruct.training.world import World, open_world
+
+RECIPE = "recipe.yaml"
+
+FREE_TO_CHANGE = {
+    "train": {"steps", "log_every", "eval_every", "eval_sequences", "save_every", "keep"}
+    | {"micro_batch", "strategy", "checkpoints", "compile"}
+}
+"""Settings that a resumed run may change: they alter what is done next, not what has been done."""
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainResult:
+    """Where a run stands when it returns."""
+
+    folder: Path
+    outcome: Outcome
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is in `folder`."""
+        return self.outcome.signal is None
+
+
+def pretrain(
+    recipe: str | PretrainConfig,
+    *,
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    device: str | None = None,
+    reporter: Reporter | None = None,
+    data_progress: Callable[[PrepareProgress], None] | None = None,
+) -> PretrainResult:
+    """Train what the recipe says in the folder `out`; under torchrun, every process calls this."""
+    folder = Path(out)
+    config = (
+        recipe
+        if isinstance(recipe, PretrainConfig)
+        else load_recipe(PretrainConfig, recipe, overrides)
+    )
+    check_folder(folder, config, resume)
+    with open_world(device) as world:
+        shown = reporter if world.is_main and reporter else SilentReporter()
+        data, valid = _open_data_together(config, folder, world, data_progress)
+        model_config = config.model.resolve(data.num_tokens)
+        task = PretrainTask(config, model_config, data, world)
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / RECIPE, yaml.safe_dump(asdict(config), sort_keys=False).encode())
+        evaluate = _evaluator(task, valid, config) if valid is not None else None
+        loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
+        start = loop.resume() if resume else 0
+        outcome = loop.run(start)
+        if outcome.signal is None:
+            task.write_model(folder, _provenance(config, outcome))
+            world.wait()
+    return PretrainResult(folder, outcome)
+
+
+def check_folder(folder: Path, config: PretrainConfig, resume: bool) -> None:
+    """Refuse to write over another run, or to resume one that was set up otherwise."""
+    begun = (folder / RECIPE).exists() or (folder / "checkpoints").exists()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give a folder with --out.")
+    if not resume and (begun or (folder / "config.json").exists()):
+        raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
+    if resume and not begun:
+        raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
+    if resume and (folder / RECIPE).exists():
+        before = parse(PretrainConfig, read_yaml(folder / RECIPE), where=str(folder / RECIPE))
+        for name, old, new in _differences(asdict(before), asdict(config)):
+            raise UserError(
+                f"{folder} was begun with {name} = {old}, now it is {new}: "
+                "resume with the same settings, or choose another --out."
+            )
+
+
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], section: str = ""
+) -> list[tuple[str, Any, Any]]:
+    found = []
+    for name, old in before.items():
+        if isinstance(old, dict):
+            found += _differences(old, after[name], f"{section}{name}.")
+        elif old != after[name] and name not in FREE_TO_CHANGE.get(section.rstrip("."), set()):
+            found.append((f"{section}{name}", old, after[name]))
+    return [d for d in found if d[0] not in ("reproduces", "expect")]
+
+
+def _open_data_together(
+    config: PretrainConfig,
+    folder: Path,
+    world: World,
+    progress: Callable[[PrepareProgress], None] | None,
+) -> tuple[TokenSource, TokenSource | None]:
+    """Open the data in every process; the main one goes first, since it may have to prepare it."""
+    length = config.model.resolve(max(1, (config.model.vocab_size or 2) - 1)).length
+
+    def open_now(bar: Callable[[PrepareProgress], None] | None) -> Any:
+        return open_source(
+            config.data,
+            length=length,
+            seed=config.train.seed,
+            prepared=folder / "data",
+            progress=bar,
+        )
+
+    opened = open_now(progress) if world.is_main else None
+    world.wait()
+    return opened or open_now(None)
+
+
+def _evaluator(
+    task: PretrainTask, valid: TokenSource, config: PretrainConfig
+) -> Callable[[int], Mapping[str, float]]:
+    """Held-out nats per token of the averaged model; every process computes the same."""
+    count = min(config.train.eval_sequences, valid.num_sequences or config.train.eval_sequences)
+
+    def evaluate(step: int) -> Mapping[str, float]:
+        with task.averaged(), task.autocast():
+            result = likelihood(
+                task.module,
+                task.model_config,
+                valid.ordered,
+                sequences=count,
+                batch_size=config.train.micro_batch or 64,
+                device=task.world.device,
+            )
+        return {"valid_nats_per_token": result.nats_per_token}
+
+    return evaluate
+
+
+def _provenance(config: PretrainConfig, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "recipe": asdict(config),
+        "step": outcome.step,
+        "didi_instruct": __version__,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,60 @@
+"""Data by SOURCE, as the command line and recipes name it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from didi_instruct.config.pretrain import DataConfig
+from didi_instruct.data.dataset import TokenSource, open_data
+from didi_instruct.data.oracle import OracleLanguage, OracleSource
+from didi_instruct.data.prepare import PrepareProgress, PrepareSettings, prepare
+from didi_instruct.errors import UserError
+
+
+def open_source(
+    config: DataConfig,
+    *,
+    length: int,
+    seed: int,
+    prepared: Path,
+    progress: Callable[[PrepareProgress], None] | None = None,
+) -> tuple[TokenSource, TokenSource | None]:
+    """Return the training stream and the held-out rows (or None) of a source.
+
+    What is not prepared yet is prepared into the folder `prepared`.
+    """
+    if not config.source:
+        raise UserError(
+            "data.source is not set: give a prepared folder, a text file or `oracle`, "
+            "as --set data.source=..."
+        )
+    if config.source == "oracle":
+        language = OracleLanguage.default()
+        return OracleSource(language, seed=seed), OracleSource(language, seed=seed, split="valid")
+    folder = Path(config.source)
+    if not is_prepared(folder):
+        folder = prepared
+        prepare(
+            PrepareSettings(
+                source=config.source,
+                tokenizer=config.tokenizer,
+                length=length,
+                out=folder,
+                field=config.field,
+                documents=config.documents,
+                valid=config.valid,
+            ),
+            progress=progress,
+        )
+    train = open_data(folder, "train", seed=seed)
+    valid = open_data(folder, "valid", seed=seed) if has_split(folder, "valid") else None
+    return train, valid
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder was written by `didi data prepare`."""
+    return (folder / "manifest.json").is_file()
+
+
+def has_split(folder: Path, split: str) -> bool:
+    """Whether a prepared folder has rows of that split."""
+    return any(folder.glob(f"{split}-*.bin"))

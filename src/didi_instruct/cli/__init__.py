@@ -1,0 +1,1 @@
+"""The `didi` command: one small file per verb."""

@@ -1,0 +1,69 @@
+"""`didi eval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from didi_instruct.errors import UserError
+
+METRICS = ("nelbo",)
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="The model: a folder written by didi.")],
+    metrics: Annotated[str, typer.Option(help="Comma-separated; nelbo: likelihood of --data.")],
+    data: Annotated[
+        str | None, typer.Option(help="Text file or folder, prepared folder, or oracle.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Rows of data to use at most.")] = 1024,
+    draws: Annotated[int, typer.Option(help="Noise levels per row.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 32,
+    seed: Annotated[int, typer.Option()] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers here.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+) -> None:
+    """Measure a model: likelihood of held-out text, with its confidence interval."""
+    for metric in metrics.split(","):
+        if metric.strip() not in METRICS:
+            raise UserError(f"`{metric.strip()}` is not a metric. Known: {', '.join(METRICS)}.")
+    if data is None:
+        raise UserError("The metric nelbo needs text to measure: add --data DATA.")
+    if min(sequences, draws, batch_size) < 1:
+        raise UserError("--sequences, --draws and --batch-size are 1 or more.")
+    from didi_instruct.api.evaluate import evaluate_likelihood
+    from didi_instruct.cli.progress import counting
+
+    with counting("nelbo", "rows") as progress:
+        report = evaluate_likelihood(
+            source,
+            data,
+            sequences=sequences,
+            draws=draws,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            progress=progress,
+        )
+    _show(report.rows[0], report.reference)
+    if json_file is not None:
+        report.write(json_file)
+        typer.echo(f"Wrote {json_file}")
+
+
+def _show(row: dict[str, object], reference: dict[str, object]) -> None:
+    low, high = row["nelbo_ci95"]  # type: ignore[misc]
+    kind = "NELBO (upper bound)" if row["bound"] else "NLL (exact)"
+    typer.echo(
+        f"{kind}: {row['nelbo']:.4f} nats per token, 95% [{low:.4f}, {high:.4f}], "
+        f"perplexity {row['nelbo_ppl']:.3f}; {row['num_sequences']} rows x {row['draws']} draws"
+    )
+    if reference:
+        typer.echo(
+            f"Entropy of the source: {reference['entropy']:.4f} +- "
+            f"{reference['entropy_se']:.4f} nats per token; "
+            f"ratio {row['nelbo'] / reference['entropy']:.4f}"  # type: ignore[operator]
+        )
+

@@ -1,0 +1,72 @@
+"""The `didi` command. Verbs import what they need when they run, so `--help` is instant."""
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from didi_instruct import __version__
+from didi_instruct.cli import data, evaluate, info, pretrain
+from didi_instruct.errors import TrainingError, UserError
+
+FAILED, WRONG_USAGE = 1, 2
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Distil masked diffusion language models into few-step generators.",
+)
+app.add_typer(data.app, name="data")
+app.command("pretrain")(pretrain.command)
+app.command("eval")(evaluate.command)
+app.command("info")(info.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"didi-instruct {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option(help="Show tracebacks of errors.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line: errors people can mend in one line, exit codes as documented."""
+    # Accepted anywhere on the line, since it is added after something went wrong.
+    debug = "--debug" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--debug"]
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code = _explain(error)
+    except KeyboardInterrupt:
+        print("didi: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    """Print one line for an error; return the exit code."""
+    if isinstance(error, UserError):
+        code, text = WRONG_USAGE, str(error)
+    elif isinstance(error, TrainingError):
+        code, text = FAILED, str(error)
+    elif hasattr(error, "format_message"):  # click's own errors: a bad flag, a missing argument
+        code, text = getattr(error, "exit_code", WRONG_USAGE), error.format_message()
+    else:
+        code, text = FAILED, f"{type(error).__name__}: {error} (--debug shows where)"
+    print(f"didi: {' '.join(text.split())}", file=sys.stderr)
+    return int(code)

@@ -1,0 +1,44 @@
+"""`didi pretrain`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE].")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+) -> None:
+    """Train a teacher (MDLM), a uniform-state teacher (DUO) or an AR model.
+
+    Several processes: torchrun --nproc-per-node N -m didi_instruct pretrain ...
+    """
+    from didi_instruct.api.pretrain import pretrain
+    from didi_instruct.cli.data import ProgressBar
+    from didi_instruct.training.reporting import TerminalReporter
+
+    folder = out or Path("runs") / Path(recipe).stem
+    with ProgressBar() as bar:
+        result = pretrain(
+            recipe,
+            out=folder,
+            overrides=overrides or (),
+            resume=resume,
+            device=device,
+            reporter=TerminalReporter("pretrain"),
+            data_progress=bar.update,
+        )
+    step = result.outcome.step
+    if not result.finished:
+        typer.echo(f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume.")
+        raise typer.Exit(128 + (result.outcome.signal or 0))
+    typer.echo(f"Trained {step} steps: {folder} (log.jsonl, recipe.yaml, checkpoints/)")
+    typer.echo(f"Next: didi eval {folder} --metrics nelbo --data DATA")

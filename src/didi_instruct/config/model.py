@@ -1,0 +1,88 @@
+"""Settings of a denoiser, its noise schedule, and the architectures known by name."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from didi_instruct.errors import UserError
+
+Kind = Literal["mdlm", "duo", "ar"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Noise schedule alpha_t, the probability that a token is still clean at time t."""
+
+    name: Literal["log-linear", "cosine"] = "log-linear"
+    """Shape of alpha_t."""
+    eps: float = 1e-3
+    """alpha_1: what is left unmasked at t = 1. The reference checkpoints use 1e-3; 0 is exact."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of a transformer and the process it was made for."""
+
+    kind: Kind = "mdlm"
+    """`mdlm`: masked diffusion; `duo`: uniform-state diffusion; `ar`: left to right."""
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    cond_dim: int = 128
+    """Width of the time embedding."""
+    vocab_size: int = 50258
+    """Ids the embedding knows. For `mdlm` and `ar` the last is the extra one (mask, start)."""
+    length: int = 1024
+    """Longest sequence."""
+    dropout: float = 0.0
+    """On the residual branches, as in the reference DiT."""
+    time_conditioning: bool = False
+    """False feeds the constant 0 to the time embedder, so the modulation is a constant."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no model can have."""
+        for name in ("layers", "hidden", "heads", "cond_dim", "length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name} is {getattr(self, name)}: use 1 or more.")
+        if self.vocab_size < 2:
+            raise UserError(
+                f"model.vocab_size is {self.vocab_size}: one token and the mask need 2 or more."
+            )
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise UserError(
+                f"model.hidden is {self.hidden} with {self.heads} heads: "
+                "each head needs a whole, even width."
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}: use 0 or more and less than 1.")
+        if not 0 <= self.schedule.eps < 1:
+            raise UserError(f"schedule.eps is {self.schedule.eps}: use 0 or more and less than 1.")
+        if self.time_conditioning and self.schedule.eps == 0:
+            raise UserError(
+                "schedule.eps is 0, so the time embedding of t = 1 is infinite: "
+                "use eps > 0 or time_conditioning=false."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """V: tokens that can be generated."""
+        return self.vocab_size if self.kind == "duo" else self.vocab_size - 1
+
+    @property
+    def mask_id(self) -> int | None:
+        """The extra id: the mask of `mdlm`, the start symbol of `ar`; `duo` has none."""
+        return None if self.kind == "duo" else self.vocab_size - 1
+
+
+ARCHITECTURES: dict[str, ModelConfig] = {
+    "small": ModelConfig(),
+    "medium": ModelConfig(layers=24, hidden=1024, heads=16),
+}
+"""Architectures by name, as `didi info --arch` and `model.arch` in a recipe accept them."""
+
+
+def architecture(name: str, **changes: object) -> ModelConfig:
+    """Return the architecture of that name with some fields replaced."""
+    if name not in ARCHITECTURES:
+        raise UserError(f"`{name}` is not an architecture. Known: {', '.join(ARCHITECTURES)}.")
+    return replace(ARCHITECTURES[name], **changes)  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""From plain dictionaries (YAML, `--set`) to dataclasses: types checked, a typo is an error."""
+
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from didi_instruct.errors import UserError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = "") -> T:
+    """Build the dataclass `cls` from nested plain values; errors start with `where`."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where}: `{prefix.rstrip('.')}` is {values!r}, but a section is needed.")
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise UserError(f"{where}: `{prefix}{key}` is not a setting.{_nearest(str(key), known)}")
+    for f in fields(cls):  # type: ignore[arg-type]
+        required = f.default is MISSING and f.default_factory is MISSING
+        if required and f.name not in values:
+            raise UserError(f"{where}: `{prefix}{f.name}` is missing.")
+    parsed = {
+        key: _value(hints[key], value, where, f"{prefix}{key}") for key, value in values.items()
+    }
+    try:
+        return cls(**parsed)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file whose top level is a section."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}).") from None
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        at = "" if line is None else f" at line {line + 1}"
+        raise UserError(f"{path}: not valid YAML{at}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is a list of `setting: value` lines.")
+    return values
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of `values` with each `section.key=value` put in its place."""
+    result = _copy(values)
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not key.strip():
+            raise UserError(f"--set {override}: write it as section.key=value.")
+        *sections, last = key.strip().split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UserError(f"--set {override}: `{section}` is a value, not a section.")
+        try:
+            target[last] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f"--set {override}: the value is not valid YAML.") from None
+    return result
+
+
+def _copy(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else f" Known: {', '.join(known)}."
+
+
+def _value(hint: Any, value: Any, where: str, name: str) -> Any:
+    """Check one value against its annotation, converting what YAML reads too literally."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _value(next(a for a in args if a is not type(None)), value, where, name)
+    if origin is Literal:
+        if value not in args:
+            choices = ", ".join(str(a) for a in args)
+            raise UserError(f"{where}: `{name}` is {value!r}; choose one of {choices}.")
+        return value
+    if is_dataclass(hint):
+        return parse(hint, value, where=where, prefix=f"{name}.")  # type: ignore[arg-type]
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UserError(f"{where}: `{name}` is {value!r}, but a list is needed.")
+        return tuple(_value(args[0], v, where, name) for v in value)
+    return _scalar(hint, value, where, name)
+
+
+def _scalar(hint: type, value: Any, where: str, name: str) -> Any:
+    if hint is float:
+        # YAML 1.1 reads `1e-4` as text; people mean the number.
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif isinstance(value, hint):
+        return value
+    elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    words = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+    raise UserError(f"{where}: `{name}` is {value!r}, but {words.get(hint, hint)} is needed.")

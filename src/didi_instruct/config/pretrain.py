@@ -1,0 +1,144 @@
+"""Settings of a pretraining run: the sections of a recipe."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
+from didi_instruct.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRecipe:
+    """The model a recipe asks for: a named architecture, some fields of it, or both."""
+
+    arch: str | None = None
+    """A named architecture to start from (`small`, `medium`)."""
+    kind: Kind = "mdlm"
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    cond_dim: int | None = None
+    vocab_size: int | None = None
+    """Ids of the embedding, the mask included; by default what the tokenizer needs."""
+    length: int | None = None
+    dropout: float | None = None
+    time_conditioning: bool | None = None
+    """By default false for `mdlm` and true for `duo`, as the reference checkpoints."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def resolve(self, num_tokens: int) -> ModelConfig:
+        """Return the model for a tokenizer of `num_tokens` ids."""
+        base = architecture(self.arch) if self.arch else ModelConfig()
+        names = ("layers", "hidden", "heads", "cond_dim", "length", "dropout", "time_conditioning")
+        given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        given.setdefault("time_conditioning", self.kind == "duo")
+        needed = num_tokens if self.kind == "duo" else num_tokens + 1
+        vocab_size = self.vocab_size or needed
+        if vocab_size < needed:
+            extra = "" if self.kind == "duo" else " and the mask"
+            raise UserError(
+                f"model.vocab_size is {vocab_size}, but the tokenizer has {num_tokens} ids: "
+                f"no room for all of them{extra}. Use {needed} or more, or leave it out."
+            )
+        fields = {n: given.get(n, getattr(base, n)) for n in names}
+        return ModelConfig(
+            kind=self.kind, vocab_size=vocab_size, schedule=self.schedule, **fields
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What to train on."""
+
+    source: str | None = None
+    """A prepared folder, a text file or folder, `hf:NAME[:split]`, or `oracle`."""
+    tokenizer: str = "bpe:8192"
+    """For a source that is not prepared yet: as `didi data prepare --tokenizer`."""
+    field: str = "text"
+    """For records: the field that holds the text."""
+    documents: Literal["file", "line", "paragraph"] = "file"
+    """For plain text: what one document is."""
+    valid: int | None = None
+    """Documents held out from the end; by default 1% of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: int = 0
+    """Steps of linear warm-up."""
+    final: float = 0.0
+    """Learning rate at the end, as a fraction of `lr`."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot train."""
+        if self.lr <= 0:
+            raise UserError(f"optim.lr is {self.lr}: use more than 0.")
+        if self.clip < 0 or self.warmup < 0 or self.weight_decay < 0:
+            raise UserError("optim.clip, optim.warmup and optim.weight_decay cannot be negative.")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise UserError("optim.beta1 and optim.beta2 lie in [0, 1).")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The loop: how long, how many at once, where, and how often it reports and saves."""
+
+    steps: int = 1000
+    batch_size: int = 64
+    """Sequences per optimizer step, over all processes."""
+    micro_batch: int | None = None
+    """Sequences per forward pass of one process; by default its whole share of the batch."""
+    seed: int = 0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto`: bf16 autocast on a GPU, fp32 elsewhere."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile; `auto`: on a GPU only."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """For several processes: replicate the model, or shard it (FSDP2)."""
+    checkpoints: Literal["full", "sharded"] = "full"
+    """`sharded`: every process writes its own part."""
+    ema: float = 0.9999
+    """Decay of the averaged weights, warmed up; 0 keeps no average."""
+    log_every: int = 10
+    eval_every: int = 0
+    """Steps between evaluations on held-out data; 0: only at the end."""
+    eval_sequences: int = 512
+    save_every: int = 1000
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse loops that cannot run."""
+        for name in ("steps", "batch_size", "log_every", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name} is {getattr(self, name)}: use 1 or more.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise UserError(f"train.micro_batch is {self.micro_batch}: use 1 or more.")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"train.ema is {self.ema}: use 0 (off) or more and less than 1.")
+        if self.eval_every < 0 or self.eval_sequences < 1:
+            raise UserError("train.eval_every cannot be negative, train.eval_sequences is 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig:
+    """One pretraining run."""
+
+    reproduces: str = ""
+    """What this recipe reproduces, and where that is published."""
+    expect: str = ""
+    """The number to expect."""
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

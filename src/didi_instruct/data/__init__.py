@@ -1,0 +1,1 @@
+"""Tokenizers, corpora, packed token shards and the oracle language."""

@@ -1,0 +1,245 @@
+"""Text to token ids and back: one wrapper around the `tokenizers` library, and how to load one."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from didi_instruct.data.files import write_atomic
+from didi_instruct.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+"""End-of-text token of GPT-2 and of the tokenizers made here."""
+
+_EOT_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]")
+_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
+
+
+class Tokenizer:
+    """A tokenizer whose ids are the model's: nothing is added, cut off or padded.
+
+    `eot` is the token that ends a text: by default the first known one that the vocabulary has,
+    and None where it has none of them.
+    """
+
+    def __init__(self, backend: Backend, eot: str | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        if eot is not None and eot not in vocabulary:
+            raise UserError(f"The tokenizer has no token `{eot}` to end a text with.")
+        candidates = _EOT_CANDIDATES if eot is None else (eot,)
+        self.eot: str | None = next((token for token in candidates if token in vocabulary), None)
+        self.eot_id: int | None = None if self.eot is None else vocabulary[self.eot]
+        self.size: int = max(vocabulary.values(), default=-1) + 1
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(size={self.size}, eot={self.eot!r}, hash={self.hash[:12]})"
+
+    @classmethod
+    def load(cls, source: str | Path, eot: str | None = None) -> "Tokenizer":
+        """Load what `source` names; `eot` is the token that ends a text, if it is unusual.
+
+        A source is `bytes`, a tokenizer.json, a folder with one (a model, prepared data) or with
+        GPT-2's vocab.json and merges.txt, or a Hugging Face id.
+        """
+        if str(source) == "bytes":
+            return cls(_byte_backend(), eot)
+        if str(source).startswith("bpe:"):
+            raise UserError(f"`{source}` is trained on a corpus: only `didi data prepare` can.")
+        path = Path(source)
+        if path.is_dir():
+            return _load_folder(path, eot)
+        if path.is_file():
+            return _load_json(path, eot)
+        if isinstance(source, Path) or _looks_like_a_path(source):
+            raise UserError(f"{source}: no such tokenizer file or folder.")
+        return _load_from_hub(source, eot)
+
+    @classmethod
+    def from_words(cls, words: Sequence[str], eot: str | None = None) -> "Tokenizer":
+        """Token i is `words[i]`; a text is words with white space between them."""
+        odd = next((word for word in words if word.split() != [word]), None)
+        if odd is not None:
+            raise UserError(f"{odd!r} is not a word: white space separates words.")
+        vocabulary = {word: index for index, word in enumerate(words)}
+        if len(vocabulary) != len(words):
+            raise UserError("The words of a tokenizer must differ from each other.")
+        backend = Backend(models.WordLevel(vocabulary))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return cls(backend, eot)  # without a decoder, the library joins tokens with spaces
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the tokenizer's canonical JSON: the same after saving and loading."""
+        content = json.loads(self._backend.to_str())
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, on all cores. Special tokens are read where written, never added."""
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(f"The tokenizer cannot encode this text: {error}") from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], stop_at_eot: bool = False) -> str:
+        """Return the text of `ids` (also a tensor or an array), special tokens written out."""
+        return self.decode_batch([ids], stop_at_eot)[0]
+
+    def decode_batch(self, rows: Iterable[Iterable[int]], stop_at_eot: bool = False) -> list[str]:
+        """Return the text of each row; with `stop_at_eot`, up to its first end-of-text token."""
+        plain = [_plain(row) for row in rows]
+        if stop_at_eot and self.eot_id is not None:
+            plain = [row[: row.index(self.eot_id)] if self.eot_id in row else row for row in plain]
+        texts: list[str] = self._backend.decode_batch(plain, skip_special_tokens=False)
+        return texts
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and the end-of-text token where Transformers looks for it too."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        if self.eot is not None:
+            config["eos_token"] = self.eot
+        write_atomic(folder / _CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+        write_atomic(folder / _FILE, self._backend.to_str().encode())
+
+
+def train_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
+    """Learn a byte-level BPE of at most `size` ids, the 256 bytes and end-of-text among them.
+
+    The same documents give the same tokenizer, whatever the number of cores. A small corpus may
+    have too few pairs that occur twice to fill `size`.
+    """
+    if size < 257:
+        raise UserError(f"bpe:{size} is too small: 256 bytes and {END_OF_TEXT} need 257 or more.")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(documents, trainer)
+    return Tokenizer(backend, END_OF_TEXT)
+
+
+def _byte_backend() -> Backend:
+    """Id b is byte b; id 256 ends a text."""
+    # Byte-level models write each byte as one printable character. The library has the set but
+    # not the order: printable bytes stand for themselves, the others take code points from 256.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT])
+    return backend
+
+
+def _gpt2_backend(vocabulary: Path, merges: Path) -> Backend:
+    """GPT-2's form: a vocabulary, a list of merges, and its end-of-text token."""
+    try:
+        model = models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{vocabulary.parent}: not a GPT-2 tokenizer ({error}).") from error
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT])
+    return backend
+
+
+def _load_json(path: Path, eot: str | None) -> Tokenizer:
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{path}: not a tokenizer.json ({error}).") from error
+    if eot is None and path.name == _FILE:  # under another name it may be another tokenizer
+        configured = _configured_eot(path.with_name(_CONFIG_FILE))
+        if configured is not None and backend.token_to_id(configured) is not None:
+            eot = configured
+    return Tokenizer(backend, eot)
+
+
+def _load_folder(folder: Path, eot: str | None) -> Tokenizer:
+    if (folder / _FILE).is_file():
+        return _load_json(folder / _FILE, eot)
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    if vocabulary.is_file() and merges.is_file():
+        return Tokenizer(_gpt2_backend(vocabulary, merges), eot)
+    raise UserError(f"{folder}: has neither {_FILE} nor vocab.json and merges.txt.")
+
+
+def _configured_eot(config: Path) -> str | None:
+    """Return the end-of-text token that a tokenizer_config.json names, if it does."""
+    if not config.is_file():
+        return None
+    try:
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{config}: not a JSON object ({error}).") from error
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _plain(ids: Any) -> list[int]:
+    """Turn a tensor or an array into a list at once, which is faster than token by token."""
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+
+
+def _looks_like_a_path(source: str) -> bool:
+    """Tell a path that is not there from a Hugging Face id, which is `name` or `user/name`."""
+    return source.startswith((".", "/", "~")) or source.endswith(".json") or source.count("/") > 1
+
+
+def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
+    import transformers
+
+    try:
+        with _quiet("huggingface_hub"):
+            try:  # what was downloaded before needs no network
+                loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+            except (OSError, ValueError):
+                loaded = transformers.AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a network, a repository and a file format can fail in any way
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"Tokenizer `{name}` is no local file or folder, and loading it from Hugging Face "
+            f"failed ({reason}). Give a local directory that has its tokenizer.json."
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"Tokenizer `{name}` has no tokenizer.json form: convert it to one first.")
+    if eot is None and backend.token_to_id(loaded.eos_token or "") is not None:
+        eot = loaded.eos_token
+    return Tokenizer(Backend.from_str(backend.to_str()), eot)
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Keep a library's retries out of the terminal: the error that ends them says it all."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

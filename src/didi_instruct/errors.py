@@ -1,0 +1,16 @@
+"""The errors that people are meant to see: one line that names the remedy."""
+
+
+class UserError(ValueError):
+    """A mistake its maker can mend. The command line prints the message alone and exits with 2."""
+
+
+class MissingExtraError(UserError):
+    """A feature needs an optional dependency that is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f'{feature} needs an optional part: pip install "didi-instruct[{extra}]"')
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on (a NaN loss, say). The command line prints the message, exits with 1."""

@@ -1,0 +1,1 @@
+"""Measures of likelihood and sample quality."""

@@ -1,0 +1,103 @@
+"""The left-to-right model: the same blocks, causal and without modulation."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
+
+INIT_STD = 0.02
+
+
+class KVCache:
+    """Keys and values of the positions read so far, preallocated for `length` positions.
+
+    The two tensors (layers, B, H, length, D) are made at the first use, with the type and device of
+    what is stored. `position` is the number of positions read.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, length: int | None = None) -> None:
+        self.length = config.length if length is None else length
+        width = config.hidden // config.heads
+        self.shape = (config.layers, batch, config.heads, self.length, width)
+        self.position = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (B, H, L, D) at `position`; return all so far, (B, H, position + L, D)."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = k.new_empty(self.shape), v.new_empty(self.shape)
+        end = self.position + k.shape[2]
+        self.keys[layer, :, :, self.position : end] = k
+        self.values[layer, :, :, self.position : end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def reset(self) -> None:
+        """Start new sequences in the same memory."""
+        self.position = 0
+
+
+class ARModel(nn.Module):
+    """Causal language model; the extra id (`config.mask_id`) is the start symbol.
+
+    Keys are the contract's, without `sigma_map` and `adaLN_modulation`. A sequence of L tokens is
+    predicted from the start symbol and its first L - 1 tokens.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_embed = Embedding(config.vocab_size, config.hidden)
+        self.rotary_emb = Rotary(config.hidden // config.heads, config.length)
+        self.blocks = nn.ModuleList(
+            Block(config.hidden, config.heads, None, config.dropout) for _ in range(config.layers)
+        )
+        self.output_layer = OutputLayer(config.hidden, config.vocab_size, None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw normal(0, 0.02) weights, residual outputs over √(2·layers), and a zero head."""
+        for name, parameter in self.blocks.named_parameters():
+            if name.endswith(("attn_out.weight", "mlp.2.weight")):
+                parameter.normal_(0, INIT_STD / (2 * self.config.layers) ** 0.5)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 2:
+                parameter.normal_(0, INIT_STD)
+        self.vocab_embed.embedding.normal_(0, INIT_STD)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return logits of the token after each of `tokens`: (B, L) -> (B, L, num_tokens).
+
+        With a cache the tokens continue those read before, and are added to it; keys and values are
+        not differentiated through, so decode without gradients.
+        """
+        length = tokens.shape[1]
+        start = 0 if cache is None else cache.position
+        if cache is not None and start + length > cache.length:
+            raise ValueError(f"{start + length} positions, but the cache has {cache.length}")
+        x = upcast(self.vocab_embed(tokens))
+        cos, sin = self.rotary_emb(length, start)
+        mask = None
+        if start > 0 and length > 1:
+            shape = (length, start + length)
+            mask = torch.ones(shape, dtype=torch.bool, device=tokens.device).tril(start)
+        causal = start == 0 and length > 1
+        for layer, block in enumerate(self.blocks):
+            extend = None if cache is None else functools.partial(cache.append, layer)
+            x = block(x, cos, sin, mask=mask, causal=causal, extend=extend)
+        if cache is not None:
+            cache.position += length
+        return self.output_layer(x, num=self.config.num_tokens)
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """Return the log-probability of whole sequences, in nats: (B, L) -> (B,)."""
+        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
+        logits = self(torch.cat((start, tokens[:, :-1]), dim=1))
+        nll = F.cross_entropy(upcast(logits).flatten(0, 1), tokens.flatten(), reduction="none")
+        return -nll.view_as(tokens).sum(dim=1)

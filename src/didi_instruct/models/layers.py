@@ -1,0 +1,336 @@
+"""Parts of the transformers: norm, rotary positions, time embedding, block, output layer.
+
+They implement the reference DiT of the contract ("Foreign checkpoints"): the attribute names are the
+checkpoint's keys, and parameters are declared in the order in which foreign EMA lists store them.
+The residual stream is float32 (float64 in a float64 model) whatever autocast or the weights' type;
+the matrix products run in the weights' type or in autocast's.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NORM_EPS = 1e-5
+ROTARY_BASE = 10_000.0
+TIME_WIDTH = 256
+TIME_PERIOD = 10_000.0
+
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Stores new keys and values (B, H, L, D); returns all of them so far, (B, H, S, D) each."""
+
+
+def upcast(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 if it is float64 already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which operations keep the precision of their arguments."""
+    return torch.autocast(device.type, enabled=False)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm without bias (weight only, ε 1e-5), computed in float32 whatever autocast."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def modulated(self, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight and bias that make this norm `norm(x)·(1 + scale) + shift`."""
+        return upcast(self.weight) * (1 + scale), shift
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Normalise x (..., d); `weight` and `bias` of `modulated` replace the norm's own.
+
+        A weight of shape (d,), the same for every row, costs one fused kernel.
+        """
+        x = upcast(x)
+        weight = upcast(self.weight) if weight is None else weight
+        if weight.ndim == 1:
+            return F.layer_norm(x, weight.shape, weight, bias, NORM_EPS)
+        normed = F.layer_norm(x, x.shape[-1:], None, None, NORM_EPS)
+        return normed * weight if bias is None else torch.addcmul(bias, normed, weight)
+
+
+class Embedding(nn.Module):
+    """Token embedding; its one parameter is called `embedding`, (vocab_size, d)."""
+
+    def __init__(self, vocab_size: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(vocab_size, hidden))
+        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens (...) to vectors (..., d)."""
+        return F.embedding(tokens, self.embedding)
+
+
+class Rotary(nn.Module):
+    """Rotary positions, base 10,000; the tables for `length` positions are cached.
+
+    `inv_freq` (D/2,) is in the checkpoint; `cos` and `sin` (length, D/2) are not. All three stay in
+    float32 when the model is cast, and are rebuilt when it leaves the meta device.
+    """
+
+    inv_freq: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.width, self.length = width, length
+        device = torch.empty(0).device
+        self.register_buffer("inv_freq", self._frequencies().to(device))
+        self.register_buffer("cos", torch.empty(0, device=device), persistent=False)
+        self.register_buffer("sin", torch.empty(0, device=device), persistent=False)
+        self._fill(self.inv_freq)
+
+    def _frequencies(self) -> Tensor:
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float32, device="cpu") / self.width
+        return 1.0 / ROTARY_BASE**exponents
+
+    def _fill(self, inv_freq: Tensor) -> None:
+        """Set the frequencies and rebuild the tables beside them."""
+        device = inv_freq.device
+        self.inv_freq = inv_freq.float()
+        # Built on the CPU, so that every device sees the same bits.
+        source = self._frequencies() if inv_freq.is_meta else self.inv_freq.cpu()
+        angles = torch.outer(torch.arange(self.length, dtype=torch.float32, device="cpu"), source)
+        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        before = self._frequencies() if self.inv_freq.is_meta else self.inv_freq
+        super()._apply(fn, recurse)
+        self._fill(before.to(self.inv_freq.device))
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: dict[str, object],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        value = state_dict.get(f"{prefix}inv_freq")
+        if value is None or value.is_meta or value.shape != (self.width // 2,):
+            return
+        ours = self._frequencies()
+        if not torch.allclose(value.cpu().float(), ours, rtol=1e-2, atol=0.0):
+            error_msgs.append(f"{prefix}inv_freq is not that of rotary positions with base 10,000")
+        exact = value.dtype in (torch.float32, torch.float64)
+        device = self.inv_freq.device
+        # Frequencies rounded to 16 bits would turn far positions by whole radians.
+        self._fill((value.detach() if exact else ours).to(device=device, dtype=torch.float32))
+
+    def forward(self, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return cos and sin for positions start .. start + length, (length, 1, 1, D/2) each."""
+        if start + length > self.length:
+            raise ValueError(f"{start + length} positions, but the model has {self.length}")
+        rows = slice(start, start + length)
+        return self.cos[rows, None, None], self.sin[rows, None, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate by position, half-split: dimension i pairs with i + D/2.
+
+    Shapes: x (B, L, n, H, D), cos and sin (L, 1, 1, D/2) -> (B, L, n, H, D).
+    """
+    first, second = upcast(x).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoidal embedding of σ (width 256, period 10,000, cosine half first), linear, SiLU, linear."""
+
+    def __init__(self, cond_dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(TIME_WIDTH, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
+        )
+
+    def forward(self, sigma: Tensor) -> Tensor:
+        """Map σ (N,) to (N, cond_dim)."""
+        half = TIME_WIDTH // 2
+        ramp = torch.arange(half, dtype=sigma.dtype, device=sigma.device)
+        angles = sigma[:, None] * torch.exp(-math.log(TIME_PERIOD) / half * ramp)
+        embedding = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return self.mlp(embedding.to(self.mlp[0].weight.dtype))
+
+
+class Modulated(nn.Module):
+    """A layer whose norms are modulated by the condition: adaLN, initialised at zero.
+
+    With a constant condition the modulation can be computed once: `fold` keeps it in a buffer that
+    no checkpoint contains, and the layer uses it when it is given no condition.
+    """
+
+    folded: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("folded", None, persistent=False)
+
+    def add_modulation(self, cond_dim: int, width: int) -> None:
+        """Declare `adaLN_modulation`, the last parameters of the layer."""
+        self.adaLN_modulation = nn.Linear(cond_dim, width)
+        nn.init.zeros_(self.adaLN_modulation.weight)
+        nn.init.zeros_(self.adaLN_modulation.bias)
+
+    def modulation(self, c: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
+        """Split adaLN(c) for an input of `ndim` dimensions: (d,) each for one row of c.
+
+        Several rows of c give (N, 1, ..., d) each, to broadcast against the input.
+        """
+        with no_autocast(c.device):
+            out = upcast(self.adaLN_modulation(c.to(self.adaLN_modulation.weight.dtype)))
+        out = out[0] if out.shape[0] == 1 else out.view(out.shape[0], *(1,) * (ndim - 2), -1)
+        return out.chunk(parts, dim=-1)
+
+    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
+        """Return the tensors that `forward` works with, given the condition."""
+        raise NotImplementedError
+
+    def fold(self, c: Tensor) -> None:
+        """Keep the modulation for the constant condition c (1, cond_dim)."""
+        self.folded = torch.stack(self.affine(c, ndim=2)).detach()
+
+    def unfold(self) -> None:
+        """Forget it."""
+        self.folded = None
+
+
+class Affine(NamedTuple):
+    """What modulates a block: weight and bias of each norm, gate of each residual branch."""
+
+    weight1: Tensor | None = None
+    bias1: Tensor | None = None
+    gate1: Tensor | None = None
+    weight2: Tensor | None = None
+    bias2: Tensor | None = None
+    gate2: Tensor | None = None
+
+
+class Block(Modulated):
+    """Transformer block: attention with rotary positions, then an MLP ×4 with tanh-GELU.
+
+    With `cond_dim` it has the six modulations of the contract (shift, scale, gate of the attention,
+    then of the MLP), `x·(1+scale)+shift` after a norm and `x + gate·f(x)` at a residual; without, none.
+    """
+
+    def __init__(self, hidden: int, heads: int, cond_dim: int | None, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1 = LayerNorm(hidden)
+        self.attn_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attn_out = nn.Linear(hidden, hidden, bias=False)
+        self.norm2 = LayerNorm(hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * hidden, hidden),
+        )
+        if cond_dim is not None:
+            self.add_modulation(cond_dim, 6 * hidden)
+
+    def affine(self, c: Tensor, ndim: int) -> Affine:
+        """Return the six modulations; shift and scale as the norms' bias and weight."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c, 6, ndim)
+        return Affine(
+            *self.norm1.modulated(shift1, scale1), gate1,
+            *self.norm2.modulated(shift2, scale2), gate2,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        c: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        extend: Extend | None = None,
+    ) -> Tensor:
+        """Map x (B, L, d) to (B, L, d).
+
+        c is (1, cond_dim) or (B, cond_dim); None uses the folded modulation, or none if not folded.
+        mask is True where a key is attended, broadcastable to (B, H, L, S).
+        """
+        if c is not None:
+            m = self.affine(c, x.ndim)
+        else:
+            m = Affine() if self.folded is None else Affine(*self.folded.unbind())
+        branch = self.norm1(x, m.weight1, m.bias1)
+        branch = self.attend(branch, cos, sin, mask, causal, extend)
+        x = self.residual(x, branch, m.gate1)
+        branch = self.norm2(x, m.weight2, m.bias2).to(self.mlp[0].weight.dtype)
+        return self.residual(x, self.mlp(branch), m.gate2)
+
+    def attend(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        extend: Extend | None,
+    ) -> Tensor:
+        """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads."""
+        qkv = self.attn_qkv(x.to(self.attn_qkv.weight.dtype))
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
+        v = qkv[:, :, 2].transpose(1, 2)
+        if extend is not None:
+            k, v = extend(k, v)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.attn_out(out.transpose(1, 2).flatten(2))
+
+    def residual(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
+        """Add a branch: `x + gate·dropout(branch)`."""
+        if self.dropout > 0:
+            branch = F.dropout(branch, self.dropout, self.training)
+        return x + branch if gate is None else torch.addcmul(x, gate, branch)
+
+
+class OutputLayer(Modulated):
+    """Final norm, modulated by shift and scale if there is a `cond_dim`, and the LM head (zero at first)."""
+
+    def __init__(self, hidden: int, vocab_size: int, cond_dim: int | None) -> None:
+        super().__init__()
+        self.norm_final = LayerNorm(hidden)
+        self.linear = nn.Linear(hidden, vocab_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        if cond_dim is not None:
+            self.add_modulation(cond_dim, 2 * hidden)
+
+    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
+        """Return weight and bias of the modulated final norm."""
+        return self.norm_final.modulated(*self.modulation(c, 2, ndim))
+
+    def forward(self, hidden: Tensor, c: Tensor | None = None, num: int | None = None) -> Tensor:
+        """Map hidden (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
+
+        c is (1, cond_dim), or has one row per leading index of hidden.
+        """
+        affine: tuple[Tensor, ...] = ()
+        if c is not None:
+            affine = self.affine(c, hidden.ndim)
+        elif self.folded is not None:
+            affine = self.folded.unbind()
+        x = self.norm_final(hidden, *affine)
+        weight, bias = self.linear.weight[:num], self.linear.bias[:num]
+        return F.linear(x.to(weight.dtype), weight, bias)

@@ -1,0 +1,137 @@
+"""config.json of a model folder: format, configuration, provenance, and what the other files must be."""
+
+import difflib
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.errors import UserError
+
+CONFIG = "config.json"
+FORMAT = "didi"
+VERSION = 1
+
+MODEL = "model.safetensors"
+DISCRIMINATOR = "discriminator.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+_KEYS = ("format", "version", "model", "discriminator", "provenance", "files")
+_REQUIRED = ("kind", "layers", "hidden", "heads", "vocab_size", "length", "time_conditioning")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of the folder must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of config.json."""
+
+    model: ModelConfig
+    files: dict[str, FileRecord]
+    discriminator: ModelConfig | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Encode it as JSON."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read config.json of a model folder, refusing what it does not understand."""
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder.")
+    if not path.is_file():
+        raise UserError(f"{folder} is not a model folder: it has no {CONFIG}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{path} was not written by didi: it does not say `format: {FORMAT}`.")
+    version = content.get("version")
+    if type(version) is not int or version < 1:
+        raise UserError(f"{path}: `version` is {version!r}, not a format version.")
+    if version > VERSION:
+        raise UserError(
+            f"{path} has format version {version}, but this didi reads up to {VERSION}: upgrade it."
+        )
+    _refuse_unknown(path, content, _KEYS, "")
+    other = content.get("discriminator")
+    return Manifest(
+        model=_model_config(path, content.get("model"), "model"),
+        discriminator=None if other is None else _model_config(path, other, "discriminator"),
+        provenance=_mapping(path, content.get("provenance", {}), "provenance"),
+        files=_files(path, content.get("files")),
+    )
+
+
+def _mapping(path: Path, value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: `{name}` is {value!r}, not a group of settings.")
+    return value
+
+
+def _refuse_unknown(path: Path, given: dict[str, Any], known: tuple[str, ...], group: str) -> None:
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean `{group}{close[0]}`?" if close else ""
+            raise UserError(f"{path}: `{group}{key}` is not a setting.{hint}")
+
+
+def _files(path: Path, value: Any) -> dict[str, FileRecord]:
+    records = {}
+    for name, record in _mapping(path, value, "files").items():
+        if name not in (MODEL, DISCRIMINATOR, *TOKENIZER):
+            raise UserError(f"{path}: `files` lists {name!r}, which is no file of a model folder.")
+        record = _mapping(path, record, f"files.{name}")
+        size, digest = record.get("bytes"), record.get("sha256")
+        if type(size) is not int or not isinstance(digest, str):
+            raise UserError(f"{path}: `files.{name}` needs `bytes` and `sha256`.")
+        records[name] = FileRecord(size, digest)
+    if MODEL not in records:
+        raise UserError(f"{path}: `files` does not list {MODEL}.")
+    return records
+
+
+def _model_config(path: Path, value: Any, group: str) -> ModelConfig:
+    settings = dict(_mapping(path, value, group))
+    missing = [name for name in _REQUIRED if name not in settings]
+    if missing:
+        raise UserError(f"{path}: `{group}.{missing[0]}` is missing.")
+    if "schedule" in settings:
+        schedule = _mapping(path, settings.pop("schedule"), f"{group}.schedule")
+        _check_values(path, ScheduleConfig, schedule, f"{group}.schedule.")
+        settings["schedule"] = ScheduleConfig(**schedule)
+    _check_values(path, ModelConfig, settings, f"{group}.")
+    try:
+        return ModelConfig(**settings)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _check_values(path: Path, kind: type, settings: dict[str, Any], group: str) -> None:
+    """Check names and types, which a dataclass would accept as they come."""
+    known = {f.name: f for f in fields(kind)}
+    _refuse_unknown(path, settings, tuple(known), group)
+    for name, value in settings.items():
+        expected: Any = known[name].type
+        if get_origin(expected) is Literal:
+            right = value in get_args(expected)
+        elif expected is float:
+            right = type(value) in (int, float)
+        elif known[name].default is MISSING:  # a group, built and checked on its own
+            right = True
+        else:
+            right = type(value) is expected
+        if not right:
+            raise UserError(f"{path}: `{group}{name}` is {value!r}, which it cannot be.")

@@ -1,0 +1,179 @@
+"""Tensor files: writing safetensors as a stream, reading headers, telling architectures apart."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from didi_instruct.config.model import ARCHITECTURES
+from didi_instruct.errors import UserError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+"""Types a weight may have on disk, by their safetensors names."""
+
+LISTED = 3
+"""Tensors named in an error before the rest is only counted."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def write_tensors(
+    write: Callable[[bytes | memoryview], None], tensors: Mapping[str, Tensor]
+) -> tuple[int, str]:
+    """Pass a safetensors file to `write`, tensor by tensor; return its size and SHA-256.
+
+    One tensor at a time is in memory as bytes, and a full disk is met as the OSError it is.
+    """
+    digest = hashlib.sha256()
+
+    def put(data: bytes | memoryview) -> None:
+        digest.update(data)
+        write(data)
+
+    # Wide types first: every tensor is then aligned to its own type.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        tensor, end = tensors[name], offset + tensors[name].nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    put(len(encoded).to_bytes(8, "little"))
+    put(encoded)
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().view(-1)
+        put(memoryview(flat.view(torch.uint8).numpy()))
+    return 8 + len(encoded) + offset, digest.hexdigest()
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a safetensors file, from its header alone."""
+    shapes = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a method of the file, not of a dict)
+                part = file.get_slice(name)
+                if part.get_dtype() not in DTYPES.values():
+                    raise UserError(f"{path}: {name} holds {part.get_dtype()}, not real numbers.")
+                shapes[name] = tuple(part.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
+    return shapes
+
+
+def read_tensors(
+    path: Path, device: torch.device | str, dtype: torch.dtype | None, keep: Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """Return all tensors: memory-mapped on the CPU, and copied only to change device or type.
+
+    `dtype` does not apply to the names in `keep`.
+    """
+    kept = set(keep)
+    with safe_open(path, framework="pt") as file:
+        return {
+            name: file.get_tensor(name).to(device, None if name in kept else dtype)
+            for name in file.keys()  # noqa: SIM118
+        }
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What the shapes of a checkpoint's tensors say about the network they belong to."""
+
+    role: str
+    """`denoiser`, `discriminator` or `left-to-right model`."""
+    layers: int
+    hidden: int
+    vocab_size: int
+    cond_dim: int | None
+    prefix: str
+    """What precedes the contract's core keys."""
+
+    def __str__(self) -> str:
+        """Describe it for an error message."""
+        text = (
+            f"a {self.role} with {self.layers} layers, hidden {self.hidden}, "
+            f"vocab_size {self.vocab_size}"
+        )
+        shape = (self.layers, self.hidden, self.vocab_size)
+        for name, known in ARCHITECTURES.items():
+            if shape == (known.layers, known.hidden, known.vocab_size):
+                text += f" (`{name}`)"
+        return text + (f" under the prefix `{self.prefix}`" if self.prefix else "")
+
+
+def infer(shapes: Shapes) -> Inferred | None:
+    """Recognise the contract's core keys, under any prefix, by the tensors' shapes."""
+    embeddings = [n for n in shapes if n.endswith("vocab_embed.embedding")]
+    if not embeddings or len(shapes[embeddings[0]]) != 2:
+        return None
+    prefix = embeddings[0].removesuffix("vocab_embed.embedding")
+    vocab_size, hidden = shapes[embeddings[0]]
+    own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+    numbers = [int(m[1]) for n in own if (m := re.match(r"blocks\.(\d+)\.", n))]
+    if any(n.startswith("output_layer.main.") for n in own):
+        role = "discriminator"
+    else:
+        role = "denoiser" if "sigma_map.mlp.0.weight" in own else "left-to-right model"
+    return Inferred(
+        role=role,
+        layers=max(numbers, default=-1) + 1,
+        hidden=hidden,
+        vocab_size=vocab_size,
+        cond_dim=own.get("sigma_map.mlp.0.weight", (None,))[0],
+        prefix=prefix,
+    )
+
+
+def describe(shapes: Shapes) -> str:
+    """Say in words which network some tensors look like."""
+    inferred = infer(shapes)
+    if inferred is not None:
+        return str(inferred)
+    if any("esm." in name or "lm_head." in name for name in shapes):
+        return "an ESM-2 (DPLM) model"
+    return "no network known here"
+
+
+def check_shapes(path: Path, found: Shapes, expected: Shapes, wanted: str) -> None:
+    """Refuse tensors that are not exactly those expected, naming what is wrong."""
+    shared = [n for n in expected if n in found]
+    problems = [
+        _listed([n for n in expected if n not in found], "missing"),
+        _listed([n for n in found if n not in expected], "unexpected"),
+        _listed(
+            [f"{n} {found[n]} for {expected[n]}" for n in shared if found[n] != expected[n]],
+            "of the wrong shape",
+        ),
+    ]
+    if any(problems):
+        raise UserError(
+            f"{path}: {'; '.join(p for p in problems if p)}. "
+            f"Wanted: {wanted}; the tensors look like {describe(found)}."
+        )
+
+
+def _listed(names: list[str], what: str) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    plural = "" if len(names) == 1 else "s"
+    return f"{len(names)} tensor{plural} {what} ({', '.join(names[:LISTED])}{more})"

@@ -1,0 +1,1 @@
+"""The noise processes: schedules, masking, uniform-state diffusion."""

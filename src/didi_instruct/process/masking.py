@@ -1,0 +1,122 @@
+"""The masked process: q(z_t | x), its exact posterior, SUBS and the NELBO.
+
+V real tokens, and one mask whose id may be any id that no clean text contains. Where a vector runs
+over all states of a position, the mask is its last entry. alpha is (B, 1), one level per sequence,
+or anything else that broadcasts against (B, L).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def mask(x: Tensor, alpha: Tensor, mask_id: int, uniforms: Tensor) -> Tensor:
+    """Draw z_t ~ q(z_t | x) = Cat(alpha_t x + (1 - alpha_t) m), Eq. (1).
+
+    A token stays where its uniform is below alpha_t, so the same uniforms at a lower alpha mask the
+    same positions and more.
+
+    Shapes: x (B, L), alpha (B, 1), uniforms (B, L) in [0, 1) -> (B, L).
+    """
+    check_level("alpha", alpha, x)
+    if uniforms.shape != x.shape:
+        raise ValueError(
+            f"uniforms are {tuple(uniforms.shape)} but x is {tuple(x.shape)}: draw one per token."
+        )
+    return torch.where(uniforms < alpha, x, mask_id)
+
+
+def reveal_probability(alpha_s: Tensor, alpha_t: Tensor) -> Tensor:
+    """Return (alpha_s - alpha_t) / (1 - alpha_t): a mask at t is revealed by the earlier s.
+
+    At alpha_t = 1 nothing is masked and the quotient is 0 / 0; the answer there is 1, its value for
+    s = 0.
+    """
+    reveal = (alpha_s - alpha_t) / (1 - alpha_t)
+    return torch.where(alpha_t < 1, reveal, torch.ones_like(reveal))
+
+
+def posterior(z_t: Tensor, p_x: Tensor, alpha_s: Tensor, alpha_t: Tensor, mask_id: int) -> Tensor:
+    """Probabilities of z_s given z_t and a guess p_x of the clean text, s < t.
+
+    Eq. (2): a visible token stays; a masked one is revealed with probability
+    (alpha_s - alpha_t) / (1 - alpha_t), and then drawn from p_x, else it stays masked.
+
+    Shapes: z_t (B, L), p_x (B, L, V), alpha_s and alpha_t (B, 1) -> (B, L, V + 1), mask last.
+    """
+    check_vectors("p_x", p_x, z_t)
+    check_level("alpha_s", alpha_s, z_t)
+    check_level("alpha_t", alpha_t, z_t)
+    masked = z_t == mask_id
+    reveal = reveal_probability(alpha_s, alpha_t).to(p_x.dtype) * masked
+    state = torch.where(masked, p_x.shape[-1], z_t)
+    probabilities = F.pad(reveal[..., None] * p_x, (0, 1))
+    return probabilities.scatter_add_(-1, state[..., None], 1 - reveal[..., None])
+
+
+def subs(logits: Tensor, z: Tensor, mask_id: int) -> Tensor:
+    """Log-probabilities of the clean tokens under the SUBS parameterisation of MDLM.
+
+    A masked position has the softmax of its logits; the mask itself has no column, so it is never
+    predicted. A visible position is copied: log 1 at its token and log 0 elsewhere.
+
+    Shapes: logits (B, L, V), z (B, L) -> (B, L, V), in float32 if the logits are of half precision.
+    """
+    check_vectors("logits", logits, z)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_p = torch.log_softmax(logits, dim=-1, dtype=dtype)
+    visible = (z != mask_id)[..., None]
+    token = torch.where(visible, z[..., None], 0)
+    at_token = log_p.gather(-1, token).masked_fill(visible, 0.0)
+    return log_p.masked_fill(visible, float("-inf")).scatter_(-1, token, at_token)
+
+
+def stratified_times(count: int, generator: torch.Generator) -> Tensor:
+    """Draw times for a batch: one uniform draw in each of `count` equal strata, in random order.
+
+    Each time alone is uniform on (0, 1), and their mean estimates an integral over t with less
+    variance than independent draws do. The random order keeps a time from following the row of the
+    batch.
+
+    Returns (count,) float32 in (0, 1): neither t nor 1 - t rounds to 0 or 1.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}: use 1 or more.")
+    device = generator.device
+    offsets = torch.rand(count, generator=generator, dtype=torch.float64, device=device)
+    order = torch.randperm(count, generator=generator, device=device)
+    margin = 2.0**-24  # 1 - 2^-24 is the largest float32 below 1
+    return ((order + offsets) / count).clamp(margin, 1 - margin).float()
+
+
+def nelbo(log_probs_of_truth: Tensor, masked: Tensor, weight: Tensor) -> Tensor:
+    """One-sample estimate of the continuous-time NELBO, Eq. (3), in nats per token.
+
+    The weighted cross-entropy -alpha'_t / (1 - alpha_t) * -log p(x | z_t), summed over the masked
+    positions and divided by the length. Its mean over t ~ U(0, 1) and z_t ~ q(z_t | x) bounds the
+    negative log-likelihood of x from above if eps = 0, and an exact denoiser reaches the entropy
+    H(x). If eps > 0 the integral ends at alpha = eps, and the price of the tokens still visible in
+    z_1 is left out: an exact denoiser then gives H(x | z_1), short of H(x) by H(x) - H(x | z_1)
+    <= eps * (sum of the entropies of the single tokens).
+
+    Shapes: log_probs_of_truth (B, L), masked (B, L) bool, weight (B, 1) -> (B,).
+    """
+    check_level("weight", weight, masked)
+    # Selected, not multiplied: 0 times an infinite surprise at a visible position is NaN.
+    surprise = torch.where(masked, -log_probs_of_truth, 0.0)
+    return (weight * surprise).mean(dim=-1)
+
+
+def check_vectors(name: str, vectors: Tensor, tokens: Tensor) -> None:
+    """Refuse anything but one vector over the vocabulary for each token."""
+    if vectors.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"{name} is {tuple(vectors.shape)} but the tokens are {tuple(tokens.shape)}: "
+            "give a vector over the real tokens for each position."
+        )
+
+
+def check_level(name: str, level: Tensor, tokens: Tensor) -> None:
+    """Refuse a level of shape (B,): it would follow the positions, unnoticed when B = L."""
+    if level.dim() == 1 and level.numel() > 1 and tokens.dim() > 1:
+        raise ValueError(f"{name} is {tuple(level.shape)}: give one per sequence, as (B, 1).")

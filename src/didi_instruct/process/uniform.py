@@ -1,0 +1,260 @@
+"""Uniform-state diffusion (DUO, Sahoo et al. 2025): noise replaces a token by a uniform one.
+
+No state is a mask: z_t is a text of real tokens, and which of them are noise has to be guessed.
+alpha is (B, 1), one level per sequence, or anything else that broadcasts against (B, L).
+
+What a denoiser has to predict here is x^l given the *other* positions of z_t and t,
+p(x^l | z_t^{-l}): the posterior and the NELBO below bring in z_t^l themselves, by Bayes' rule. With
+p(x^l | z_t), which has seen z_t^l, the noisy token would be counted twice.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from didi_instruct.process.masking import check_level, check_vectors
+
+CHUNK_ELEMENTS = 2**25
+"""Logits that `nelbo_integrand` takes at a time: 128 MiB per float32 temporary."""
+
+QUADRATURE_NODES = 601
+QUADRATURE_LIMIT = 12.0
+TABLE_SIZE = 1025
+SHIFT_LIMIT = 16.0
+"""A shift beyond which alpha is 1 in float64, for any vocabulary under 10^9 tokens."""
+NEWTON_STEPS = 4
+
+
+def marginal(x: Tensor, alpha: Tensor, num_tokens: int) -> Tensor:
+    """Return the probabilities of q(z_t | x) = Cat(alpha_t x + (1 - alpha_t) / V).
+
+    Shapes: x (B, L), alpha (B, 1) -> (B, L, V).
+    """
+    check_level("alpha", alpha, x)
+    alpha = alpha.expand(x.shape)[..., None]
+    noise = ((1 - alpha) / num_tokens).expand(*x.shape, num_tokens)
+    return noise.scatter_add(-1, x[..., None], alpha)
+
+
+def corrupt(
+    x: Tensor, alpha: Tensor, num_tokens: int, uniforms: Tensor, random_tokens: Tensor
+) -> Tensor:
+    """Draw z_t ~ q(z_t | x): a token stays where its uniform is below alpha_t, else is replaced.
+
+    The replacement is uniform over all V tokens, the clean one included.
+
+    Shapes: x (B, L), alpha (B, 1), uniforms (B, L) in [0, 1), random_tokens (B, L) in [0, V)
+    -> (B, L).
+    """
+    check_level("alpha", alpha, x)
+    for name, noise in (("uniforms", uniforms), ("random_tokens", random_tokens)):
+        if noise.shape != x.shape:
+            raise ValueError(
+                f"{name} are {tuple(noise.shape)} but x is {tuple(x.shape)}: draw one per token."
+            )
+    # Noise is drawn on the CPU as a rule; on an accelerator this look would wait for the queue.
+    if random_tokens.device.type == "cpu" and bool((random_tokens >= num_tokens).any()):
+        raise ValueError(
+            f"random_tokens reach {int(random_tokens.max())}: stay below {num_tokens}."
+        )
+    return torch.where(uniforms < alpha, x, random_tokens)
+
+
+def posterior(z_t: Tensor, p_x: Tensor, alpha_s: Tensor, alpha_t: Tensor) -> Tensor:
+    """Probabilities of z_s given z_t and a guess p_x of the clean text, s < t.
+
+    Bayes' rule q(z_t | z_s) q(z_s | x) / q(z_t | x) with a vector p_x in place of the one-hot x and
+    alpha_{t|s} = alpha_t / alpha_s:
+
+        [V alpha_t z_t * p_x + (alpha_{t|s} - alpha_t) z_t + (alpha_s - alpha_t) p_x
+         + (1 - alpha_{t|s}) (1 - alpha_s) / V] / [V alpha_t <z_t, p_x> + 1 - alpha_t]
+
+    It is the true q(z_s^l | z_t) if p_x = p(x^l | z_t^{-l}). alpha_s must not be 0.
+
+    Shapes: z_t (B, L), p_x (B, L, V), alpha_s and alpha_t (B, 1) -> (B, L, V).
+    """
+    check_vectors("p_x", p_x, z_t)
+    check_level("alpha_s", alpha_s, z_t)
+    check_level("alpha_t", alpha_t, z_t)
+    num_tokens = p_x.shape[-1]
+    alpha_s, alpha_t = alpha_s[..., None].to(p_x.dtype), alpha_t[..., None].to(p_x.dtype)
+    alpha_ts = alpha_t / alpha_s
+    token = z_t[..., None]
+    stay = num_tokens * alpha_t * p_x.gather(-1, token)
+    numerator = (alpha_s - alpha_t) * p_x + (1 - alpha_ts) * (1 - alpha_s) / num_tokens
+    numerator = numerator.scatter_add(-1, token, stay + alpha_ts - alpha_t)
+    return numerator / (stay + 1 - alpha_t)
+
+
+def nelbo_integrand(
+    logits: Tensor, x: Tensor, z: Tensor, alpha: Tensor, alpha_prime: Tensor
+) -> Tensor:
+    """Integrand over t of DUO's continuous-time NELBO, in nats for each position.
+
+    With xbar = V alpha x + (1 - alpha), xbar_theta the same of p_theta = softmax(logits), i = z_t
+    and beta = -alpha' / alpha, it is the KL rate between the true and the modelled reverse jumps:
+
+        beta / V * [V / xbar_theta_i - V / xbar_i
+                    + sum_j xbar_j / xbar_i * log(xbar_j xbar_theta_i / (xbar_i xbar_theta_j))]
+
+    (DUO prints it with all signs turned and alpha' for -alpha'.) Its mean over t ~ U(0, 1) and
+    z_t ~ q(z_t | x), summed over positions, is the NELBO if alpha_1 = 0; if alpha_1 > 0 what z_1
+    tells of x is left out, as in `masking.nelbo`.
+
+    alpha must be inside (0, 1). Gradients flow to the logits. Positions are taken in chunks which
+    the backward pass recomputes: beside the logits and their gradient nothing is (B, L, V).
+
+    Shapes: logits (B, L, V), x and z (B, L), alpha and alpha_prime (B, 1) -> (B, L), in float32 if
+    the logits are of half precision.
+    """
+    check_vectors("logits", logits, x)
+    check_vectors("logits", logits, z)
+    check_level("alpha", alpha, x)
+    check_level("alpha_prime", alpha_prime, x)
+    alpha, alpha_prime = alpha.expand(x.shape), alpha_prime.expand(x.shape)
+    count = 1 + logits.numel() // CHUNK_ELEMENTS
+    chunks = zip(
+        logits.flatten(0, -2).chunk(count),
+        *(values.flatten().chunk(count) for values in (x, z, alpha, alpha_prime)),
+        strict=True,
+    )
+    integrand = [
+        checkpoint(_integrand_of_rows, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    return torch.cat(integrand).view(x.shape)
+
+
+def _integrand_of_rows(
+    logits: Tensor, x: Tensor, z: Tensor, alpha: Tensor, alpha_prime: Tensor
+) -> Tensor:
+    """Return the integrand for N positions as a sum of two terms that are never negative.
+
+    xbar and xbar_theta both sum to V, so the bracket of `nelbo_integrand` is, r = xbar_i /
+    xbar_theta_i,
+
+        V / xbar_i * [KL(xbar / V || xbar_theta / V) + (r - 1 - log r)].
+
+    xbar_j = (1 - alpha) (1 + k [j = x]) and xbar_theta_j = (1 - alpha) (1 + k p_j) with
+    k = V alpha / (1 - alpha), so the KL needs only p_x, p_z and one sum over the vocabulary:
+
+        V KL / (1 - alpha) = k log((1 + k) / (1 + k p_x)) + log(1 + k) - sum_j log(1 + k p_j).
+
+    Shapes: logits (N, V), the others (N,) -> (N,).
+    """
+    num_tokens = logits.shape[-1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    alpha, alpha_prime = alpha.to(dtype), alpha_prime.to(dtype)
+    k = num_tokens * alpha / (1 - alpha)
+    log_p = torch.log_softmax(logits, dim=-1, dtype=dtype)
+    log_p_x, log_p_z = log_p.gather(-1, torch.stack((x, z), dim=-1)).unbind(-1)
+    log_sum = (k[:, None] * log_p.exp()).log1p().sum(-1)
+
+    kl = k * _log_ratio(k, log_p_x) + k.log1p() - log_sum
+    log_r = torch.where(z == x, _log_ratio(k, log_p_z), -(k * log_p_z.exp()).log1p())
+    excess = log_r.expm1() - log_r
+    return -alpha_prime / alpha * (kl / num_tokens + excess / (1 - alpha)) / (1 + k * (z == x))
+
+
+def _log_ratio(k: Tensor, log_p: Tensor) -> Tensor:
+    """Return log((1 + k) / (1 + k p)), without cancellation as p nears 1."""
+    return (-k * log_p.expm1() / (1 + k * log_p.exp())).log1p()
+
+
+def gaussian_to_discrete(alpha_tilde: Tensor | float, num_tokens: int) -> Tensor:
+    """Return alpha = T(alpha_tilde): argmax turns Gaussian into uniform-state diffusion.
+
+    w = alpha_tilde x + sigma_tilde eps with eps ~ N(0, I_V) and sigma_tilde^2 = 1 - alpha_tilde^2
+    has argmax w ~ Cat(alpha x + (1 - alpha) / V) with
+
+        alpha = V / (V - 1) * [int phi(u - alpha_tilde / sigma_tilde) Phi(u)^(V - 1) du - 1 / V].
+
+    Any shape, values in [0, 1]; computed in float64, returned in the dtype given.
+    """
+    alpha_tilde = _checked("alpha_tilde", alpha_tilde, num_tokens)
+    exact = alpha_tilde.double()
+    shift = exact / ((1 - exact) * (1 + exact)).sqrt()
+    return _alpha_of_shift(shift, num_tokens).to(alpha_tilde.dtype)
+
+
+@torch.no_grad()
+def discrete_to_gaussian(alpha: Tensor | float, num_tokens: int) -> Tensor:
+    """Return alpha_tilde with T(alpha_tilde) = alpha, the inverse of `gaussian_to_discrete`.
+
+    A table brackets the answer, Newton's method inside the bracket refines it.
+
+    Any shape, values in [0, 1]; computed in float64, returned in the dtype given.
+    """
+    alpha = _checked("alpha", alpha, num_tokens)
+    target = alpha.double()
+    table = _alpha_table(num_tokens).to(target.device)
+    cell = torch.searchsorted(table, target.contiguous(), right=True).clamp(1, TABLE_SIZE - 1)
+    width = SHIFT_LIMIT / (TABLE_SIZE - 1)
+    low, high = (cell - 1) * width, cell * width
+    shift = (low + high) / 2
+    for _ in range(NEWTON_STEPS):
+        step = (_alpha_of_shift(shift, num_tokens) - target) / _alpha_slope(shift, num_tokens)
+        shift = torch.minimum(torch.maximum(shift - step, low), high)
+    alpha_tilde = shift / (1 + shift.square()).sqrt()
+    return torch.where(target < 1, alpha_tilde, 1.0).to(alpha.dtype)
+
+
+def _alpha_of_shift(shift: Tensor, num_tokens: int) -> Tensor:
+    """Return alpha for shift = alpha_tilde / sigma_tilde, the clean token's lead in units of noise.
+
+    V / (V - 1) * integral of phi(v) [Phi(v + shift)^(V - 1) - Phi(v)^(V - 1)] dv: the second term
+    integrates to the 1 / V of `gaussian_to_discrete`, and alpha keeps its digits when it is small.
+    """
+    nodes, weights = _quadrature(shift.device)
+    log_power = (num_tokens - 1) * torch.special.log_ndtr(nodes + shift[..., None])
+    log_power_at_0 = (num_tokens - 1) * torch.special.log_ndtr(nodes)
+    alpha = (log_power.exp() - log_power_at_0.exp()) @ weights * num_tokens / (num_tokens - 1)
+    return alpha.clamp(max=1.0)  # the last bit of a sum
+
+
+def _alpha_slope(shift: Tensor, num_tokens: int) -> Tensor:
+    """Return the derivative of `_alpha_of_shift`: V * integral of phi(v) phi(u) Phi(u)^(V - 2).
+
+    u = v + shift.
+    """
+    nodes, weights = _quadrature(shift.device)
+    u = nodes + shift[..., None]
+    log_phi = -u.square() / 2 - math.log(2 * math.pi) / 2
+    log_density = log_phi + (num_tokens - 2) * torch.special.log_ndtr(u)
+    return log_density.exp() @ weights * num_tokens
+
+
+def _quadrature(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of the trapezoidal rule for the integral of phi(v) f(v) over the line.
+
+    For a smooth f the error falls exponentially as the step shrinks. Phi^(V - 1) bends over a width
+    of 0.2 at V = 10^5; a step of 0.04 leaves rounding errors only.
+    """
+    nodes = torch.linspace(
+        -QUADRATURE_LIMIT, QUADRATURE_LIMIT, QUADRATURE_NODES, dtype=torch.float64, device=device
+    )
+    step = 2 * QUADRATURE_LIMIT / (QUADRATURE_NODES - 1)
+    return nodes, step * torch.exp(-nodes.square() / 2) / math.sqrt(2 * math.pi)
+
+
+@lru_cache(maxsize=8)
+def _alpha_table(num_tokens: int) -> Tensor:
+    """Return alpha at TABLE_SIZE equally spaced shifts from 0 to SHIFT_LIMIT."""
+    shifts = torch.linspace(0, SHIFT_LIMIT, TABLE_SIZE, dtype=torch.float64)
+    # Rounding may break the order where alpha is 1 up to the last bits; the search needs it.
+    return _alpha_of_shift(shifts, num_tokens).cummax(0).values
+
+
+def _checked(name: str, value: Tensor | float, num_tokens: int) -> Tensor:
+    """Return the value as a tensor, or say what is wrong with it."""
+    if num_tokens < 2:
+        raise ValueError(
+            f"num_tokens is {num_tokens}: a noisy token needs 2 or more to choose from."
+        )
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if not bool(((tensor >= 0) & (tensor <= 1)).all()):
+        raise ValueError(f"{name} has values outside [0, 1].")
+    return tensor

@@ -1,0 +1,1 @@
+"""From a denoiser to text: exact draws and samplers as free functions."""

@@ -1,0 +1,46 @@
+"""Exact draws from a categorical law.
+
+Float32 Gumbel noise truncates the tail and so fakes a lower temperature. Here one float64 uniform
+per row picks the token by inverting the cumulative sum, exact to 2^-53.
+"""
+
+import torch
+from torch import Tensor
+
+
+def restrict(
+    logits: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
+) -> Tensor:
+    """Log-probabilities in float64 after temperature, then top-k, then top-p, renormalised.
+
+    top_p keeps the smallest set of most probable tokens whose probability reaches top_p; at
+    temperature 0 only the most probable token is left.
+
+    Shapes: logits (..., V) -> (..., V).
+    """
+    logits = logits.double()
+    if temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+    log_p = torch.log_softmax(logits / temperature, -1)
+    if top_k is not None and top_k < log_p.shape[-1]:
+        least = log_p.topk(top_k, -1).values[..., -1:]
+        log_p = log_p.masked_fill(log_p < least, -torch.inf).log_softmax(-1)
+    if top_p < 1:
+        ordered, index = log_p.sort(-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        kept = ordered.masked_fill(before >= top_p, -torch.inf)
+        log_p = torch.empty_like(log_p).scatter_(-1, index, kept).log_softmax(-1)
+    return log_p
+
+
+def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative probabilities.
+
+    Shapes: log_p (R, V) float64, uniforms (R,) float64 in [0, 1) -> (R,).
+    """
+    cumulative = log_p.exp().cumsum(-1)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    # `right`: the first token whose cumulative sum exceeds the target, so never one of probability 0.
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return token.clamp(max=log_p.shape[-1] - 1)

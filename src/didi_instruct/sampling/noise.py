@@ -1,0 +1,43 @@
+"""Random numbers that belong to a sample, not to a batch.
+
+Uniform i of stream s of sample k is a hash of (seed, k, s, i), so a sample gets the same noise in
+whatever batch, order or device it is drawn. The hash is the finaliser of SplitMix64.
+"""
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def uniforms(seed: int, samples: Tensor, stream: int, count: int) -> Tensor:
+    """Uniform float64 numbers in [0, 1) with 53 random bits.
+
+    Shapes: samples (B,) int64, the index of each sample -> (B, count).
+    """
+    device = samples.device
+    key = _hash(torch.tensor(_signed(seed), device=device))
+    key = _hash(key + _GOLDEN * (samples + 1))
+    key = _hash(key + _signed(_GOLDEN * (stream + 1)))
+    position = torch.arange(1, count + 1, device=device)
+    bits = _hash(key[:, None] + _GOLDEN * position)
+    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _hash(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right filling with zeros; torch's own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """Wrap any whole number into a signed 64-bit one, as torch does with tensors."""
+    number %= 1 << 64
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -1,0 +1,1 @@
+"""One loop for every objective, and the pretraining objectives."""

@@ -1,0 +1,170 @@
+"""The one training loop: steps, logs, evaluations, checkpoints, and stopping well."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.errors import TrainingError
+from didi_instruct.training.checkpoints import Checkpoint, Checkpoints
+from didi_instruct.training.interrupt import Interrupt
+from didi_instruct.training.reporting import Reporter, RunLog, SilentReporter
+from didi_instruct.training.world import World
+
+Numbers = dict[str, torch.Tensor]
+
+
+class Task(Protocol):
+    """What is trained: one step at a time, all randomness a function of (seed, step)."""
+
+    sharded: bool
+    """Whether each process writes its own part of a checkpoint."""
+
+    def step(self, step: int) -> Numbers:
+        """Update the networks once; return 0-d tensors, `loss` and `grad_norm` among them."""
+
+    def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
+        """Extra numbers for the log: learning rate, rates."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Everything that changes, by name."""
+
+    def prepare_to_load(self) -> None:
+        """Make `tensors` list all that a checkpoint holds."""
+
+    def write_model(self, folder: Path) -> None:
+        """Write the product into a folder; all processes call."""
+
+
+Evaluate = Callable[[int], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    signal: int | None
+    """The signal that interrupted it, or None if it is finished."""
+    checkpoint: Path | None
+    last: Mapping[str, float]
+    """The last logged numbers."""
+
+
+class Loop:
+    """Runs a task in a folder."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        folder: Path,
+        world: World,
+        *,
+        reporter: Reporter | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        self.task, self.config, self.folder, self.world = task, config, folder, world
+        self.reporter: Reporter = reporter or SilentReporter()
+        self.evaluate = evaluate
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.keep, world)
+        self._pending: list[Numbers] = []
+        self._logged_at, self._last_saved = 0.0, None
+        self._last: dict[str, float] = {}
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint; return the step to go on from."""
+        found = self.checkpoints.latest(warn=self.reporter.say)
+        if found is None:
+            return 0
+        self._load(found)
+        self.reporter.say(f"Resuming from {found.folder}")
+        return int(found.info["step"])
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self.task.prepare_to_load()
+        checkpoint.fill(self.task.tensors())
+        self._last_saved = checkpoint.folder
+
+    def run(self, start: int = 0) -> Outcome:
+        """Train from step `start` to the end, or until a signal asks to stop."""
+        log = RunLog(self.folder, resume_from=start) if self.world.is_main else None
+        self.reporter.start(start, self.config.steps)
+        self._logged_at = time.monotonic()
+        try:
+            with Interrupt() as interrupt:
+                return self._run(start, interrupt, log)
+        finally:
+            self.reporter.stop()
+            if log is not None:
+                log.close()
+
+    def _run(self, start: int, interrupt: Interrupt, log: RunLog | None) -> Outcome:
+        for step in range(start, self.config.steps):
+            self._pending.append(self.task.step(step))
+            done = step + 1
+            last = done == self.config.steps
+            stop = self.world.any(interrupt.signal is not None)
+            saves = last or stop or done % self.config.save_every == 0
+            if saves or done % self.config.log_every == 0:
+                self._log(done, log)
+            if self._evaluates(done, last):
+                self._log_evaluation(done, log)
+            if saves:
+                self._save(done)
+            if stop:
+                return Outcome(done, interrupt.signal, self._last_saved, self._last)
+        return Outcome(max(start, self.config.steps), None, self._last_saved, self._last)
+
+    def _evaluates(self, done: int, last: bool) -> bool:
+        every = self.config.eval_every
+        return self.evaluate is not None and (last or (every > 0 and done % every == 0))
+
+    def _log(self, done: int, log: RunLog | None) -> None:
+        """Fetch the numbers since the last call, refuse NaN, report their mean."""
+        count, self._pending, pending = len(self._pending), [], self._pending
+        names = list(pending[0])
+        table = torch.stack([torch.stack([p[n].float() for n in names]) for p in pending]).cpu()
+        bad = (~torch.isfinite(table)).any(1)
+        if bad.any():
+            self._stop_at_nan(done - count + int(bad.nonzero()[0]) + 1)
+        now = time.monotonic()
+        values = dict(zip(names, table.mean(0).tolist(), strict=True))
+        values |= self.task.describe(done - 1, now - self._logged_at, count)
+        self._logged_at, self._last = now, values
+        if log is not None:
+            log.write({"step": done, **values})
+        self.reporter.advance(done, values)
+
+    def _stop_at_nan(self, step: int) -> None:
+        kept = self._last_saved or "none yet"
+        raise TrainingError(
+            f"The loss or its gradient is not a number at step {step}; nothing was saved after it. "
+            f"Last good checkpoint: {kept}. "
+            "Try a lower optim.lr, a longer optim.warmup, or precision fp32, and --resume."
+        )
+
+    def _log_evaluation(self, done: int, log: RunLog | None) -> None:
+        assert self.evaluate is not None
+        started = time.monotonic()
+        result = dict(self.evaluate(done))
+        self._logged_at += time.monotonic() - started
+        if log is not None:
+            log.write({"step": done, **result})
+        numbers = "  ".join(f"{k} {v:.4f}" for k, v in result.items())
+        self.reporter.say(f"step {done}: {numbers}")
+
+    def _save(self, done: int) -> None:
+        started = time.monotonic()
+        info: dict[str, Any] = {"step": done}
+        self._last_saved = self.checkpoints.save(
+            info,
+            self.task.tensors(),
+            sharded=self.task.sharded,
+            write_model=None if self.task.sharded else self.task.write_model,
+        )
+        self._logged_at += time.monotonic() - started

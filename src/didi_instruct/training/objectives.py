@@ -1,0 +1,155 @@
+"""Pretraining losses: masked diffusion, uniform-state diffusion, left to right.
+
+Each objective works in three acts. `draw` makes the noise of a whole global batch on the CPU, a pure
+function of the generator; `corrupt` applies it to some rows, still on the CPU, where looking at the
+result costs no synchronisation; `loss` is the network's part. So processes and micro-batches may
+slice a batch as they like and see the same noise.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.ar import ARModel
+from didi_instruct.models.dit import DiT
+from didi_instruct.process import masking, uniform
+from didi_instruct.process.schedule import make_schedule
+
+Batch = dict[str, Tensor]
+
+
+class Objective(Protocol):
+    """A loss in nats per token: an upper bound of -log p(x) / L, or that itself."""
+
+    head_fraction: float
+    """Share of positions at which the loss needs the output layer."""
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Noise for `count` sequences, sequences along the first axis."""
+
+    def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
+        """What the network is given, made from clean `tokens` (B, L)."""
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """Nats per token of each sequence, (B,)."""
+
+
+class MaskedObjective:
+    """NELBO of masked diffusion (Eq. 4): weight(t) times the NLL of the masked tokens."""
+
+    head_fraction = 0.5
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.schedule = config, make_schedule(config.schedule)
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """One time per stratum of (0, 1), one uniform per position."""
+        times = masking.stratified_times(count, generator)
+        return times, torch.rand(count, self.config.length, generator=generator)
+
+    def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
+        """Mask, and list the masked positions: the only rows that the output layer sees."""
+        t, uniforms = noise
+        mask_id = self.config.vocab_size - 1
+        z = masking.mask(
+            tokens, self.schedule.alpha(t)[:, None], mask_id, uniforms[:, : tokens.shape[1]]
+        )
+        masked = (z == mask_id).flatten().nonzero().squeeze(1)
+        weight = self.schedule.nelbo_weight(t) / tokens.shape[1]
+        return {
+            "z": z,
+            "sigma": self.schedule.sigma(t),
+            "rows": masked,
+            "sequence": masked // tokens.shape[1],
+            "targets": tokens.flatten()[masked],
+            "weight": weight[masked // tokens.shape[1]],
+        }
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """Weighted sum over the masked positions of each sequence."""
+        assert isinstance(model, DiT)
+        z, sequence = batch["z"], batch["sequence"]
+        hidden = model.trunk(z, batch["sigma"]).flatten(0, 1)[batch["rows"]]
+        condition = model.condition(batch["sigma"])
+        if condition.shape[0] > 1:
+            condition = condition[sequence]
+        nll = F.cross_entropy(
+            model.head(hidden, condition, self.config.num_tokens).float(),
+            batch["targets"],
+            reduction="none",
+        )
+        return nll.new_zeros(len(z)).index_add(0, sequence, batch["weight"] * nll)
+
+
+class UniformObjective:
+    """NELBO of uniform-state diffusion (DUO)."""
+
+    head_fraction = 1.0
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.schedule = config, make_schedule(config.schedule)
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Times, uniforms, and the token that each position would be replaced with."""
+        times = masking.stratified_times(count, generator)
+        shape = (count, self.config.length)
+        uniforms = torch.rand(shape, generator=generator)
+        return times, uniforms, torch.randint(self.config.num_tokens, shape, generator=generator)
+
+    def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
+        """Replace tokens by random ones with probability 1 - alpha_t."""
+        t, uniforms, random_tokens = noise
+        length, alpha = tokens.shape[1], self.schedule.alpha(t)
+        z = uniform.corrupt(
+            tokens,
+            alpha[:, None],
+            self.config.num_tokens,
+            uniforms[:, :length],
+            random_tokens[:, :length],
+        )
+        return {
+            "z": z,
+            "x": tokens,
+            "sigma": self.schedule.sigma(t),
+            "alpha": alpha[:, None],
+            "alpha_prime": self.schedule.alpha_prime(t)[:, None],
+        }
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """Mean of the integrand over positions."""
+        logits = model(batch["z"], batch["sigma"]).float()
+        terms = uniform.nelbo_integrand(
+            logits, batch["x"], batch["z"], batch["alpha"], batch["alpha_prime"]
+        )
+        return terms.mean(1)
+
+
+class ARObjective:
+    """Exact negative log-likelihood, left to right from the start symbol."""
+
+    head_fraction = 1.0
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Nothing is random."""
+        return ()
+
+    def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
+        """Nothing is corrupted."""
+        return {"x": tokens}
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """Mean over positions of -log p(x^l | x^<l)."""
+        inner: ARModel = model  # type: ignore[assignment]
+        return -inner.log_prob(batch["x"]) / batch["x"].shape[1]
+
+
+def make_objective(config: ModelConfig) -> Objective:
+    """Return the pretraining objective of a model's kind."""
+    kinds = {"mdlm": MaskedObjective, "duo": UniformObjective, "ar": ARObjective}
+    return kinds[config.kind](config)

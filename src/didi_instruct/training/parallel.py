@@ -1,0 +1,45 @@
+"""One module over several processes: replicated (DDP) or sharded (FSDP2)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from didi_instruct.training.world import World
+
+
+def parallelise(
+    module: nn.Module, blocks: nn.ModuleList, strategy: str, world: World, *, bf16: bool
+) -> nn.Module:
+    """Wrap `module`, whose transformer blocks are `blocks`, for all processes of `world`."""
+    if world.size == 1:
+        return module
+    if strategy == "ddp":
+        ids = [world.device.index] if world.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=ids)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
+    )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # Resharded after every forward pass: an evaluation must not leave averaged weights behind.
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return module
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Within, backward passes exchange gradients only if `enabled` (the last micro-batch)."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(enabled)
+        yield
+    elif isinstance(module, DistributedDataParallel) and not enabled:
+        with module.no_sync():
+            yield
+    else:
+        yield

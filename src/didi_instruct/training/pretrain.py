@@ -1,0 +1,181 @@
+"""Pretraining as a task of the loop: a denoiser or AR model on a stream of tokens."""
+
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.pretrain import PretrainConfig, TrainConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.errors import UserError
+from didi_instruct.models.build import build_model, flops_per_token
+from didi_instruct.models.checkpoint import save_model
+from didi_instruct.seeding import mix
+from didi_instruct.training.objectives import Batch, Objective, make_objective
+from didi_instruct.training.optim import Updater, learning_rate
+from didi_instruct.training.parallel import gradient_sync, parallelise
+from didi_instruct.training.world import World
+
+
+class LossModule(nn.Module):
+    """The network and its objective as one module, the unit that DDP and FSDP wrap."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Nats per token of each sequence, (B,)."""
+        return self.objective.loss(self.model, batch)
+
+
+def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
+    """Whether forward passes run in bfloat16."""
+    return config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+
+
+class PretrainTask:
+    """One optimizer step is one global batch of the stream under fresh noise."""
+
+    def __init__(
+        self, config: PretrainConfig, model_config: ModelConfig, data: TokenSource, world: World
+    ) -> None:
+        self.config, self.model_config, self.data, self.world = config, model_config, data, world
+        self._check(config.train)
+        self.bf16 = uses_bf16(config.train, world.device)
+        torch.manual_seed(mix(config.train.seed, "init"))
+        self.model = build_model(model_config).to(world.device)
+        self.objective = make_objective(model_config)
+        compiles = config.train.compile == "on" or (
+            config.train.compile == "auto" and world.device.type == "cuda"
+        )
+        if compiles:
+            # Block by block: one small graph, compiled once, good for DDP and FSDP alike.
+            for block in self.model.blocks:
+                block.compile()
+        module = LossModule(self.model, self.objective)
+        self.module = parallelise(
+            module, self.model.blocks, config.train.strategy, world, bf16=self.bf16
+        )
+        self.module.train()
+        self.updater = Updater(self.model, config.optim, config.train.steps, config.train.ema)
+        fsdp = config.train.strategy == "fsdp" and world.size > 1
+        self.sharded = fsdp and config.train.checkpoints == "sharded"
+
+    def _check(self, train: TrainConfig) -> None:
+        if train.batch_size % self.world.size:
+            raise UserError(
+                f"train.batch_size is {train.batch_size}, which {self.world.size} processes "
+                "cannot share equally."
+            )
+        if self.data.length > self.model_config.length:
+            raise UserError(
+                f"The data has rows of {self.data.length} tokens, but model.length is "
+                f"{self.model_config.length}: prepare it with --length {self.model_config.length} "
+                f"or set model.length={self.data.length}."
+            )
+
+    def step(self, step: int) -> dict[str, Tensor]:
+        """Accumulate the gradients of this process's share of the batch, then update."""
+        train = self.config.train
+        noise = self.objective.draw(
+            train.batch_size, torch.Generator().manual_seed(mix(train.seed, "noise", step))
+        )
+        torch.manual_seed(mix(train.seed, "dropout", step, self.world.rank))
+        share = self.world.share(train.batch_size)
+        size = train.micro_batch or len(share)
+        total = torch.zeros((), device=self.world.device)
+        for first in range(share.start, share.stop, size):
+            rows = slice(first, min(first + size, share.stop))
+            batch = self._batch(step * train.batch_size, rows, noise)
+            with gradient_sync(self.module, rows.stop == share.stop), self.autocast():
+                loss = self.module(batch).sum() / train.batch_size
+                # DDP and FSDP average over processes; the share of each is already a sum.
+                (loss * self.world.size).backward()
+            total += loss.detach()
+        return {"loss": self.world.sum(total), "grad_norm": self.updater.update(step)}
+
+    def _batch(self, position: int, rows: slice, noise: tuple[Tensor, ...]) -> Batch:
+        tokens = self.data.rows(position + rows.start, rows.stop - rows.start)
+        batch = self.objective.corrupt(tokens, *(n[rows] for n in noise))
+        if self.world.device.type == "cuda":
+            batch = {name: value.pin_memory() for name, value in batch.items()}
+        return {n: v.to(self.world.device, non_blocking=True) for n, v in batch.items()}
+
+    def autocast(self) -> torch.autocast:
+        """The precision of forward passes."""
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+    def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
+        """Learning rate, tokens per second and, on a GPU, the share of its matmul rate."""
+        train = self.config.train
+        rate = steps * train.batch_size * self.data.length / max(seconds, 1e-9)
+        values = {
+            "lr": learning_rate(step, train.steps, self.config.optim),
+            "tokens_per_second": rate,
+        }
+        if self.world.device.type == "cuda":
+            # A backward pass costs twice its forward pass.
+            flops = 3 * flops_per_token(self.model_config, self.objective.head_fraction)
+            values["mfu"] = rate * flops / (self.world.size * matmul_rate(self.world.device))
+        return values
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Weights, average and optimizer moments."""
+        return self.updater.tensors()
+
+    def prepare_to_load(self) -> None:
+        """Create the optimizer's moments."""
+        self.updater.prepare_to_load()
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """The network with the averaged weights in place, in evaluation mode."""
+        self.model.eval()
+        try:
+            if self.updater.ema is None:
+                yield self.model
+            else:
+                with self.updater.ema.applied(self.model):
+                    yield self.model
+        finally:
+            self.model.train()
+
+    def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
+        """Write the averaged model in the layout that `didi.load` reads; all processes call."""
+        with self.averaged() as model:
+            state = {
+                name: t.full_tensor() if isinstance(t, DTensor) else t
+                for name, t in model.state_dict().items()
+            }
+            if self.world.is_main:
+                save_model(
+                    folder,
+                    state,
+                    self.model_config,
+                    tokenizer=self.data.tokenizer,
+                    provenance={"reproduces": self.config.reproduces, **(provenance or {})},
+                )
+
+
+@functools.cache
+def matmul_rate(device: torch.device) -> float:
+    """Measured bf16 matmul FLOP/s of a GPU: the ceiling that MFU is told against."""
+    n = 8192
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
+    b = torch.randn(n, n, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(10):
+        a @ b
+    torch.cuda.synchronize(device)
+    return 10 * 2 * n**3 / (time.perf_counter() - started)
