@@ -301,6 +301,17 @@ def test_integrand_in_float32_at_a_real_vocabulary(t: float):
     assert torch.allclose(share * found, share * exact, rtol=1e-3, atol=1e-4)
 
 
+def test_integrand_allows_forbidden_tokens():
+    """A logit of -inf (padding) leaves value and gradient finite, even where z is that token."""
+    logits = torch.tensor([[[0.3, -0.2, -math.inf]] * 2], dtype=torch.float64, requires_grad=True)
+    x, z = torch.tensor([[0, 1]]), torch.tensor([[2, 1]])
+    paid = nelbo_integrand(logits, x, z, level(0.5), level(-1.0))
+    expected = literal_integrand(logits[0, 0].detach().softmax(-1), 0, 2, 0.5, -1.0)
+    assert torch.allclose(paid[0, 0], expected)
+    (gradient,) = torch.autograd.grad(paid.sum(), logits)
+    assert torch.isfinite(gradient).all()
+
+
 @pytest.mark.parametrize("shift", [0.0, 0.1, 1.0, 4.0, 9.0])
 def test_gaussian_relation_has_its_closed_form_at_two_tokens(shift: float):
     """V = 2: P(argmax = x) = Phi(shift / sqrt 2), so alpha = erf(shift / 2)."""

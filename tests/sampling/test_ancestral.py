@@ -42,7 +42,13 @@ def test_the_samples_follow_the_enumerated_law(steps, schedule):
     language = OracleLanguage.tiny()
     n = 20_000
     result = ancestral(
-        language.denoiser, schedule, samples=torch.arange(n), length=4, steps=steps, mask_id=3, seed=5
+        language.denoiser,
+        schedule,
+        samples=torch.arange(n),
+        length=4,
+        steps=steps,
+        mask_id=3,
+        seed=5,
     )
     times = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     law = exact_law(language, [*schedule.alpha(times).tolist()[:-1], 1.0])

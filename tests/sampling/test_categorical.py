@@ -15,7 +15,7 @@ def test_frequencies_match_the_law():
 
 
 def test_inversion_is_exact_at_the_edges():
-    """u below the first probability gives token 0; tokens of probability 0 never come."""
+    """U below the first probability gives token 0; tokens of probability 0 never come."""
     log_p = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64).log().expand(4, 5)
     u = torch.tensor([0.0, 0.25 - 1e-12, 0.25, 1 - 2**-53], dtype=torch.float64)
     assert draw(log_p, u).tolist() == [1, 1, 3, 3]
@@ -29,14 +29,18 @@ def test_temperature_sharpens_and_zero_is_greedy():
     assert restrict(logits, temperature=0.0).exp().tolist() == [[0.0, 1.0, 0.0]]
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1.0, 4)])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1.0, 4)]
+)
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     p = torch.tensor([[0.5, 0.05, 0.3, 0.15]], dtype=torch.float64)
     result = restrict(p.log(), top_p=top_p).exp()
     assert int((result > 0).sum()) == kept
     assert result.sum().item() == pytest.approx(1)
     best = p.topk(kept).indices
-    torch.testing.assert_close(result.gather(-1, best), p.gather(-1, best) / p.gather(-1, best).sum())
+    torch.testing.assert_close(
+        result.gather(-1, best), p.gather(-1, best) / p.gather(-1, best).sum()
+    )
 
 
 def test_top_k_keeps_k():

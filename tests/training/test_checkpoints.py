@@ -1,6 +1,6 @@
 import json
-import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_only_damaged_checkpoints_is_an_error(store):
         store.latest(warn=lambda text: None)
 
 
-@pytest.mark.parametrize("moment", ["save_file", "write_atomic", "replace"])
+@pytest.mark.parametrize("moment", ["save_file", "write_atomic", "rename"])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_one(store, monkeypatch, moment):
     """Whatever part of a save does not happen, the newest complete checkpoint is the old one."""
     store.save({"step": 1}, state(1))
@@ -69,7 +69,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_one(store, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "replace") if moment == "replace" else (module, moment)), killed)
+        patch.setattr(*((Path, "rename") if moment == "rename" else (module, moment)), killed)
         with pytest.raises(KeyboardInterrupt):
             store.save({"step": 2}, state(2))
     found = store.latest(warn=pytest.fail)
@@ -116,7 +116,9 @@ def test_a_full_disk_is_said_before_writing(store, monkeypatch):
 
 
 def test_the_manifest_lists_every_file(store):
-    folder = store.save({"step": 1}, state(1), write_model=lambda f: (f / "x").write_text("hi") and None)
+    folder = store.save(
+        {"step": 1}, state(1), write_model=lambda f: (f / "x").write_text("hi") and None
+    )
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert set(files) == {"state-00000-of-00001.safetensors", "x"}
     assert damage(folder) is None

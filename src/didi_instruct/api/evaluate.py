@@ -96,7 +96,9 @@ def _held_out(model: Model, data: str, scratch: Path) -> TokenSource:
         splits = [s for s in ("valid", "train") if any(Path(data).glob(f"{s}-*.bin"))]
         return open_data(Path(data), splits[0])
     if model.tokenizer is None:
-        raise UserError("The model has no tokenizer, so it cannot read text: give a prepared folder.")
+        raise UserError(
+            "The model has no tokenizer, so it cannot read text: give a prepared folder."
+        )
     model.tokenizer.save(scratch)
     config = DataConfig(source=data, tokenizer=str(scratch), valid=0)
     train, _ = open_source(

@@ -21,7 +21,7 @@ from didi_instruct.training.world import pick_device
 
 
 class Model:
-    """A denoiser (or AR model) with its tokenizer, its noise schedule and, maybe, a discriminator."""
+    """A denoiser (or AR model), its tokenizer and noise schedule and, maybe, a discriminator."""
 
     def __init__(
         self,
@@ -105,7 +105,9 @@ class Model:
             raise UserError(f"`ancestral` is for masked diffusion; this is `{self.config.kind}`.")
         length = self.config.length if length is None else length
         if not 1 <= length <= self.config.length:
-            raise UserError(f"length is {length}: this model writes 1 to {self.config.length} tokens.")
+            raise UserError(
+                f"length is {length}: this model writes 1 to {self.config.length} tokens."
+            )
         if num < 1:
             raise UserError(f"num is {num}: use 1 or more.")
         parts = [
@@ -151,7 +153,10 @@ class Model:
             raise UserError(
                 f"tokens have shape {tuple(tokens.shape)}: (batch, up to {self.config.length})."
             )
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
+        if (
+            tokens.numel()
+            and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size
+        ):
             raise UserError(f"A token id lies outside 0..{self.config.vocab_size - 1}.")
         return tokens.to(self.device)
 

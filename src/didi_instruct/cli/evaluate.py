@@ -66,4 +66,3 @@ def _show(row: dict[str, object], reference: dict[str, object]) -> None:
             f"{reference['entropy_se']:.4f} nats per token; "
             f"ratio {row['nelbo'] / reference['entropy']:.4f}"  # type: ignore[operator]
         )
-

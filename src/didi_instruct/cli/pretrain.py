@@ -14,7 +14,9 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE].")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
 ) -> None:
     """Train a teacher (MDLM), a uniform-state teacher (DUO) or an AR model.
@@ -38,7 +40,9 @@ def command(
         )
     step = result.outcome.step
     if not result.finished:
-        typer.echo(f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume.")
+        typer.echo(
+            f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume."
+        )
         raise typer.Exit(128 + (result.outcome.signal or 0))
     typer.echo(f"Trained {step} steps: {folder} (log.jsonl, recipe.yaml, checkpoints/)")
     typer.echo(f"Next: didi eval {folder} --metrics nelbo --data DATA")

@@ -22,7 +22,9 @@ def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = 
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise UserError(f"{where}: `{prefix}{key}` is not a setting.{_nearest(str(key), known)}")
+            raise UserError(
+                f"{where}: `{prefix}{key}` is not a setting.{_nearest(str(key), known)}"
+            )
     for f in fields(cls):  # type: ignore[arg-type]
         required = f.default is MISSING and f.default_factory is MISSING
         if required and f.name not in values:

@@ -41,9 +41,7 @@ class ModelRecipe:
                 f"no room for all of them{extra}. Use {needed} or more, or leave it out."
             )
         fields = {n: given.get(n, getattr(base, n)) for n in names}
-        return ModelConfig(
-            kind=self.kind, vocab_size=vocab_size, schedule=self.schedule, **fields
-        )
+        return ModelConfig(kind=self.kind, vocab_size=vocab_size, schedule=self.schedule, **fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +125,9 @@ class TrainConfig:
         if not 0 <= self.ema < 1:
             raise UserError(f"train.ema is {self.ema}: use 0 (off) or more and less than 1.")
         if self.eval_every < 0 or self.eval_sequences < 1:
-            raise UserError("train.eval_every cannot be negative, train.eval_sequences is 1 or more.")
+            raise UserError(
+                "train.eval_every cannot be negative, train.eval_sequences is 1 or more."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 A sequence has one global latent g (the name that comes back) and a Markov chain of sentence states
 s_1 .. s_n (topic, number, bracket). Given them every slot is independent of the others:
 
-    p(x) = sum_g p(g) sum_{s_1..s_n} p(s_1) prod_k p(s_k | s_{k-1}) prod_{k, j} p(x^{k,j} | g, s_k, j)
+    p(x) = sum_g p(g) sum_{s_1..s_n} prod_k p(s_k | s_{k-1}) prod_{k,j} p(x^{k,j} | j, g, s_k)
 
 So words agree across long distances, words drawn together without seeing each other clash, and yet
 likelihood, Bayes-optimal denoiser and posterior of the latents cost one forward-backward pass.
@@ -81,13 +81,11 @@ class OracleLanguage:
             ):
                 raise ValueError("oracle tables are float64 and every row of them sums to 1")
         if self.sentences < 1 or not bool((self.emission > 0).all()):
-            raise ValueError(
-                "an oracle language has sentences, and every word is possible anywhere"
-            )
+            raise ValueError("an oracle language has a sentence, and no word is impossible")
 
     @classmethod
     def default(cls, sentences: int = 4, eps: float = 0.005) -> OracleLanguage:
-        """The 64-word language; a fraction `eps` of the words is drawn uniformly from all 64."""
+        """Build the 64-word language; a fraction `eps` of the words is drawn uniformly from all 64."""
         tables = default_tables(eps)
         return cls(
             words=tables.words,
@@ -103,7 +101,7 @@ class OracleLanguage:
     def tiny(
         cls, num_tokens: int = 3, slots: int = 2, sentences: int = 2, seed: int = 0
     ) -> OracleLanguage:
-        """Random tables (2 names, 3 states), small enough to enumerate all V^L sequences."""
+        """Draw random tables (2 names, 3 states), small enough to enumerate all V^L sequences."""
         generator = torch.Generator().manual_seed(seed)
 
         def table(*shape: int) -> Tensor:
@@ -153,7 +151,7 @@ class OracleLanguage:
         return Tokenizer.from_words(list(self.words))
 
     def to(self, device: torch.device | str) -> OracleLanguage:
-        """The same language on another device."""
+        """Copy the language to another device."""
         return replace(
             self,
             prior=self.prior.to(device),
@@ -176,7 +174,7 @@ class OracleLanguage:
     def sample_from(self, uniforms: Tensor) -> Tensor:
         """Inverse-CDF sampling, a pure function of uniforms in [0, 1): (B, 1 + n + L) -> (B, L)."""
         uniforms = uniforms.to(self.device)
-        u_name, u_states, u_words = uniforms.split([1, self.sentences, self.length], dim=1)
+        u_name, u_states, u_words = torch.split(uniforms, [1, self.sentences, self.length], dim=1)
         name = _invert(_cdf(self.prior), u_name)
         states = [_invert(_cdf(self.initial), u_states[:, 0])]
         step = _cdf(self.transition)
@@ -193,19 +191,19 @@ class OracleLanguage:
     # Exact inference
 
     def log_prob(self, tokens: Tensor) -> Tensor:
-        """log p(x); where tokens are masked, the log-probability of the visible ones.
+        """Exact log p(x); where tokens are masked, the log-probability of the visible ones.
 
         Shape: (B, L) -> (B,).
         """
         return self._forward(self._evidence(tokens))[:, -1].flatten(1).logsumexp(-1)
 
     def denoiser(self, z: Tensor, t: Tensor | float | None = None) -> Tensor:
-        """The Bayes-optimal denoiser, as log-probabilities: (B, L) -> (B, L, V).
+        """Bayes-optimal denoiser, as normalised log-probabilities: (B, L) -> (B, L, V).
 
-        At a masked position: log p(x^l | visible tokens), exactly. The time `t` brings no information
-        about x once z is seen, and is ignored. At a visible position, where samplers copy the token:
-        the law of a *second* draw of that slot under the posterior of the latents given all visible
-        tokens, its own among them. It is smooth, finite and not a one-hot.
+        At a masked position: log p(x^l | visible tokens), exactly; `t` says nothing more about x
+        once z is seen, and is ignored. At a visible position, where samplers copy the token: the
+        law of a *second* draw of that slot, under the posterior of the latents given all visible
+        tokens, its own among them. That is finite, where the true answer would be a one-hot.
         """
         evidence = self._evidence(z)
         joint = self._forward(evidence) + self._backward(evidence)
@@ -217,10 +215,10 @@ class OracleLanguage:
         """Posterior of the latents given the visible tokens, (B, L)."""
         evidence = self._evidence(tokens)
         forward, backward = self._forward(evidence), self._backward(evidence)
-        joint = (forward + backward).flatten(2).softmax(-1).unflatten(2, evidence.shape[2:])
+        joint = (forward + backward).flatten(2).softmax(-1).reshape(evidence.shape)
 
-        # p(s, s' | x) is a sum over g of left(g, s) * transition(s, s') * right(g, s'). Each factor is
-        # scaled by its own largest entry per g, so that long sequences do not underflow.
+        # p(s, s' | x) is a sum over g of left(g, s) * transition(s, s') * right(g, s'). Each factor
+        # is scaled by its own largest entry per g, so that long sequences do not underflow.
         left, right = forward[:, :-1], (evidence + backward)[:, 1:]
         top_left, top_right = left.amax(-1, keepdim=True), right.amax(-1, keepdim=True)
         weight = (top_left + top_right).softmax(2)
@@ -238,7 +236,7 @@ class OracleLanguage:
         return torch.cat([table, torch.zeros_like(table[:, :1])], dim=1)
 
     def _evidence(self, tokens: Tensor) -> Tensor:
-        """log p(visible words of sentence k | g, s): (B, L) -> (B, n, G, S)."""
+        """Log p(visible words of sentence k | g, s): (B, L) -> (B, n, G, S)."""
         if tokens.ndim != 2 or tokens.shape[1] != self.length:
             raise ValueError(f"tokens are (B, {self.length}) here, not {tuple(tokens.shape)}")
         by_slot = tokens.reshape(-1, self.sentences, self.slots).unbind(-1)
@@ -248,7 +246,7 @@ class OracleLanguage:
         return evidence
 
     def _forward(self, evidence: Tensor) -> Tensor:
-        """log p(g, s_k, visible words of sentences 1..k): (B, n, G, S)."""
+        """Log p(g, s_k, visible words of sentences 1..k): (B, n, G, S)."""
         start = self.prior.log()[:, None] + self.initial.log()
         messages = [start + evidence[:, 0]]
         for k in range(1, self.sentences):
@@ -256,7 +254,7 @@ class OracleLanguage:
         return torch.stack(messages, dim=1)
 
     def _backward(self, evidence: Tensor) -> Tensor:
-        """log p(visible words of sentences k+1..n | g, s_k): (B, n, G, S)."""
+        """Log p(visible words of sentences k+1..n | g, s_k): (B, n, G, S)."""
         messages = [torch.zeros_like(evidence[:, 0])]
         for k in range(self.sentences - 1, 0, -1):
             messages.append(_log_matmul(messages[-1] + evidence[:, k], self.transition.T))
@@ -267,31 +265,33 @@ class OracleLanguage:
     def entropy(
         self, samples: int = 20_000, generator: torch.Generator | None = None
     ) -> tuple[float, float]:
-        """Entropy in nats per sequence by Monte Carlo of the exact log_prob: (mean, standard error).
+        """Entropy in nats per sequence, a mean of exact log_prob over samples: (mean, its error).
 
         Without a generator the same samples are drawn every time.
         """
         generator = generator or torch.Generator().manual_seed(0)
         tokens = self.sample(samples, generator)
-        nats = -torch.cat([self.log_prob(chunk) for chunk in tokens.split(CHUNK)])
+        nats = -torch.cat([self.log_prob(chunk) for chunk in torch.split(tokens, CHUNK)])
         return nats.mean().item(), nats.std().item() / samples**0.5
 
     def latent_entropy(self, tokens: Tensor) -> float:
         """Entropy in nats of the latents behind a set of samples, by their exact posteriors.
 
         The posteriors are averaged over the samples and read as one chain,
-        H(g) + H(s_1) + sum_k [H(s_k, s_{k+1}) - H(s_k)]. True samples give `true_latent_entropy`, up to
-        a downward bias of about (n - 1) S^2 / 2B nats; a set that has collapsed gives less.
+        H(g) + H(s_1) + sum_k [H(s_k, s_{k+1}) - H(s_k)]. True samples give `true_latent_entropy`,
+        less a finite-sample bias of about (n - 1) S^2 / 2B nats; a collapsed set gives far less.
         """
-        chunks = [self.latent_posterior(chunk) for chunk in tokens.split(CHUNK)]
+        sums = [
+            [part.sum(0) for part in self.latent_posterior(chunk)]
+            for chunk in torch.split(tokens, CHUNK)
+        ]
         name, state, pair = (
-            sum(part.sum(0) for part in parts) / len(tokens)  # type: ignore[operator]
-            for parts in zip(*chunks, strict=True)
+            torch.stack(parts).sum(0) / len(tokens) for parts in zip(*sums, strict=True)
         )
         return _chain_entropy(name, state, pair)
 
     def true_latent_entropy(self) -> float:
-        """The same of the language itself, from its prior, in nats."""
+        """Entropy of the latents of the language itself, from its prior, in nats."""
         states, pairs = [self.initial], []
         for _ in range(self.sentences - 1):
             pairs.append(states[-1][:, None] * self.transition)
@@ -300,18 +300,18 @@ class OracleLanguage:
         return _chain_entropy(self.prior, torch.stack(states), pair)
 
     def mistakes(self, tokens: Tensor) -> Mistakes:
-        """How often sentences break an agreement; for languages that have a grammar. Shape: (B, L)."""
+        """How often sentences break an agreement, in a language with a grammar. Shape: (B, L)."""
         if self.grammar is None:
             raise ValueError("a language of random tables has no grammar, hence no mistakes")
         return count_mistakes(self.grammar, tokens.reshape(-1, self.sentences, self.slots))
 
 
 class OracleSource:
-    """An endless stream of oracle sequences: a TokenSource whose row i depends on (split, seed, i) only.
+    """An endless TokenSource of oracle sequences: row i is a function of (split, seed, i) alone.
 
-    Rows are drawn in blocks. A block's uniforms come from Philox under a 128-bit hash of its address:
-    torch's CPU generator keeps 32 bits of its seed, few enough for two blocks of a long run, or of
-    training and validation, to coincide.
+    Rows are drawn in blocks. A block's uniforms come from Philox, under a 128-bit hash of where it
+    stands: torch's CPU generator keeps only 32 bits of its seed, few enough for two blocks of a
+    long run, or one of training and one of validation, to coincide.
     """
 
     BLOCK = 1024
@@ -366,7 +366,7 @@ def _cdf(probabilities: Tensor) -> Tensor:
 
 
 def _invert(cdf: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index whose cumulative probability exceeds u: (..., K), (...) -> (...)."""
+    """Find the first index whose cumulative probability exceeds u: (..., K), (...) -> (...)."""
     return (cdf <= uniforms[..., None]).sum(-1)
 
 
@@ -378,7 +378,7 @@ def _log_matmul(log_left: Tensor, right: Tensor) -> Tensor:
 
 def _entropy(probabilities: Tensor) -> float:
     """Entropy of one distribution, whatever its shape, in nats."""
-    return -torch.special.xlogy(probabilities, probabilities).sum().item()
+    return float(-torch.special.xlogy(probabilities, probabilities).sum())
 
 
 def _chain_entropy(name: Tensor, state: Tensor, pair: Tensor) -> float:

@@ -1,8 +1,8 @@
 """The 64 words of the default oracle language: their classes, their odds and their agreements.
 
-A sentence fills eight slots, `[ every sleepy cat greets Anna quietly ]`. A word belongs to one slot and
-may demand something of the latents: a name, a topic, a number or a kind of bracket. Two words that
-demand different values of the same latent clash, and that is what `count_mistakes` counts.
+A sentence fills eight slots, `[ every sleepy cat greets Anna quietly ]`. A word belongs to one slot
+and may demand something of the latents: a name, a topic, a number or a kind of bracket. Two words
+that demand different values of the same latent clash, and that is what `count_mistakes` counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
 DETERMINERS = (("this", "every"), ("these", "many"))
 VERBS = (("greets", "follows", "helps", "ignores"), ("greet", "follow", "help", "ignore"))
 ADVERBS = (
-    ("quietly", "often", "today", "again", "slowly")
-    + ("gladly", "outside", "twice", "somehow", "anyway")
-)  # fmt: skip
+    *("quietly", "often", "today", "again", "slowly"),
+    *("gladly", "outside", "twice", "somehow", "anyway"),
+)
 ADJECTIVES = (
     ("wild", "sleepy", "furry"),
     ("salty", "stormy", "sunken"),
@@ -100,13 +100,13 @@ class Tables:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What each word demands: `slot` (V,) and one (V,) tensor per latent, -1 where it demands nothing."""
+    """What each word demands: its slot, and a value of each latent or -1; tensors of (V,)."""
 
     slot: Tensor
     demands: dict[str, Tensor]
 
     def to(self, device: torch.device | str) -> Grammar:
-        """The same tables on another device."""
+        """Copy the tables to another device."""
         demands = {latent: values.to(device) for latent, values in self.demands.items()}
         return Grammar(self.slot.to(device), demands)
 
@@ -130,7 +130,7 @@ class Mistakes:
 
 
 def default_tables(eps: float) -> Tables:
-    """The default language: name as the global latent, (topic, number, bracket) as the state."""
+    """Build the tables: name is the global latent, (topic, number, bracket) the state."""
     entries = lexicon()
     slot = torch.tensor([SLOTS.index(w.slot) for w in entries])
     demands = {

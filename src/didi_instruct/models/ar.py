@@ -93,7 +93,8 @@ class ARModel(nn.Module):
             x = block(x, cos, sin, mask=mask, causal=causal, extend=extend)
         if cache is not None:
             cache.position += length
-        return self.output_layer(x, num=self.config.num_tokens)
+        logits: Tensor = self.output_layer(x, num=self.config.num_tokens)
+        return logits
 
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Return the log-probability of whole sequences, in nats: (B, L) -> (B,)."""

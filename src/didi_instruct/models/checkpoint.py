@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from didi_instruct.data.tokenizer import Tokenizer
 
+Network = TypeVar("Network", bound=nn.Module)
 Weights = nn.Module | Mapping[str, Tensor]
 """A network, or its whole state dict (gathered first, if it is sharded)."""
 
@@ -111,7 +112,7 @@ def load_model(
     """Read what `save_model` wrote, all of it or nothing.
 
     On the CPU the weights are memory-mapped: what is not used is not read. `dtype` casts the
-    parameters; None keeps the file's type. `verify` compares checksums, which reads the files whole.
+    parameters; None keeps the file's type. `verify` compares checksums, which reads files whole.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -132,16 +133,12 @@ def load_model(
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 
-def _on_meta[Network: nn.Module](
-    build: "Callable[[ModelConfig], Network]", config: ModelConfig
-) -> Network:
+def _on_meta(build: "Callable[[ModelConfig], Network]", config: ModelConfig) -> "Network":
     with torch.device("meta"):
         return build(config)
 
 
-def _empty[Network: nn.Module](
-    path: Path, build: "Callable[[ModelConfig], Network]", config: ModelConfig
-) -> Network:
+def _empty(path: Path, build: "Callable[[ModelConfig], Network]", config: ModelConfig) -> "Network":
     """Return the network without memory, after checking that the file has just its tensors."""
     found = read_shapes(path)
     if config.layers > len(found):
@@ -269,9 +266,8 @@ def _finish_interrupted(folder: Path, old: Manifest | None) -> None:
     """Undo what a killed save left undone, so that files and config.json agree again."""
     for name, record in (old.files if old else {}).items():
         path = folder / name
-        if _previous(path).exists() and not _matches(path, record):
-            if _matches(_previous(path), record):
-                _previous(path).replace(path)
+        if _is_undone(path, record):
+            _previous(path).replace(path)
     for path in folder.glob(".*.previous"):
         path.unlink()
     remove_temporaries(folder)
@@ -285,14 +281,16 @@ def _matches(path: Path, record: FileRecord) -> bool:
     )
 
 
+def _is_undone(path: Path, record: FileRecord) -> bool:
+    """Whether a save was killed after it replaced this file and before it replaced config.json."""
+    previous = _previous(path)
+    return previous.exists() and not _matches(path, record) and _matches(previous, record)
+
+
 def _locate(folder: Path, name: str, record: FileRecord, verify: bool) -> Path:
     """Return the file that config.json means, after comparing it with what config.json says."""
     path = folder / name
-    if (
-        _previous(path).exists()
-        and not _matches(path, record)
-        and _matches(_previous(path), record)
-    ):
+    if _is_undone(path, record):
         return _previous(path)
     if not path.is_file():
         raise UserError(f"{path} is missing ({CONFIG} lists it, {record.bytes} bytes).")

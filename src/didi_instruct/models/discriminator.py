@@ -1,4 +1,4 @@
-"""The discriminator: the denoiser's trunk and a spectrally normalised head, one logit per position."""
+"""The discriminator: the denoiser's trunk and a spectrally normalised head."""
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,8 @@ class DiscriminatorHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (..., d) to (..., 1)."""
-        return self.main(hidden)
+        out: Tensor = self.main(hidden)
+        return out
 
 
 class Discriminator(Trunk):

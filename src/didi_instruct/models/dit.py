@@ -1,4 +1,4 @@
-"""The denoiser: the reference DiT of the contract, and the trunk it shares with the discriminator."""
+"""The denoiser, which is the contract's reference DiT, and the trunk of all diffusion models."""
 
 import re
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from didi_instruct.models.layers import (
     OutputLayer,
     Rotary,
     TimeEmbedding,
+    first_weight,
     no_autocast,
     upcast,
 )
@@ -29,8 +30,8 @@ def _changes(weights: list[nn.Parameter]) -> int:
 class Trunk(nn.Module):
     """Embedding, time embedding and blocks, with the contract's "DiT core keys".
 
-    Without `time_conditioning` σ is replaced by 0, so the condition has a single row, broadcast to the
-    batch (gradient included), and the modulation of every layer can be folded for inference.
+    Without `time_conditioning` σ is replaced by 0, so the condition has a single row, broadcast to
+    the batch (gradient included), and the modulation of every layer can be folded for inference.
     """
 
     folded_condition: Tensor | None
@@ -51,7 +52,8 @@ class Trunk(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Map tokens (B, L) to embeddings (B, L, d)."""
-        return self.vocab_embed(tokens)
+        embeddings: Tensor = self.vocab_embed(tokens)
+        return embeddings
 
     def condition(self, sigma: Tensor | float | None = None) -> Tensor:
         """Return c = silu(time embedding of σ): (B, cond_dim), or (1, cond_dim) for one σ.
@@ -60,7 +62,7 @@ class Trunk(nn.Module):
         """
         if self.folded_condition is not None and self._fold_is_current():
             return self.folded_condition
-        weight = self.sigma_map.mlp[0].weight
+        weight = first_weight(self.sigma_map.mlp)
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if not self.config.time_conditioning:
             sigma = torch.zeros(1, dtype=dtype, device=weight.device)
@@ -80,8 +82,8 @@ class Trunk(nn.Module):
     ) -> Tensor:
         """Return the state after the last block, (B, L, d), in float32.
 
-        Shapes: tokens (B, L), σ (B,); attention_mask (B, L), True where a position is attended (None:
-        all of them, the fast path); embeddings (B, L, d) replace those of the tokens.
+        Shapes: tokens (B, L), σ (B,); attention_mask (B, L), True where a position is attended
+        (None: all of them, the fast path); embeddings (B, L, d) replace those of the tokens.
         """
         return self._run(tokens, self.condition(sigma), attention_mask, embeddings)
 
@@ -111,9 +113,9 @@ class Trunk(nn.Module):
     def fold_modulation(self) -> bool:
         """Cache the modulation of every layer for inference; return whether that was possible.
 
-        It needs a constant condition (no time conditioning) and evaluation mode. The cache is used only
-        while gradients are off, and dropped by `train()`, by loading weights, and when a weight
-        changed in place (a compiled trunk cannot notice the last: call `unfold` there).
+        It needs a constant condition (no time conditioning) and evaluation mode. The cache is used
+        only while gradients are off, and dropped by `train()`, by loading weights, and when a
+        weight changed in place (a compiled trunk cannot notice the last: call `unfold` there).
         """
         if self.config.time_conditioning or self.training:
             return False
@@ -192,7 +194,8 @@ class DiT(Trunk):
         conditioning it may be left out.
         """
         c = self.condition() if c is None else c
-        return self.output_layer(hidden, self._unless_folded(c), num)
+        logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num)
+        return logits
 
     def forward(
         self,

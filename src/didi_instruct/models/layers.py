@@ -1,9 +1,9 @@
 """Parts of the transformers: norm, rotary positions, time embedding, block, output layer.
 
-They implement the reference DiT of the contract ("Foreign checkpoints"): the attribute names are the
-checkpoint's keys, and parameters are declared in the order in which foreign EMA lists store them.
-The residual stream is float32 (float64 in a float64 model) whatever autocast or the weights' type;
-the matrix products run in the weights' type or in autocast's.
+They implement the reference DiT of the contract ("Foreign checkpoints"): the attribute names are
+the checkpoint's keys, and parameters are declared in the order in which foreign EMA lists store
+them. The residual stream is float32 (float64 in a float64 model) whatever autocast or the weights'
+type; the matrix products run in the weights' type or in autocast's.
 """
 
 import math
@@ -26,6 +26,13 @@ Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def upcast(x: Tensor) -> Tensor:
     """Return x in float32, or in float64 if it is float64 already."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def first_weight(layers: nn.Sequential) -> Tensor:
+    """Return the weight of the first layer."""
+    weight = layers[0].weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def no_autocast(device: torch.device) -> torch.autocast:
@@ -107,7 +114,7 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         before = self._frequencies() if self.inv_freq.is_meta else self.inv_freq
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._fill(before.to(self.inv_freq.device))
         return self
 
@@ -154,7 +161,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoidal embedding of σ (width 256, period 10,000, cosine half first), linear, SiLU, linear."""
+    """Sinusoids of σ (width 256, period 10,000, cosine half first), then linear, SiLU, linear."""
 
     def __init__(self, cond_dim: int) -> None:
         super().__init__()
@@ -168,7 +175,8 @@ class TimeEmbedding(nn.Module):
         ramp = torch.arange(half, dtype=sigma.dtype, device=sigma.device)
         angles = sigma[:, None] * torch.exp(-math.log(TIME_PERIOD) / half * ramp)
         embedding = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        return self.mlp(embedding.to(self.mlp[0].weight.dtype))
+        out: Tensor = self.mlp(embedding.to(first_weight(self.mlp).dtype))
+        return out
 
 
 class Modulated(nn.Module):
@@ -227,8 +235,8 @@ class Affine(NamedTuple):
 class Block(Modulated):
     """Transformer block: attention with rotary positions, then an MLP ×4 with tanh-GELU.
 
-    With `cond_dim` it has the six modulations of the contract (shift, scale, gate of the attention,
-    then of the MLP), `x·(1+scale)+shift` after a norm and `x + gate·f(x)` at a residual; without, none.
+    With `cond_dim` it has the six modulations of the contract: shift, scale and gate of the
+    attention, then of the MLP, `x·(1+scale)+shift` after a norm and `x + gate·f(x)` at a residual.
     """
 
     def __init__(self, hidden: int, heads: int, cond_dim: int | None, dropout: float) -> None:
@@ -246,13 +254,13 @@ class Block(Modulated):
         if cond_dim is not None:
             self.add_modulation(cond_dim, 6 * hidden)
 
-    def affine(self, c: Tensor, ndim: int) -> Affine:
+    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
         """Return the six modulations; shift and scale as the norms' bias and weight."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c, 6, ndim)
-        return Affine(
+        return (
             *self.norm1.modulated(shift1, scale1), gate1,
             *self.norm2.modulated(shift2, scale2), gate2,
-        )  # fmt: skip
+        )
 
     def forward(
         self,
@@ -270,13 +278,13 @@ class Block(Modulated):
         mask is True where a key is attended, broadcastable to (B, H, L, S).
         """
         if c is not None:
-            m = self.affine(c, x.ndim)
+            m = Affine(*self.affine(c, x.ndim))
         else:
             m = Affine() if self.folded is None else Affine(*self.folded.unbind())
         branch = self.norm1(x, m.weight1, m.bias1)
         branch = self.attend(branch, cos, sin, mask, causal, extend)
         x = self.residual(x, branch, m.gate1)
-        branch = self.norm2(x, m.weight2, m.bias2).to(self.mlp[0].weight.dtype)
+        branch = self.norm2(x, m.weight2, m.bias2).to(first_weight(self.mlp).dtype)
         return self.residual(x, self.mlp(branch), m.gate2)
 
     def attend(
@@ -296,7 +304,8 @@ class Block(Modulated):
         if extend is not None:
             k, v = extend(k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return self.attn_out(out.transpose(1, 2).flatten(2))
+        mixed: Tensor = self.attn_out(out.transpose(1, 2).flatten(2))
+        return mixed
 
     def residual(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
         """Add a branch: `x + gate·dropout(branch)`."""
@@ -306,7 +315,7 @@ class Block(Modulated):
 
 
 class OutputLayer(Modulated):
-    """Final norm, modulated by shift and scale if there is a `cond_dim`, and the LM head (zero at first)."""
+    """Final norm (with `cond_dim`, modulated by shift and scale) and LM head, zero at first."""
 
     def __init__(self, hidden: int, vocab_size: int, cond_dim: int | None) -> None:
         super().__init__()

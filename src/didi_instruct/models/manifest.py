@@ -1,4 +1,4 @@
-"""config.json of a model folder: format, configuration, provenance, and what the other files must be."""
+"""config.json of a model folder: configuration, provenance, and what the other files must be."""
 
 import difflib
 import json

@@ -60,7 +60,7 @@ def write_tensors(
     put(encoded)
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().view(-1)
-        put(memoryview(flat.view(torch.uint8).numpy()))
+        put(flat.view(torch.uint8).numpy().data)
     return 8 + len(encoded) + offset, digest.hexdigest()
 
 

@@ -105,7 +105,8 @@ def nelbo_integrand(
     tells of x is left out, as in `masking.nelbo`.
 
     alpha must be inside (0, 1). Gradients flow to the logits. Positions are taken in chunks which
-    the backward pass recomputes: beside the logits and their gradient nothing is (B, L, V).
+    the backward pass recomputes: beside the logits only their gradient is (B, L, V), and there are
+    two of it while the chunks are joined. Without chunks there would be five such tensors.
 
     Shapes: logits (B, L, V), x and z (B, L), alpha and alpha_prime (B, 1) -> (B, L), in float32 if
     the logits are of half precision.

@@ -41,6 +41,6 @@ def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = log_p.exp().cumsum(-1)
     target = uniforms[:, None] * cumulative[:, -1:]
-    # `right`: the first token whose cumulative sum exceeds the target, so never one of probability 0.
+    # `right`: the first token whose sum exceeds the target, so never one of probability 0.
     token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     return token.clamp(max=log_p.shape[-1] - 1)

@@ -1,7 +1,7 @@
 """Training state on disk: whole or not at all, with checksums, never a pickle.
 
-A checkpoint is a folder `step-00001000` holding `state-0000i-of-0000n.safetensors` (one file, or one
-per process when sharded), the averaged model in the layout that `didi.load` reads, and
+A checkpoint is a folder `step-00001000` holding `state-0000i-of-0000n.safetensors` (one file, or
+one per process when sharded), the averaged model in the layout that `didi.load` reads, and
 `manifest.json`, written last. It is built under another name and renamed when complete, so a
 process killed at any moment leaves either the old set of checkpoints or the new one.
 """
@@ -42,7 +42,11 @@ class Checkpoint:
         """Copy the saved values into `tensors`, all of them or none."""
         files = [safe_open(p, framework="pt") for p in sorted(self.folder.glob("state-*"))]
         # A sharded tensor has a part in every file, a replicated one is in the first alone.
-        holders = {name: [f for f in files if name in f.keys()] for name in files[0].keys()}
+        names = [set(f.keys()) for f in files]
+        holders = {
+            name: [f for f, held in zip(files, names, strict=True) if name in held]
+            for name in names[0]
+        }
         if set(holders) != set(tensors):
             odd = sorted(set(holders) ^ set(tensors))
             raise UserError(
@@ -136,7 +140,7 @@ class Checkpoints:
         write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         if final.exists():
             shutil.rmtree(final)
-        os.replace(partial, final)
+        partial.rename(final)
         _flush(self.folder)
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(old)

@@ -1,22 +1,24 @@
 """Pretraining losses: masked diffusion, uniform-state diffusion, left to right.
 
-Each objective works in three acts. `draw` makes the noise of a whole global batch on the CPU, a pure
-function of the generator; `corrupt` applies it to some rows, still on the CPU, where looking at the
-result costs no synchronisation; `loss` is the network's part. So processes and micro-batches may
-slice a batch as they like and see the same noise.
+Each objective works in three acts. `draw` makes the noise of a whole global batch on the CPU, a
+pure function of the generator; `corrupt` applies it to some rows, still on the CPU, where looking
+at the result costs no synchronisation; `loss` is the network's part. So processes and
+micro-batches may slice a batch as they like and see the same noise.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.ar import ARModel
 from didi_instruct.models.dit import DiT
 from didi_instruct.process import masking, uniform
 from didi_instruct.process.schedule import make_schedule
+
+if TYPE_CHECKING:
+    from didi_instruct.models.ar import ARModel
 
 Batch = dict[str, Tensor]
 

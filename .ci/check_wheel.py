@@ -1,0 +1,85 @@
+"""Build the wheel, install it with its core dependencies alone, and use it as a stranger would."""
+
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = (
+    "matplotlib",
+    "pyarrow",
+    "zstandard",
+    "datasets",
+    "tensorboard",
+    "scipy",
+    "peft",
+    "fastapi",
+)
+HELP_SECONDS = 0.5
+
+
+def run(*command: str | Path, **settings: object) -> str:
+    """Run a command, echo it, and return what it printed."""
+    print("+", *command, flush=True)
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, **settings
+    )
+    if result.returncode:
+        sys.exit(f"{result.stdout}\n{result.stderr}\nexit code {result.returncode}")
+    return result.stdout
+
+
+def modules() -> list[str]:
+    """Name every module of the package, `__main__` aside."""
+    source = ROOT / "src"
+    found = pkgutil.walk_packages([str(source / "didi_instruct")], prefix="didi_instruct.")
+    return ["didi_instruct", *(m.name for m in found if not m.name.endswith("__main__"))]
+
+
+def main() -> None:
+    """Build, install, import, run."""
+    with tempfile.TemporaryDirectory() as scratch:
+        dist = Path(scratch) / "dist"
+        run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, cwd=ROOT)
+        wheel = next(dist.glob("*.whl"))
+        clean = Path(scratch) / "venv"
+        run(sys.executable, "-m", "venv", clean)
+        python, didi = clean / "bin" / "python", clean / "bin" / "didi"
+        constraints = ROOT / "constraints.txt"
+        run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch==2.13.0", wheel)
+
+        outside = {"cwd": scratch, "env": {**os.environ, "PYTHONPATH": ""}}
+        names = modules()
+        code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        code += f"absent = [m for m in {EXTRAS!r} if m in sys.modules]\nassert not absent, absent\n"
+        run(python, "-c", code, **outside)
+        print(f"imported {len(names)} modules with the core dependencies alone")
+
+        run(didi, "--help", **outside)
+        seconds = min(timed(didi, outside) for _ in range(5))
+        print(f"didi --help: {seconds:.2f} s warm")
+        if seconds > HELP_SECONDS:
+            sys.exit(f"didi --help takes more than {HELP_SECONDS} s")
+
+        settings = ["train.steps=3", "train.batch_size=4", "train.eval_sequences=8"]
+        flags = [part for s in settings for part in ("--set", s)]
+        run(didi, "pretrain", "oracle-teacher", "--out", "run", *flags, **outside)
+        run(didi, "info", "run", **outside)
+        print("trained with the core dependencies alone")
+        shutil.rmtree(clean)
+
+
+def timed(didi: Path, outside: dict[str, object]) -> float:
+    """Time one `didi --help`."""
+    started = time.perf_counter()
+    run(didi, "--help", **outside)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

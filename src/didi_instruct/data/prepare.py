@@ -1,0 +1,252 @@
+"""`didi data prepare`: a corpus in, memory-mapped rows of tokens out.
+
+Two passes. The first reads and counts, so that bad input is refused before anything is written; the
+second tokenises, packs and writes shards, and after each records where to go on. The result depends
+on the input and the settings alone: not on cores, batches or interruptions.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from didi_instruct.data.corpus import (
+    Corpus,
+    Cursor,
+    PlacedPiece,
+    SplitPlan,
+    plan_split,
+    scan_sources,
+)
+from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
+from didi_instruct.data.manifest import Manifest, Split, SplitInfo, TokenizerInfo
+from didi_instruct.data.packing import ShardWriter, TokenBatch, encode_pieces
+from didi_instruct.data.readers import DOCUMENTS, PIECE_CHARACTERS, Documents, ReadOptions
+from didi_instruct.data.resume import (
+    PROGRESS_FILE,
+    PrepareState,
+    check_settings,
+    check_shards,
+    check_sources,
+    clear_folder,
+    inspect_folder,
+)
+from didi_instruct.data.sources import Source, find_sources
+from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from didi_instruct.errors import UserError
+
+_SHARD_BYTES = 64 << 20
+_TOKENIZER_CHARACTERS = 200_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareSettings:
+    """Settings of one preparation."""
+
+    src: str
+    """A file, a folder or `hf:NAME[:split]`."""
+    tokenizer: str
+    """`bytes`, `bpe:N`, a tokenizer.json or its folder, or a Hugging Face id."""
+    length: int
+    """Tokens in a row."""
+    out: Path
+    """Folder to write."""
+    field: str = "text"
+    """Field of a record that has the text."""
+    documents: Documents = "file"
+    """What a document is in a .txt file."""
+    valid: int | None = None
+    """Documents to hold out, from the end; None for 1% of them, at least one."""
+    shard_rows: int | None = None
+    """Rows in a shard; None for about 64 MiB."""
+    eot: str | None = None
+    """Token that ends a document; None for the tokenizer's own."""
+    overwrite: bool = False
+    """Start over where the folder holds other data of this kind."""
+    batch_characters: int = 1 << 20
+    """Text tokenised at once: a matter of memory and speed, not of the result."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.length < 1:
+            raise UserError(f"--length is {self.length}: use 1 or more.")
+        if self.valid is not None and self.valid < 0:
+            raise UserError(f"--valid is {self.valid}: use 0 or more.")
+        if self.shard_rows is not None and self.shard_rows < 1:
+            raise UserError(f"--shard-rows is {self.shard_rows}: use 1 or more.")
+        if self.documents not in DOCUMENTS:
+            raise UserError(f"--documents is `{self.documents}`: use {', '.join(DOCUMENTS)}.")
+        if self.bpe_size is not None and self.eot not in (None, END_OF_TEXT):
+            raise UserError(f"--eot is `{self.eot}`, but a bpe:N tokenizer has {END_OF_TEXT}.")
+
+    @property
+    def bpe_size(self) -> int | None:
+        """The N of `bpe:N`; None for a tokenizer that exists already."""
+        if not self.tokenizer.startswith("bpe:"):
+            return None
+        size = self.tokenizer.removeprefix("bpe:")
+        if not size.isascii() or not size.isdigit() or int(size) < 257:
+            raise UserError(
+                f"--tokenizer is `{self.tokenizer}`: use bpe:N with N of 257 or more, "
+                f"for 256 bytes and {END_OF_TEXT}."
+            )
+        return int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareProgress:
+    """How far a stage has come."""
+
+    stage: Literal["read", "learn tokenizer", "tokenise"]
+    done: int
+    total: int
+    """0 where it is not known."""
+    unit: Literal["bytes", "characters"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareResult:
+    """What there is now."""
+
+    folder: Path
+    manifest: Manifest
+    already_prepared: bool
+    """Nothing was to be done."""
+
+
+Report = Callable[[PrepareProgress], None]
+
+
+def prepare(settings: PrepareSettings, progress: Report | None = None) -> PrepareResult:
+    """Tokenise and pack a corpus into `settings.out`, or go on where an earlier run stopped."""
+    report = progress or (lambda _: None)
+    sources = find_sources(settings.src)
+    tokenizer = None
+    if settings.bpe_size is None:
+        tokenizer = Tokenizer.load(settings.tokenizer, settings.eot)
+    identity = _identity(settings, tokenizer)
+    found = inspect_folder(settings.out, settings.overwrite)
+    if isinstance(found, Manifest) and not settings.overwrite:
+        check_settings(settings.out, found.settings, identity, "data prepared otherwise")
+        check_sources(settings.out, found.sources, sources, "data prepared from other text")
+        (settings.out / PROGRESS_FILE).unlink(missing_ok=True)  # killed just after the manifest
+        return PrepareResult(settings.out, found, already_prepared=True)
+
+    with _all_cores(), no_space_as_user_error(settings.out):
+        if isinstance(found, PrepareState) and not settings.overwrite:
+            state, corpus, tokenizer = _resume(settings, identity, found, sources)
+        else:
+            state, corpus, tokenizer = _begin(settings, identity, sources, tokenizer, report)
+        plan = plan_split(corpus, settings.valid)
+        _pack(settings, state, corpus, plan, tokenizer, report)
+        manifest = _manifest(settings, state, plan)
+        manifest.write(settings.out)
+        (settings.out / PROGRESS_FILE).unlink()
+    return PrepareResult(settings.out, manifest, already_prepared=False)
+
+
+def _identity(settings: PrepareSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Collect the settings that decide the result; two runs that agree here may be joined."""
+    eot_id = None
+    if tokenizer is not None:
+        eot_id = TokenizerInfo.of(tokenizer, settings.tokenizer).eot_id
+    return {
+        "length": settings.length,
+        "tokenizer": settings.tokenizer if tokenizer is None else f"sha256:{tokenizer.hash}",
+        "eot_id": eot_id,
+        "field": settings.field,
+        "documents": settings.documents,
+        "valid": settings.valid,
+        "shard_rows": settings.shard_rows,
+        "piece_characters": PIECE_CHARACTERS,
+    }
+
+
+def _begin(
+    settings: PrepareSettings,
+    identity: dict[str, Any],
+    sources: list[Source],
+    tokenizer: Tokenizer | None,
+    report: Report,
+) -> tuple[PrepareState, Corpus, Tokenizer]:
+    """Read the corpus, make sure that the run can succeed, and only then touch the folder."""
+    options = ReadOptions(field=settings.field, documents=settings.documents)
+    modified = [source.path and source.path.stat().st_mtime_ns for source in sources]
+    size = sum(source.size for source in sources)
+    scans = scan_sources(
+        sources, options, lambda read: report(PrepareProgress("read", read, size, "bytes"))
+    )
+    corpus = Corpus(sources, options, scans)
+    if corpus.documents == 0:
+        raise UserError(f"{settings.src}: the corpus is empty, no document has any text.")
+    plan = plan_split(corpus, settings.valid)
+    if tokenizer is None:
+        assert settings.bpe_size is not None
+        text = _tokenizer_text(corpus, plan, report)
+        tokenizer = train_tokenizer(text, settings.bpe_size)
+    info = TokenizerInfo.of(tokenizer, settings.tokenizer)
+    _check_rows_and_space(settings, corpus, plan, tokenizer, info)
+
+    clear_folder(settings.out)
+    tokenizer.save(settings.out)
+    state = PrepareState(info, identity, scans, modified)
+    state.write(settings.out)
+    return state, corpus, tokenizer
+
+
+def _resume(
+    settings: PrepareSettings, identity: dict[str, Any], state: PrepareState, sources: list[Source]
+) -> tuple[PrepareState, Corpus, Tokenizer]:
+    """Go on with an unfinished run, if it is the same one."""
+    folder = settings.out
+    check_settings(folder, state.settings, identity, "an unfinished run with other settings")
+    what = "an unfinished run over other text"
+    check_sources(folder, state.sources, sources, what, state.modified)
+    check_shards(folder, state, settings.length * np.dtype(state.tokenizer.dtype).itemsize)
+    tokenizer = Tokenizer.load(folder, settings.eot)
+    if tokenizer.hash != state.tokenizer.hash:
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: changed since the unfinished run wrote it: "
+            "start over with --overwrite."
+        )
+    remove_temporaries(folder)
+    options = ReadOptions(field=settings.field, documents=settings.documents)
+    return state, Corpus(sources, options, state.sources), tokenizer
+
+
+def _tokenizer_text(corpus: Corpus, plan: SplitPlan, report: Report) -> Iterator[str]:
+    """Give training text for a tokenizer: every piece, or every so manieth of a large corpus."""
+    total = corpus.characters
+    stride = -(-total // _TOKENIZER_CHARACTERS)
+    for piece in corpus.walk():
+        if plan.split_of(piece) != "train":
+            return
+        if piece.number % stride == 0:
+            report(PrepareProgress("learn tokenizer", piece.characters, total, "characters"))
+            yield piece.text
+
+
+def _check_rows_and_space(
+    settings: PrepareSettings,
+    corpus: Corpus,
+    plan: SplitPlan,
+    tokenizer: Tokenizer,
+    info: TokenizerInfo,
+) -> None:
+    """Make sure, from the beginning of each split, that it fills a row; and that all fits."""
+    for split in plan.splits:
+        start = Cursor(plan.first_file(split, corpus.scans), 0)
+        pieces = (piece for piece in corpus.walk(start) if plan.split_of(piece) == split)
+        tokens = characters = 0
+        counted = _counted(pieces)
+        for batch in encode_pieces(counted, tokenizer, info.dtype, settings.batch_characters):
+            tokens += len(batch.tokens)
+            if tokens >= settings.length:
+                break
+        if tokens < settings.length:
+            raise UserError(_too_short(settings, plan, split, tokens))

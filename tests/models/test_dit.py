@@ -1,0 +1,327 @@
+import copy
+
+import pytest
+import torch
+from plain_networks import dit_logits, randomise
+
+from didi_instruct.config.model import ModelConfig, architecture
+from didi_instruct.models.dit import DiT
+from didi_instruct.models.layers import LayerNorm
+
+CORE_KEYS = """
+vocab_embed.embedding
+sigma_map.mlp.0.weight sigma_map.mlp.0.bias sigma_map.mlp.2.weight sigma_map.mlp.2.bias
+rotary_emb.inv_freq
+blocks.N.norm1.weight blocks.N.attn_qkv.weight blocks.N.attn_out.weight blocks.N.norm2.weight
+blocks.N.mlp.0.weight blocks.N.mlp.0.bias blocks.N.mlp.2.weight blocks.N.mlp.2.bias
+blocks.N.adaLN_modulation.weight blocks.N.adaLN_modulation.bias
+output_layer.norm_final.weight output_layer.linear.weight output_layer.linear.bias
+output_layer.adaLN_modulation.weight output_layer.adaLN_modulation.bias
+""".split()
+
+
+def config(**changes):
+    settings = dict(layers=2, hidden=16, heads=2, cond_dim=8, vocab_size=11, length=12)
+    return ModelConfig(**{**settings, **changes})
+
+
+def model(seed=0, **changes):
+    return randomise(DiT(config(**changes)), seed).eval()
+
+
+def tokens_of(batch=3, length=7, vocab_size=11, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (batch, length), generator=generator)
+
+
+@pytest.mark.parametrize(("name", "count"), [("small", 169_627_218), ("medium", 424_477_010)])
+def test_parameter_counts_of_the_contract(name, count):
+    with torch.device("meta"):
+        dit = DiT(architecture(name))
+    assert sum(p.numel() for p in dit.parameters()) == count
+
+
+def test_keys_are_the_contracts_core_keys():
+    expected = {key.replace(".N.", f".{n}.") for key in CORE_KEYS for n in range(2)}
+    assert set(DiT(config()).state_dict()) == expected
+
+
+def test_parameters_come_in_the_order_of_foreign_ema_lists():
+    """`ema.shadow_params` of the contract is an ordered list: order is part of the layout."""
+    block = [k for k in CORE_KEYS if k.startswith("blocks")]
+    first, last = CORE_KEYS[:5], CORE_KEYS[-5:]
+    blocks = [key.replace(".N.", f".{n}.") for n in range(2) for key in block]
+    assert [n for n, _ in DiT(config()).named_parameters()] == first + blocks + last
+
+
+def test_initialisation_is_the_references():
+    """Modulation and head start at zero, so the logits do; the embedding is kaiming-uniform."""
+    torch.manual_seed(0)
+    dit = DiT(config(hidden=64))
+    zero = {n for n, p in dit.named_parameters() if not p.any()}
+    names = [n for n, _ in dit.named_parameters()]
+    assert zero == {n for n in names if "adaLN" in n or "output_layer.linear" in n}
+    embedding = dit.vocab_embed.embedding
+    bound = 1 / 64**0.5  # kaiming_uniform with a = sqrt(5): 1 / sqrt(fan_in)
+    assert 0.95 * bound < embedding.abs().max() <= bound
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+@pytest.mark.parametrize("time_conditioning", [False, True])
+@torch.no_grad()
+def test_logits_equal_the_plain_reference(time_conditioning, kind):
+    dit = model(kind=kind, time_conditioning=time_conditioning)
+    tokens, sigma = tokens_of(), torch.tensor([0.01, 0.7, 6.9])
+    logits = dit(tokens, sigma)
+    assert logits.shape == (3, 7, 11 if kind == "duo" else 10)
+    for row in range(3):
+        expected = dit_logits(dit.state_dict(), dit.config, tokens[row], sigma[row].item())
+        full = dit.head(dit.trunk(tokens, sigma), dit.condition(sigma))[row]
+        torch.testing.assert_close(full, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits[row], full[:, : dit.config.num_tokens])
+
+
+@torch.no_grad()
+def test_time_matters_only_with_time_conditioning():
+    tokens, low, high = tokens_of(), torch.full((3,), 0.1), torch.full((3,), 5.0)
+    assert torch.equal(model()(tokens, low), model()(tokens, high))
+    timed = model(time_conditioning=True)
+    assert (timed(tokens, low) - timed(tokens, high)).abs().max() > 0.1
+    with pytest.raises(ValueError, match="sigma is needed"):
+        timed(tokens)
+
+
+@pytest.mark.parametrize("time_conditioning", [False, True])
+@torch.no_grad()
+def test_head_works_on_selected_rows(time_conditioning):
+    dit = model(time_conditioning=time_conditioning)
+    tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
+    hidden, c = dit.trunk(tokens, sigma), dit.condition(sigma)
+    rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 6, 3])
+    some = dit.head(hidden[rows, columns], c[rows] if time_conditioning else c)
+    torch.testing.assert_close(some, dit.head(hidden, c)[rows, columns])
+
+
+@torch.no_grad()
+def test_one_sigma_for_all_rows_is_that_sigma_in_every_row():
+    dit = model(time_conditioning=True)
+    tokens = tokens_of()
+    each = dit(tokens, torch.full((3,), 1.5))
+    torch.testing.assert_close(dit(tokens, 1.5), each, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dit(tokens, torch.full((3, 1), 1.5)), each)
+
+
+def test_constant_modulation_has_the_gradient_of_a_repeated_one():
+    """One broadcast row of modulation, against a time-conditioned model given sigma 0 per row."""
+    constant, repeated = model(), model(time_conditioning=True)
+    tokens = tokens_of()
+    constant(tokens).square().mean().backward()
+    repeated(tokens, torch.zeros(3)).square().mean().backward()
+    for (name, p), q in zip(constant.named_parameters(), repeated.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@torch.no_grad()
+def test_soft_embeddings_of_one_hot_rows_are_the_tokens():
+    dit = model()
+    tokens = tokens_of()
+    soft = torch.nn.functional.one_hot(tokens, 11).float() @ dit.vocab_embed.embedding
+    torch.testing.assert_close(dit.trunk(None, embeddings=soft), dit.trunk(tokens))
+
+
+@torch.no_grad()
+def test_padding_is_never_attended():
+    dit = model()
+    tokens = tokens_of()
+    mask = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    logits = dit(tokens, attention_mask=mask)
+    other = torch.where(mask, tokens, (tokens + 1) % 10)
+    torch.testing.assert_close(dit(other, attention_mask=mask)[mask], logits[mask])
+    short = dit(tokens[1:2, :4])
+    torch.testing.assert_close(logits[1:2, :4], short, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[0], dit(tokens)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_fully_padded_row_harms_no_gradient():
+    dit = model()
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1] = False
+    dit(tokens_of(), attention_mask=mask)[mask].sum().backward()
+    assert all(p.grad.isfinite().all() for p in dit.parameters())
+
+
+def test_norm_is_computed_in_float32_under_autocast():
+    """Rounding 1000 + noise to bfloat16 (steps of 4) would lose the noise."""
+    x = 1000 + torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    norm = LayerNorm(16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = norm(x)
+        shift, scale = torch.ones(5, 16), torch.full((5, 16), 0.5)
+        modulated = norm(x, *norm.modulated(shift, scale))
+    expected = torch.nn.functional.layer_norm(x.double(), (16,))
+    assert y.dtype == modulated.dtype == torch.float32
+    torch.testing.assert_close(y.double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(modulated.double(), expected * 1.5 + 1, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("time_conditioning", [False, True])
+@torch.no_grad()
+def test_lower_precision_stays_close_and_keeps_the_residual_in_float32(time_conditioning):
+    dit = model(time_conditioning=time_conditioning)
+    tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
+    exact = dit(tokens, sigma)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dit.trunk(tokens, sigma).dtype == torch.float32
+        mixed = dit(tokens, sigma)
+    dit.bfloat16()
+    assert dit.rotary_emb.cos.dtype == dit.rotary_emb.inv_freq.dtype == torch.float32
+    assert dit.trunk(tokens, sigma).dtype == torch.float32
+    for rough in (mixed, dit(tokens, sigma)):
+        assert (rough - exact).norm() < 0.05 * exact.norm()
+
+
+def test_dropout_acts_in_training_alone_and_on_the_branches():
+    dit = model(dropout=0.5)
+    tokens = tokens_of()
+    reference = model()
+    assert torch.equal(dit(tokens), reference(tokens))
+    dit.train()
+    assert not torch.equal(dit(tokens), dit(tokens))
+    with torch.no_grad():  # closed gates leave nothing for dropout to act on
+        for block in dit.blocks:
+            block.adaLN_modulation.weight.zero_()
+            block.adaLN_modulation.bias.zero_()
+    assert torch.equal(dit.trunk(tokens), dit.embed(tokens))
+
+
+@torch.no_grad()
+def test_folded_modulation_changes_nothing():
+    dit = model()
+    tokens = tokens_of()
+    plain = dit(tokens)
+    with dit.folded():
+        assert dit.is_folded
+        torch.testing.assert_close(dit(tokens), plain, rtol=1e-6, atol=1e-6)
+        rows = dit.head(dit.trunk(tokens)[:, 0], dit.condition())
+        torch.testing.assert_close(rows[:, :10], plain[:, 0], rtol=1e-6, atol=1e-6)
+        assert set(dit.state_dict()) == set(DiT(config()).state_dict())
+    assert not dit.is_folded
+
+
+def test_folding_saves_the_modulation_but_not_its_gradient():
+    dit = model()
+    calls = []
+    for layer in (*dit.blocks, dit.output_layer):
+        layer.adaLN_modulation.register_forward_hook(lambda *_: calls.append(1))
+    dit.fold_modulation()
+    calls.clear()
+    with torch.no_grad():
+        dit(tokens_of())
+    assert not calls
+    dit(tokens_of()).sum().backward()
+    assert len(calls) == 3
+    assert dit.blocks[0].adaLN_modulation.weight.grad.abs().sum() > 0
+
+
+def test_folding_needs_a_constant_condition_and_evaluation_mode():
+    assert not model(time_conditioning=True).fold_modulation()
+    assert not model().train().fold_modulation()
+    assert model().fold_modulation()
+
+
+@torch.no_grad()
+def test_folded_values_never_outlive_the_weights():
+    tokens = tokens_of()
+    other = model(seed=5)
+    truth = other(tokens)
+
+    def folded():
+        dit = model()
+        dit.fold_modulation()
+        return dit
+
+    trained = folded().train()
+    assert not trained.is_folded
+    loaded = folded()
+    loaded.load_state_dict(other.state_dict())
+    assigned = folded()
+    assigned.load_state_dict(other.state_dict(), assign=True)
+    holder = torch.nn.ModuleDict({"inner": folded()})
+    holder.load_state_dict({f"inner.{k}": v for k, v in other.state_dict().items()})
+    stepped = folded()
+    for p, q in zip(stepped.parameters(), other.parameters(), strict=True):
+        p.copy_(q)
+    for dit in (loaded, assigned, holder["inner"], stepped):
+        torch.testing.assert_close(dit(tokens), truth)
+    kept = folded().eval()
+    assert kept.is_folded
+    torch.testing.assert_close(copy.deepcopy(kept)(tokens), kept(tokens))
+
+
+@torch.no_grad()
+def test_tables_are_rebuilt_when_a_model_leaves_the_meta_device():
+    source = model()
+    with torch.device("meta"):
+        emptied, assigned = DiT(config()), DiT(config())
+    emptied.to_empty(device="cpu").load_state_dict(source.state_dict())
+    assigned.load_state_dict(source.state_dict(), assign=True)
+    for dit in (emptied, assigned):
+        torch.testing.assert_close(dit.eval()(tokens_of()), source(tokens_of()))
+
+
+def test_foreign_frequencies_are_checked():
+    """16-bit frequencies are replaced by exact ones; those of another base are refused."""
+    source = model()
+    state = source.state_dict()
+    rounded = {**state, "rotary_emb.inv_freq": state["rotary_emb.inv_freq"].bfloat16()}
+    dit = DiT(config()).eval()
+    dit.load_state_dict(rounded)
+    assert torch.equal(dit.rotary_emb.inv_freq, state["rotary_emb.inv_freq"])
+    torch.testing.assert_close(dit(tokens_of()), source(tokens_of()))
+    with pytest.raises(RuntimeError, match="base 10,000"):
+        dit.load_state_dict({**state, "rotary_emb.inv_freq": state["rotary_emb.inv_freq"] * 0.5})
+
+
+def test_too_long_a_text_is_refused():
+    with pytest.raises(ValueError, match="13 positions, but the model has 12"):
+        model()(tokens_of(length=13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folded", [False, True])
+@torch.no_grad()
+def test_compiled_trunk_equals_eager(folded):
+    dit = model()
+    tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
+    expected = dit.trunk(tokens, sigma)
+    if folded:
+        dit.fold_modulation()
+    compiled = torch.compile(dit.trunk, fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, sigma), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("time_conditioning", [False, True])
+def test_trunk_traces_without_graph_breaks(time_conditioning):
+    dit = model(time_conditioning=time_conditioning)
+    tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
+    compiled = torch.compile(dit.trunk, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(tokens, sigma), dit.trunk(tokens, sigma))
+    with torch.no_grad(), dit.folded():
+        torch.testing.assert_close(compiled(tokens, sigma), dit.trunk(tokens, sigma))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("time_conditioning", [False, True])
+@torch.no_grad()
+def test_gpu_equals_cpu(time_conditioning):
+    dit = model(time_conditioning=time_conditioning)
+    tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
+    expected = dit(tokens, sigma)
+    dit.cuda()
+    with dit.folded():
+        logits = dit(tokens.cuda(), sigma.cuda()).cpu()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        rough = dit(tokens.cuda(), sigma.cuda()).cpu()
+    assert (rough - expected).norm() < 0.05 * expected.norm()
