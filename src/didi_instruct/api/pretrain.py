@@ -118,12 +118,10 @@ def _open_data_together(
     progress: Callable[[PrepareProgress], None] | None,
 ) -> tuple[TokenSource, TokenSource | None]:
     """Open the data in every process; the main one goes first, since it may have to prepare it."""
-    length = config.model.resolve(max(1, (config.model.vocab_size or 2) - 1)).length
-
     def open_now(bar: Callable[[PrepareProgress], None] | None) -> Any:
         return open_source(
             config.data,
-            length=length,
+            length=config.model.row_length,
             seed=config.train.seed,
             prepared=folder / "data",
             progress=bar,

@@ -35,7 +35,7 @@ def open_source(
         folder = prepared
         prepare(
             PrepareSettings(
-                source=config.source,
+                src=config.source,
                 tokenizer=config.tokenizer,
                 length=length,
                 out=folder,

@@ -26,9 +26,19 @@ class ModelRecipe:
     """By default false for `mdlm` and true for `duo`, as the reference checkpoints."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
+    @property
+    def base(self) -> ModelConfig:
+        """The architecture that the fields given here change."""
+        return architecture(self.arch) if self.arch else ModelConfig()
+
+    @property
+    def row_length(self) -> int:
+        """Tokens that the model will read at once."""
+        return self.base.length if self.length is None else self.length
+
     def resolve(self, num_tokens: int) -> ModelConfig:
         """Return the model for a tokenizer of `num_tokens` ids."""
-        base = architecture(self.arch) if self.arch else ModelConfig()
+        base = self.base
         names = ("layers", "hidden", "heads", "cond_dim", "length", "dropout", "time_conditioning")
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         given.setdefault("time_conditioning", self.kind == "duo")

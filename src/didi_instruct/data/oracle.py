@@ -34,7 +34,7 @@ from didi_instruct.errors import UserError
 if TYPE_CHECKING:
     from didi_instruct.data.tokenizer import Tokenizer
 
-CHUNK = 4096
+CHUNK = 1024
 """Sequences scored at a time where a method may be given very many."""
 
 
@@ -85,17 +85,8 @@ class OracleLanguage:
 
     @classmethod
     def default(cls, sentences: int = 4, eps: float = 0.005) -> OracleLanguage:
-        """Build the 64-word language; a fraction `eps` of the words is drawn uniformly from all 64."""
-        tables = default_tables(eps)
-        return cls(
-            words=tables.words,
-            prior=tables.prior,
-            initial=tables.initial,
-            transition=tables.transition,
-            emission=tables.emission,
-            sentences=sentences,
-            grammar=tables.grammar,
-        )
+        """Build the 64-word language, where a fraction `eps` of the words is drawn from all 64."""
+        return cls(**vars(default_tables(eps)), sentences=sentences)
 
     @classmethod
     def tiny(

@@ -5,7 +5,6 @@ second tokenises, packs and writes shards, and after each records where to go on
 on the input and the settings alone: not on cores, batches or interruptions.
 """
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from didi_instruct.data import readers
 from didi_instruct.data.corpus import (
     Corpus,
     Cursor,
@@ -26,7 +26,7 @@ from didi_instruct.data.corpus import (
 from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
 from didi_instruct.data.manifest import Manifest, Split, SplitInfo, TokenizerInfo
 from didi_instruct.data.packing import ShardWriter, TokenBatch, encode_pieces
-from didi_instruct.data.readers import DOCUMENTS, PIECE_CHARACTERS, Documents, ReadOptions
+from didi_instruct.data.readers import DOCUMENTS, Documents, ReadOptions
 from didi_instruct.data.resume import (
     PROGRESS_FILE,
     PrepareState,
@@ -163,7 +163,7 @@ def _identity(settings: PrepareSettings, tokenizer: Tokenizer | None) -> dict[st
         "documents": settings.documents,
         "valid": settings.valid,
         "shard_rows": settings.shard_rows,
-        "piece_characters": PIECE_CHARACTERS,
+        "piece_characters": readers.PIECE_CHARACTERS,
     }
 
 
@@ -176,7 +176,7 @@ def _begin(
 ) -> tuple[PrepareState, Corpus, Tokenizer]:
     """Read the corpus, make sure that the run can succeed, and only then touch the folder."""
     options = ReadOptions(field=settings.field, documents=settings.documents)
-    modified = [source.path and source.path.stat().st_mtime_ns for source in sources]
+    modified = [_modified(source) for source in sources]
     size = sum(source.size for source in sources)
     scans = scan_sources(
         sources, options, lambda read: report(PrepareProgress("read", read, size, "bytes"))
@@ -197,6 +197,10 @@ def _begin(
     state = PrepareState(info, identity, scans, modified)
     state.write(settings.out)
     return state, corpus, tokenizer
+
+
+def _modified(source: Source) -> int | None:
+    return None if source.path is None else source.path.stat().st_mtime_ns
 
 
 def _resume(
@@ -238,15 +242,120 @@ def _check_rows_and_space(
     tokenizer: Tokenizer,
     info: TokenizerInfo,
 ) -> None:
-    """Make sure, from the beginning of each split, that it fills a row; and that all fits."""
+    """Make sure, from the beginning of each split, that it fills a row; and that all will fit."""
+    tokens_per_character = 0.0
     for split in plan.splits:
         start = Cursor(plan.first_file(split, corpus.scans), 0)
         pieces = (piece for piece in corpus.walk(start) if plan.split_of(piece) == split)
-        tokens = characters = 0
-        counted = _counted(pieces)
-        for batch in encode_pieces(counted, tokenizer, info.dtype, settings.batch_characters):
+        tokens = 0
+        for batch in encode_pieces(pieces, tokenizer, info.dtype, settings.batch_characters):
             tokens += len(batch.tokens)
+            if split == "train":
+                tokens_per_character = tokens / batch.characters
             if tokens >= settings.length:
                 break
         if tokens < settings.length:
             raise UserError(_too_short(settings, plan, split, tokens))
+    # One part in ten more than the sample says, as the rest may be harder to compress.
+    size = 1.1 * tokens_per_character * corpus.characters * np.dtype(info.dtype).itemsize
+    require_space(settings.out, int(size))
+
+
+def _too_short(settings: PrepareSettings, plan: SplitPlan, split: Split, tokens: int) -> str:
+    count = plan.documents(split)
+    documents = "1 document" if count == 1 else f"{count} documents"
+    if split == "train":
+        part, remedy = f"training part ({documents})", "add text or shorten --length"
+    elif plan.by == "piece":
+        part, remedy = "held-out end of the document", "shorten --length, or use --valid 0"
+    else:
+        part = f"held-out part ({documents})"
+        remedy = "hold out more with --valid, or shorten --length"
+    return (
+        f"{settings.src}: the {part} has {tokens} tokens, fewer than one row of "
+        f"{settings.length}: {remedy}."
+    )
+
+
+def _pack(
+    settings: PrepareSettings,
+    state: PrepareState,
+    corpus: Corpus,
+    plan: SplitPlan,
+    tokenizer: Tokenizer,
+    report: Report,
+) -> None:
+    """Write the shards that are still to be written."""
+    dtype = state.tokenizer.dtype
+    row_bytes = settings.length * np.dtype(dtype).itemsize
+    shard_rows = settings.shard_rows or max(1, _SHARD_BYTES // row_bytes)
+    pieces = _SplitStream(plan, corpus.walk(state.cursor))
+    while state.split is not None:
+        split = state.split
+        writer = ShardWriter(settings.out, split, settings.length, shard_rows, state.shards[split])
+        carried = np.array(state.leftover, dtype)
+        batch = TokenBatch(carried, np.array([len(carried)]), [state.cursor], 0)
+        try:
+            _pack_batch(settings.out, state, writer, batch)
+            for batch in encode_pieces(
+                pieces.of(split), tokenizer, dtype, settings.batch_characters
+            ):
+                _pack_batch(settings.out, state, writer, batch)
+                done, total = batch.characters, corpus.characters
+                report(PrepareProgress("tokenise", done, total, "characters"))
+            state.dropped[split] = writer.finish()
+        finally:
+            writer.discard()
+        state.cursor, state.leftover = batch.cursors[-1], []
+        state.split = "valid" if split == "train" and "valid" in plan.splits else None
+        state.write(settings.out)
+
+
+def _pack_batch(folder: Path, state: PrepareState, writer: ShardWriter, batch: TokenBatch) -> None:
+    """Pack a batch, and after each shard it completes record where to go on."""
+    for used in writer.add(batch.tokens):
+        state.cursor, leftover = batch.split_at(used)
+        state.leftover = leftover.tolist()
+        state.write(folder)
+
+
+class _SplitStream:
+    """A stream of pieces, read up to the end of one split and then on to the next."""
+
+    def __init__(self, plan: SplitPlan, pieces: Iterator[PlacedPiece]) -> None:
+        self._plan, self._pieces = plan, pieces
+        self._put_back: PlacedPiece | None = None
+
+    def of(self, split: Split) -> Iterator[PlacedPiece]:
+        """Give the pieces that come next, as long as they belong to `split`."""
+        while (piece := self._put_back or next(self._pieces, None)) is not None:
+            self._put_back = piece
+            if self._plan.split_of(piece) != split:
+                return
+            self._put_back = None
+            yield piece
+
+
+def _manifest(settings: PrepareSettings, state: PrepareState, plan: SplitPlan) -> Manifest:
+    splits: dict[str, SplitInfo] = {}
+    for split, shards in state.shards.items():
+        rows = sum(shard.rows for shard in shards)
+        documents = plan.documents(split) if split in plan.splits else 0
+        tokens = rows * settings.length
+        splits[split] = SplitInfo(documents, tokens, rows, state.dropped[split], shards)
+    return Manifest(state.tokenizer, settings.length, splits, state.sources, state.settings)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let the tokenizer use all cores, whatever the environment says; the result is the same."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

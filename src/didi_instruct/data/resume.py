@@ -114,7 +114,9 @@ def check_settings(folder: Path, recorded: dict[str, Any], now: dict[str, Any], 
     """Refuse to mix two settings in one folder; name those that differ."""
     keys = [key for key in now if recorded.get(key) != now[key]]
     if keys:
-        named = ", ".join(f"{key} was {_said(recorded.get(key))}, is {_said(now[key])}" for key in keys)
+        named = ", ".join(
+            f"{key} was {_said(recorded.get(key))}, is {_said(now[key])}" for key in keys
+        )
         raise UserError(_refusal(folder, what, named))
 
 

@@ -105,6 +105,10 @@ class Trunk(nn.Module):
             x = block(x, cos, sin, c, mask)
         return x
 
+    def compile_trunk(self) -> None:
+        """Compile the blocks as one graph, for this instance and for good."""
+        self._run = torch.compile(self._run)  # type: ignore[method-assign]
+
     @property
     def is_folded(self) -> bool:
         """Whether constant modulations are cached."""
@@ -186,15 +190,17 @@ class DiT(Trunk):
         super().__init__(config)
         self.output_layer = OutputLayer(config.hidden, config.vocab_size, config.cond_dim)
 
-    def head(self, hidden: Tensor, c: Tensor | None = None, num: int | None = None) -> Tensor:
+    def head(
+        self, hidden: Tensor, c: Tensor | None = None, num: int | None = None, align: int = 1
+    ) -> Tensor:
         """Map trunk states (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
 
         c comes from `condition`: (1, cond_dim), or one row per leading index of hidden, so both
         (B, L, d) with (B, cond_dim) and selected rows (R, d) with (R, cond_dim) work. Without time
-        conditioning it may be left out.
+        conditioning it may be left out. `align` as in `OutputLayer`.
         """
         c = self.condition() if c is None else c
-        logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num)
+        logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num, align)
         return logits
 
     def forward(

@@ -8,6 +8,7 @@ type; the matrix products run in the weights' type or in autocast's.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,10 @@ def first_weight(layers: nn.Sequential) -> Tensor:
     return weight
 
 
-def no_autocast(device: torch.device) -> torch.autocast:
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which operations keep the precision of their arguments."""
+    if device.type == "meta":  # where autocast does not exist
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
@@ -258,8 +261,10 @@ class Block(Modulated):
         """Return the six modulations; shift and scale as the norms' bias and weight."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c, 6, ndim)
         return (
-            *self.norm1.modulated(shift1, scale1), gate1,
-            *self.norm2.modulated(shift2, scale2), gate2,
+            *self.norm1.modulated(shift1, scale1),
+            gate1,
+            *self.norm2.modulated(shift2, scale2),
+            gate2,
         )
 
     def forward(
@@ -330,10 +335,13 @@ class OutputLayer(Modulated):
         """Return weight and bias of the modulated final norm."""
         return self.norm_final.modulated(*self.modulation(c, 2, ndim))
 
-    def forward(self, hidden: Tensor, c: Tensor | None = None, num: int | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, c: Tensor | None = None, num: int | None = None, align: int = 1
+    ) -> Tensor:
         """Map hidden (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
 
-        c is (1, cond_dim), or has one row per leading index of hidden.
+        c is (1, cond_dim), or has one row per leading index of hidden. The columns are padded to a
+        multiple of `align` with logits of -inf: GPUs multiply matrices of odd width slowly.
         """
         affine: tuple[Tensor, ...] = ()
         if c is not None:
@@ -342,4 +350,7 @@ class OutputLayer(Modulated):
             affine = self.folded.unbind()
         x = self.norm_final(hidden, *affine)
         weight, bias = self.linear.weight[:num], self.linear.bias[:num]
+        if extra := -len(weight) % align:
+            weight = F.pad(weight, (0, 0, 0, extra))
+            bias = F.pad(bias, (0, extra), value=-torch.inf)
         return F.linear(x.to(weight.dtype), weight, bias)

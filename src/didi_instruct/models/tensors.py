@@ -23,6 +23,9 @@ DTYPES = {
 }
 """Types a weight may have on disk, by their safetensors names."""
 
+ALIGNMENT = 64
+"""Bytes to which torch aligns the tensors it allocates on the CPU."""
+
 LISTED = 3
 """Tensors named in an error before the rest is only counted."""
 
@@ -42,8 +45,16 @@ def write_tensors(
         digest.update(data)
         write(data)
 
-    # Wide types first: every tensor is then aligned to its own type.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    # Memory-mapped weights that are aligned like allocated ones give the same products to the bit;
+    # the format allows no gaps, so tensors that would shift the others come last, wide types first.
+    names = sorted(
+        tensors,
+        key=lambda name: (
+            tensors[name].nbytes % ALIGNMENT != 0,
+            -tensors[name].element_size(),
+            name,
+        ),
+    )
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
@@ -55,7 +66,7 @@ def write_tensors(
         }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)
     put(len(encoded).to_bytes(8, "little"))
     put(encoded)
     for name in names:

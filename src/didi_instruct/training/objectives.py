@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 
 
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log p(target), in float32 whatever the logits: (R, V), (R,) -> (R,)."""
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
 class Objective(Protocol):
     """A loss in nats per token: an upper bound of -log p(x) / L, or that itself."""
 
@@ -38,14 +43,24 @@ class Objective(Protocol):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Nats per token of each sequence, (B,)."""
 
+    def compile(self) -> None:
+        """Compile what the objective computes beside the network."""
+
 
 class MaskedObjective:
     """NELBO of masked diffusion (Eq. 4): weight(t) times the NLL of the masked tokens."""
 
     head_fraction = 0.5
+    align = 64
+    """Columns of the logits are padded to a multiple: an odd width is slow on a GPU."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.schedule = config, make_schedule(config.schedule)
+        self._nll: Callable[[Tensor, Tensor], Tensor] = token_nll
+
+    def compile(self) -> None:
+        """Compile the softmax; the number of masked rows differs from batch to batch."""
+        self._nll = torch.compile(token_nll, dynamic=True)
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """One time per stratum of (0, 1), one uniform per position."""
@@ -78,11 +93,8 @@ class MaskedObjective:
         condition = model.condition(batch["sigma"])
         if condition.shape[0] > 1:
             condition = condition[sequence]
-        nll = F.cross_entropy(
-            model.head(hidden, condition, self.config.num_tokens).float(),
-            batch["targets"],
-            reduction="none",
-        )
+        logits = model.head(hidden, condition, self.config.num_tokens, align=self.align)
+        nll = self._nll(logits, batch["targets"])
         return nll.new_zeros(len(z)).index_add(0, sequence, batch["weight"] * nll)
 
 
@@ -93,6 +105,9 @@ class UniformObjective:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.schedule = config, make_schedule(config.schedule)
+
+    def compile(self) -> None:
+        """Nothing: the integrand works chunk by chunk already."""
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Times, uniforms, and the token that each position would be replaced with."""
@@ -136,6 +151,9 @@ class ARObjective:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
+
+    def compile(self) -> None:
+        """Nothing beside the network."""
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Nothing is random."""

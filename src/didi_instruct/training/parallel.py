@@ -9,7 +9,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from didi_instruct.models.dit import Trunk
 from didi_instruct.training.world import World
+
+
+def compile_network(model: nn.Module, *, by_block: bool) -> None:
+    """Compile in place: the trunk as one graph, or every block alike.
+
+    One graph fuses across blocks (65 against 68 to 71 ms per step of `small`, 32 x 1024, on an
+    H200); FSDP gathers weights block by block, which a single graph would not let it do.
+    """
+    if isinstance(model, Trunk) and not by_block:
+        model.compile_trunk()
+    else:
+        for block in model.blocks:
+            block.compile()
 
 
 def parallelise(

@@ -20,7 +20,7 @@ from didi_instruct.models.checkpoint import save_model
 from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import Batch, Objective, make_objective
 from didi_instruct.training.optim import Updater, learning_rate
-from didi_instruct.training.parallel import gradient_sync, parallelise
+from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
 from didi_instruct.training.world import World
 
 
@@ -56,17 +56,16 @@ class PretrainTask:
         compiles = config.train.compile == "on" or (
             config.train.compile == "auto" and world.device.type == "cuda"
         )
+        fsdp = config.train.strategy == "fsdp" and world.size > 1
         if compiles:
-            # Block by block: one small graph, compiled once, good for DDP and FSDP alike.
-            for block in self.model.blocks:
-                block.compile()
+            compile_network(self.model, by_block=fsdp)
+            self.objective.compile()
         module = LossModule(self.model, self.objective)
         self.module = parallelise(
             module, self.model.blocks, config.train.strategy, world, bf16=self.bf16
         )
         self.module.train()
         self.updater = Updater(self.model, config.optim, config.train.steps, config.train.ema)
-        fsdp = config.train.strategy == "fsdp" and world.size > 1
         self.sharded = fsdp and config.train.checkpoints == "sharded"
 
     def _check(self, train: TrainConfig) -> None:

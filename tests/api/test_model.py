@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+import didi_instruct as didi
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.errors import UserError
+from didi_instruct.models.build import build_model
+
+
+def make(kind="mdlm", **changes):
+    torch.manual_seed(0)
+    language = OracleLanguage.default()
+    config = ModelConfig(
+        kind=kind, layers=1, hidden=32, heads=2, cond_dim=8, length=32,
+        vocab_size=64 if kind == "duo" else 65, schedule=ScheduleConfig(eps=1e-3), **changes,
+    )  # fmt: skip
+    network = build_model(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return didi.Model(network, config, language.tokenizer)
+
+
+def test_a_saved_model_is_the_same_model(tmp_path):
+    model = make()
+    model.save(tmp_path)
+    loaded = didi.load(tmp_path, device="cpu")
+    tokens = torch.randint(64, (2, 32))
+    ours, theirs = model.network.state_dict(), loaded.network.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    # Memory-mapped weights are aligned otherwise, so the last bit of a product may differ.
+    torch.testing.assert_close(model.denoiser(tokens, 0.5), loaded.denoiser(tokens, 0.5))
+    assert loaded.config == model.config
+    assert (loaded.mask_id, loaded.discriminator) == (64, None)
+    assert loaded.tokenizer.hash == model.tokenizer.hash
+
+
+def test_the_denoiser_speaks_of_real_tokens_at_any_time():
+    model = make(time_conditioning=True)
+    tokens = torch.full((2, 32), 64)
+    a = model.denoiser(tokens, 0.3)
+    b = model.denoiser(tokens, torch.tensor([0.3, 0.9]))
+    assert a.shape == (2, 32, 64)
+    torch.testing.assert_close(a[0], b[0])
+    assert not torch.allclose(a[1], b[1])
+
+
+def test_a_seed_and_an_index_give_a_sample_whatever_the_batch():
+    model = make()
+    whole = model.sample(num=5, steps=4, seed=3)
+    assert torch.equal(whole, model.sample(num=5, steps=4, seed=3, batch_size=2))
+    assert torch.equal(whole[:2], model.sample(num=2, steps=4, seed=3))
+    assert not torch.equal(whole, model.sample(num=5, steps=4, seed=4))
+    assert whole.shape == (5, 32)
+    assert int(whole.max()) < 64
+    texts = model.generate(num=2, steps=4, seed=3)
+    assert [len(text.split()) for text in texts] == [32, 32]
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo", "ar"])
+def test_nelbo_is_a_number_that_the_seed_fixes(kind):
+    model = make(kind, time_conditioning=kind == "duo")
+    tokens = torch.randint(64, (6, 32))
+    bound = model.nelbo(tokens, seed=0)
+    assert bound.shape == ()
+    assert 3.0 < float(bound) < 8.0
+    assert float(bound) == float(model.nelbo(tokens, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.sample(num=0), "num is 0"),
+        (lambda m: m.sample(length=33), "1 to 32 tokens"),
+        (lambda m: m.sample(sampler="magic"), "`magic` is not a sampler"),
+        (lambda m: m.sample(steps=0), "steps is 0"),
+        (lambda m: m.denoiser(torch.tensor([[65]]), 0.5), "outside 0..64"),
+        (lambda m: m.denoiser(torch.zeros(1, 40, dtype=torch.long), 0.5), "shape"),
+    ],
+)
+def test_bad_requests_are_refused(call, message):
+    with pytest.raises(UserError, match=message):
+        call(make())

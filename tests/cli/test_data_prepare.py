@@ -1,0 +1,95 @@
+"""`didi data prepare` from the command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from didi_instruct.cli.data import app
+from didi_instruct.data.dataset import open_data
+from didi_instruct.errors import UserError
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("".join(f"one line of text, {i}\n" for i in range(300)))
+    return tmp_path / "a.txt"
+
+
+def arguments(corpus: Path, *more: str) -> list[str]:
+    out = str(corpus.parent / "out")
+    required = ["--tokenizer", "bytes", "--length", "16", "--out", out]
+    return ["prepare", str(corpus), *required, "--documents", "line", *more]
+
+
+def test_it_writes_data_and_says_so(corpus: Path) -> None:
+    result = runner.invoke(app, arguments(corpus, "--valid", "10", "--shard-rows", "20"))
+    assert result.exit_code == 0, result.output
+    data = open_data(corpus.parent / "out")
+    assert f"Wrote: {corpus.parent / 'out'}, vocabulary of 257 ids" in result.stdout
+    assert f"train: {data.num_sequences} rows of 16 tokens from 290 documents" in result.stdout
+    assert "valid: " in result.stdout
+    # Not a terminal: plain lines, beside the result.
+    assert "Reading: 100%" in result.stderr
+    assert "Tokenising" in result.stderr
+
+
+def test_a_second_time_it_has_nothing_to_do(corpus: Path) -> None:
+    runner.invoke(app, arguments(corpus))
+    result = runner.invoke(app, arguments(corpus))
+    assert result.exit_code == 0
+    assert "Already prepared" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--documents", "page"], "--documents is `page`"),
+        (["--length", "-3"], "--length is -3"),
+        (["--tokenizer", "./no/such/tokenizer.json"], "no such tokenizer"),
+        (["--valid", "1000"], "leaves nothing to train on"),
+    ],
+)
+def test_a_mistake_is_one_line_for_its_maker(corpus: Path, change: list[str], message: str) -> None:
+    result = runner.invoke(app, arguments(corpus, *change))
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert not (corpus.parent / "out").exists()
+
+
+def test_missing_and_unknown_options_are_wrong_usage(corpus: Path) -> None:
+    assert runner.invoke(app, ["prepare", str(corpus)]).exit_code == 2
+    assert runner.invoke(app, arguments(corpus, "--lenght", "3")).exit_code == 2
+
+
+def test_overwrite_replaces_other_settings(corpus: Path) -> None:
+    runner.invoke(app, arguments(corpus))
+    result = runner.invoke(app, arguments(corpus, "--length", "20"))
+    assert isinstance(result.exception, UserError)
+    assert "length was 16, is 20" in str(result.exception)
+    assert runner.invoke(app, arguments(corpus, "--length", "20", "--overwrite")).exit_code == 0
+    assert open_data(corpus.parent / "out").length == 20
+
+
+def test_a_terminal_gets_a_bar_with_rate_and_time_left(corpus: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    result = runner.invoke(app, arguments(corpus, "--valid", "10"))
+    assert result.exit_code == 0
+    assert "Tokenising" in result.stderr
+    assert "M characters/s" in result.stderr
+    assert "0:00:00" in result.stderr
+
+
+def test_help_does_not_import_what_it_does_not_need() -> None:
+    code = (
+        "import sys; import didi_instruct.cli.data\n"
+        "heavy = {'torch', 'numpy', 'tokenizers', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

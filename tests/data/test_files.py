@@ -1,0 +1,77 @@
+"""Files appear whole or not at all."""
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from didi_instruct.data import files
+from didi_instruct.errors import UserError
+
+
+def test_write_atomic_replaces_the_content_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_atomic(path, b"old")
+    files.write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "a.json"
+    files.write_atomic(path, b"old")
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="broken disk"):
+        files.write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_written_files_honour_the_umask(tmp_path: Path) -> None:
+    files.write_atomic(tmp_path / "a", b"")
+    (tmp_path / "b").write_bytes(b"")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_remove_temporaries_takes_only_what_a_killed_writer_left(tmp_path: Path) -> None:
+    files.write_atomic(tmp_path / "a.bin", b"x")
+    files.AtomicFile(tmp_path / "b.bin").write(b"half")
+    assert len(list(tmp_path.iterdir())) == 2
+    files.remove_temporaries(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_replace_folder_swaps_old_for_new(tmp_path: Path) -> None:
+    for name in ("new", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / "model" / "stale").write_text("stale")
+    files.replace_folder(tmp_path / "new", tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["file"]
+    assert (tmp_path / "model" / "file").read_text() == "new"
+
+
+def test_sha256_file_is_the_hash_of_the_content(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    (tmp_path / "a").write_bytes(content)
+    assert files.sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_require_space_names_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+    files.require_space(tmp_path / "not" / "there", 1)
+    with pytest.raises(UserError, match=r"not/there: needs about 1024.0 TiB, but .* free"):
+        files.require_space(tmp_path / "not" / "there", 1 << 50)
+
+
+def test_a_full_disk_is_one_clear_line_and_other_errors_stay(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="disk is full"), files.no_space_as_user_error(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError), files.no_space_as_user_error(tmp_path):
+        raise PermissionError(errno.EACCES, "no")

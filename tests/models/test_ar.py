@@ -1,0 +1,106 @@
+import itertools
+import math
+
+import pytest
+import torch
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.ar import ARModel, KVCache
+
+from .plain_networks import ar_logits, randomise
+
+CONFIG = ModelConfig(kind="ar", layers=2, hidden=16, heads=2, vocab_size=11, length=12)
+TOKENS = torch.randint(11, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+def test_keys_are_the_cores_without_time():
+    keys = set(ARModel(CONFIG).state_dict())
+    assert not [k for k in keys if "sigma_map" in k or "adaLN" in k]
+    assert {"vocab_embed.embedding", "blocks.1.mlp.2.bias", "output_layer.linear.bias"} <= keys
+
+
+@torch.no_grad()
+def test_logits_equal_the_plain_reference():
+    model = randomise(ARModel(CONFIG)).eval()
+    logits = model(TOKENS)
+    for row in range(3):
+        expected = ar_logits(model.state_dict(), CONFIG, TOKENS[row])[:, :10]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_later_tokens_change_nothing():
+    model = randomise(ARModel(CONFIG)).eval()
+    other = TOKENS.clone()
+    other[:, 5:] = (other[:, 5:] + 1) % 11
+    torch.testing.assert_close(model(other)[:, :5], model(TOKENS)[:, :5])
+
+
+@pytest.mark.parametrize("pieces", [[1] * 9, [5, 1, 1, 1, 1], [3, 4, 2], [9]], ids=str)
+@torch.no_grad()
+def test_cached_decoding_equals_the_full_pass(pieces):
+    model = randomise(ARModel(CONFIG)).eval()
+    cache = KVCache(CONFIG, batch=3)
+    for _ in range(2):
+        parts = [model(part, cache) for part in TOKENS.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
+        assert cache.position == 9
+        cache.reset()
+    assert cache.keys.shape == (2, 3, 2, 12, 8)
+
+
+@torch.no_grad()
+def test_cache_follows_autocast():
+    model = randomise(ARModel(CONFIG)).eval()
+    cache = KVCache(CONFIG, batch=3, length=9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        parts = [model(part, cache) for part in TOKENS.split([4, 1, 4], dim=1)]
+        full = model(TOKENS)
+    assert cache.keys.dtype == torch.bfloat16
+    assert (torch.cat(parts, 1) - full).norm() < 0.02 * full.norm()
+
+
+@torch.no_grad()
+def test_cache_has_an_end():
+    model = ARModel(CONFIG).eval()
+    cache = KVCache(CONFIG, batch=3, length=9)
+    model(TOKENS, cache)
+    with pytest.raises(ValueError, match="10 positions, but the cache has 9"):
+        model(TOKENS[:, :1], cache)
+
+
+@torch.no_grad()
+def test_probabilities_of_all_sequences_sum_to_one():
+    config = ModelConfig(kind="ar", layers=2, hidden=16, heads=2, vocab_size=4, length=3)
+    model = randomise(ARModel(config)).eval()
+    every = torch.tensor(list(itertools.product(range(3), repeat=3)))
+    log_prob = model.log_prob(every)
+    assert log_prob.exp().sum().item() == pytest.approx(1, abs=1e-5)
+    assert log_prob.exp().max() > 2 * log_prob.exp().min()  # not just the uniform law
+
+
+@torch.no_grad()
+def test_log_prob_is_the_sum_of_cached_steps():
+    model = randomise(ARModel(CONFIG)).eval()
+    tokens = TOKENS % 10
+    cache = KVCache(CONFIG, batch=3)
+    total = torch.zeros(3)
+    previous = torch.full((3, 1), CONFIG.mask_id)
+    for n in range(9):
+        log_p = model(previous, cache)[:, -1].log_softmax(-1)
+        previous = tokens[:, n : n + 1]
+        total += log_p.gather(1, previous)[:, 0]
+    torch.testing.assert_close(model.log_prob(tokens), total, rtol=1e-5, atol=1e-4)
+
+
+def test_starts_uniform_and_learns_a_sequence():
+    torch.manual_seed(0)
+    model = ARModel(CONFIG)
+    tokens = TOKENS[:1] % 10
+    assert model.log_prob(tokens).item() == pytest.approx(-9 * math.log(10), abs=1e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (-model.log_prob(tokens).mean()).backward()
+        optimizer.step()
+    assert model.log_prob(tokens).item() > -0.5

@@ -1,0 +1,135 @@
+import pytest
+import torch
+
+from didi_instruct.config.model import ModelConfig, architecture
+from didi_instruct.models.discriminator import Discriminator, SpectralLinear
+from didi_instruct.models.dit import DiT
+
+from .plain_networks import discriminator_logits, randomise
+
+CONFIG = ModelConfig(layers=3, hidden=16, heads=2, cond_dim=8, vocab_size=11, length=12)
+TIMED = ModelConfig(
+    layers=2, hidden=16, heads=4, cond_dim=8, vocab_size=11, length=12, time_conditioning=True
+)
+TOKENS = torch.randint(11, (3, 7), generator=torch.Generator().manual_seed(1))
+SIGMA = torch.tensor([0.01, 0.7, 6.9])
+
+
+@pytest.mark.parametrize(("name", "count"), [("small", 131_371_265), ("medium", 373_747_969)])
+def test_parameter_counts_of_the_contract(name, count):
+    with torch.device("meta"):
+        discriminator = Discriminator(architecture(name))
+    assert sum(p.numel() for p in discriminator.parameters()) == count
+
+
+def test_keys_are_the_trunks_and_the_contracts_head():
+    head = {
+        f"output_layer.main.{n}.{name}"
+        for n in (0, 2)
+        for name in ("weight_orig", "weight_u", "weight_v", "bias")
+    }
+    trunk = {k for k in DiT(CONFIG).state_dict() if not k.startswith("output_layer")}
+    assert set(Discriminator(CONFIG).state_dict()) == trunk | head
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIMED], ids=["constant", "timed"])
+@torch.no_grad()
+def test_logits_equal_the_plain_reference(config):
+    discriminator = randomise(Discriminator(config)).eval()
+    logits = discriminator(TOKENS, SIGMA)
+    assert logits.shape == TOKENS.shape
+    state = discriminator.state_dict()
+    for row in range(3):
+        expected = discriminator_logits(state, config, TOKENS[row], SIGMA[row].item())
+        torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_normalisation_is_that_of_torch():
+    """Weights, singular vectors and gradients through three training steps and an evaluation."""
+    torch.manual_seed(0)
+    ours = SpectralLinear(6, 4)
+    theirs = torch.nn.utils.spectral_norm(torch.nn.Linear(6, 4))
+    theirs.load_state_dict(ours.state_dict())
+    for training in (True, True, True, False):
+        ours.train(training)
+        theirs.train(training)
+        x = torch.randn(5, 6)
+        for layer in (ours, theirs):
+            layer.zero_grad()
+            layer(x).square().sum().backward()
+        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
+        torch.testing.assert_close(ours.weight_orig.grad, theirs.weight_orig.grad)
+
+
+def test_power_iteration_runs_in_training_alone():
+    torch.manual_seed(0)
+    discriminator = Discriminator(CONFIG).eval()
+    with torch.no_grad():
+        discriminator.output_layer.main[0].weight_orig.normal_()
+    before = discriminator.output_layer.main[0].weight_u.clone()
+    discriminator(TOKENS)
+    assert torch.equal(discriminator.output_layer.main[0].weight_u, before)
+    discriminator.train()(TOKENS)
+    assert not torch.equal(discriminator.output_layer.main[0].weight_u, before)
+
+
+def test_largest_singular_value_is_one_from_the_start():
+    torch.manual_seed(0)
+    for layer in (SpectralLinear(32, 32).eval(), SpectralLinear(32, 1).eval()):
+        assert torch.linalg.matrix_norm(layer.weight(), 2).item() == pytest.approx(1, abs=0.05)
+
+
+def test_two_passes_before_one_backward():
+    """A power iteration must not disturb the graph of an earlier pass."""
+    torch.manual_seed(0)
+    discriminator = Discriminator(CONFIG).train()
+    (discriminator(TOKENS).mean() - discriminator(TOKENS.flip(0)).mean()).backward()
+    assert discriminator.output_layer.main[0].weight_orig.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_from_denoiser_copies_the_trunk(dtype):
+    dit = randomise(DiT(CONFIG)).to(dtype).eval()
+    discriminator = Discriminator.from_denoiser(dit).eval()
+    hidden = discriminator.trunk(TOKENS, SIGMA)
+    assert torch.equal(hidden, dit.trunk(TOKENS, SIGMA))
+    assert discriminator(TOKENS, SIGMA).isfinite().all()
+    dit.vocab_embed.embedding.zero_()
+    assert torch.equal(discriminator.trunk(TOKENS, SIGMA), hidden)
+    assert all(p.requires_grad and p.dtype == dtype for p in discriminator.parameters())
+
+
+@pytest.mark.parametrize("trainable", [0, 2, 3])
+def test_freeze_lower_leaves_the_last_blocks_and_the_head(trainable):
+    discriminator = Discriminator(CONFIG)
+    discriminator.freeze_lower(trainable)
+    kept = ("output_layer.", *(f"blocks.{n}." for n in range(3 - trainable, 3)))
+    for name, parameter in discriminator.named_parameters():
+        assert parameter.requires_grad == name.startswith(kept), name
+    with pytest.raises(ValueError, match="4 trainable blocks of 3"):
+        discriminator.freeze_lower(4)
+
+
+@torch.no_grad()
+def test_folded_modulation_changes_nothing():
+    discriminator = randomise(Discriminator(CONFIG)).eval()
+    plain = discriminator(TOKENS)
+    with discriminator.folded():
+        torch.testing.assert_close(discriminator(TOKENS), plain, rtol=1e-6, atol=1e-6)
+
+
+def test_gradient_reaches_soft_embeddings():
+    """What guided sampling needs: the reward's gradient with respect to its input vectors."""
+    discriminator = randomise(Discriminator(CONFIG)).eval().requires_grad_(False)
+    soft = discriminator.embed(TOKENS).requires_grad_()
+    discriminator(None, SIGMA, embeddings=soft)[:, 2].sum().backward()
+    direction = torch.randn(soft.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        step = 1e-3 * direction
+        up = discriminator(None, SIGMA, embeddings=soft + step)[:, 2].sum()
+        down = discriminator(None, SIGMA, embeddings=soft - step)[:, 2].sum()
+    assert (up - down).item() / 2e-3 == pytest.approx(
+        (soft.grad * direction).sum().item(), rel=1e-2, abs=1e-3
+    )

@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.dit import DiT
+from didi_instruct.models.ema import EMA, warmed_up
+
+
+def linear(value=0.0, dtype=torch.float32):
+    layer = torch.nn.Linear(2, 2, dtype=dtype)
+    torch.nn.init.constant_(layer.weight, value)
+    torch.nn.init.constant_(layer.bias, -value)
+    return layer
+
+
+def test_constant_decay_has_a_closed_form():
+    """From 0 towards a constant 1: after n updates the average is 1 - decay^n."""
+    layer = linear(0)
+    ema = EMA(layer, decay=0.9)
+    torch.nn.init.ones_(layer.weight)
+    for step in range(1000, 1020):  # past the warm-up
+        ema.update(step)
+    torch.testing.assert_close(ema.shadow["weight"], torch.full((2, 2), 1 - 0.9**20))
+    assert not ema.shadow["bias"].any()
+
+
+def test_decay_is_warmed_up():
+    assert [warmed_up(0.9999, n) for n in (0, 1, 8)] == [1 / 10, 2 / 11, 9 / 18]
+    assert warmed_up(0.9999, 10**7) == 0.9999
+    layer = linear(0)
+    ema = EMA(layer, decay=0.9999)
+    torch.nn.init.ones_(layer.weight)
+    remaining = 1.0
+    for step in range(30):
+        ema.update(step)
+        remaining *= (1 + step) / (10 + step)
+    torch.testing.assert_close(ema.shadow["weight"], torch.full((2, 2), 1 - remaining))
+
+
+def test_shadow_of_16_bit_parameters_is_float32():
+    """Steps of 1e-3 around 1 vanish in bfloat16, and must not in the average."""
+    layer = linear(1, torch.bfloat16)
+    ema = EMA(layer, decay=0.999)
+    torch.nn.init.constant_(layer.weight, 2)
+    ema.update(10**6)
+    torch.testing.assert_close(ema.shadow["weight"], torch.full((2, 2), 1.001))
+    ema.copy_to(layer)
+    assert layer.weight.dtype == torch.bfloat16
+
+
+def test_applied_swaps_and_restores_even_after_an_error():
+    layer = linear(3)
+    ema = EMA(layer)
+    torch.nn.init.constant_(layer.weight, 7)
+    with ema.applied(layer):
+        assert (layer.weight == 3).all()
+    assert (layer.weight == 7).all()
+
+    with pytest.raises(KeyError), ema.applied(layer):
+        raise KeyError
+    assert (layer.weight == 7).all()
+    assert (ema.shadow["weight"] == 3).all()
+
+
+def test_state_round_trip_continues_the_same_average():
+    layer = linear(0)
+    ema = EMA(layer, decay=0.9)
+    torch.nn.init.ones_(layer.weight)
+    ema.update(50)
+    other = EMA(layer, decay=0.5)
+    other.load_state_dict(ema.state_dict())
+    ema.update(51)
+    other.update(51)
+    assert torch.equal(other.shadow["weight"], ema.shadow["weight"])
+
+
+def test_another_models_average_is_refused():
+    ema = EMA(linear())
+    with pytest.raises(ValueError, match=r"another model: 0\.bias"):
+        ema.copy_to(torch.nn.Sequential(linear()))
+    state = {"decay": 0.9, "shadow": {"weight": torch.zeros(3, 3), "bias": torch.zeros(2)}}
+    with pytest.raises(ValueError, match="another model: weight"):
+        ema.load_state_dict(state)
+
+
+def test_folded_constants_are_dropped_with_the_weights_they_came_from():
+    dit = DiT(ModelConfig(layers=1, hidden=8, heads=1, cond_dim=4, vocab_size=5, length=4)).eval()
+    ema = EMA(dit)
+    dit.fold_modulation()
+    with ema.applied(dit):
+        assert not dit.is_folded
+        dit.fold_modulation()
+    assert not dit.is_folded
+
+
+def test_sharded_parameters_are_averaged_shard_by_shard(tmp_path):
+    """FSDP2 keeps parameters as DTensors; one process is enough to have some."""
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layer = linear(0)
+        weight = distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)])
+        layer.weight = torch.nn.Parameter(weight)
+        ema = EMA(layer, decay=0.5)
+        assert isinstance(ema.shadow["weight"], DTensor)
+        with torch.no_grad():
+            layer.weight.to_local().fill_(1)
+        ema.update(1000)
+        assert (ema.shadow["weight"].full_tensor() == 0.5).all()
+        with ema.applied(layer):
+            assert (layer.weight.full_tensor() == 0.5).all()
+        assert (layer.weight.full_tensor() == 1).all()
+        whole = linear(9)
+        ema.copy_to(whole)
+        assert (whole.weight == 0.5).all()
+    finally:
+        destroy_process_group()

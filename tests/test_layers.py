@@ -1,0 +1,42 @@
+"""Imports go one way, and the command line starts without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
+ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
+ORDER += ["evaluation", "serving", "api", "cli"]
+FOUNDATION = {"errors", "seeding", "__version__"}
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First names below didi_instruct that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {n.split(".")[1] for n in names if n.startswith("didi_instruct.")}
+    return found
+
+
+@pytest.mark.parametrize("part", [p for p in ORDER if (PACKAGE / p).is_dir()])
+def test_a_part_imports_only_what_is_to_its_left(part):
+    allowed = set(ORDER[: ORDER.index(part) + 1]) | FOUNDATION
+    if part == "process":
+        allowed.discard("data")
+    for path in (PACKAGE / part).rglob("*.py"):
+        assert imported_parts(path) <= allowed, path
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; sys.argv = ['didi', '--help']\nimport didi_instruct.cli.main as m\n"
+    code += "try: m.main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

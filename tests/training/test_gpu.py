@@ -1,0 +1,58 @@
+"""The same maths on a GPU: run there with `pytest -m gpu`."""
+
+import json
+
+import pytest
+import torch
+
+import didi_instruct as didi
+from didi_instruct.api.pretrain import pretrain
+from didi_instruct.sampling.noise import uniforms
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def curve(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return torch.tensor([line["loss"] for line in lines if "loss" in line])
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo", "ar"])
+def test_float32_on_the_gpu_has_the_loss_curve_of_the_cpu(recipe, tmp_path, kind):
+    config = recipe(kind, precision="fp32", compile="off")
+    for device in ("cpu", "cuda"):
+        pretrain(config, out=tmp_path / device, device=device)
+    torch.testing.assert_close(curve(tmp_path / "cuda"), curve(tmp_path / "cpu"), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo", "ar"])
+def test_bf16_and_compile_keep_the_loss_curve(recipe, tmp_path, kind):
+    """Within bf16 noise: 2% of the loss at every step."""
+    pretrain(recipe(kind, precision="fp32", compile="off", steps=20), out=tmp_path / "plain")
+    pretrain(recipe(kind, precision="bf16", compile="on", steps=20), out=tmp_path / "fast")
+    torch.testing.assert_close(curve(tmp_path / "fast"), curve(tmp_path / "plain"), atol=0, rtol=0.02)
+    model = didi.load(tmp_path / "fast")
+    assert model.device.type == "cuda"
+    if kind == "mdlm":
+        assert model.sample(num=3, steps=4).shape == (3, 32)
+
+
+def test_a_gpu_run_resumes(recipe, tmp_path):
+    from dataclasses import replace
+
+    config = recipe(precision="fp32", compile="off")
+    pretrain(config, out=tmp_path / "whole")
+    half = replace(config, train=replace(config.train, steps=3))
+    pretrain(half, out=tmp_path / "parts")
+    # The schedule of a shorter run differs, so compare from its own checkpoint on.
+    pretrain(config, out=tmp_path / "parts", resume=True)
+    assert len(curve(tmp_path / "parts")) == 6
+
+
+def test_noise_is_the_same_on_every_device():
+    a = uniforms(3, torch.arange(5), 2, 100)
+    b = uniforms(3, torch.arange(5, device="cuda"), 2, 100)
+    assert torch.equal(a, b.cpu())
