@@ -106,6 +106,16 @@ def test_head_works_on_selected_rows(time_conditioning):
 
 
 @torch.no_grad()
+def test_aligned_logits_are_padded_with_impossible_ids():
+    dit = model()
+    hidden = dit.trunk(tokens_of())
+    padded = dit.head(hidden, num=10, align=8)
+    assert padded.shape[-1] == 16
+    torch.testing.assert_close(padded[..., :10], dit.head(hidden, num=10))
+    assert (padded[..., 10:] == -torch.inf).all()
+
+
+@torch.no_grad()
 def test_one_sigma_for_all_rows_is_that_sigma_in_every_row():
     dit = model(time_conditioning=True)
     tokens = tokens_of()

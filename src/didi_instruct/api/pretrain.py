@@ -1,6 +1,7 @@
 """Pretraining from a recipe to a folder that `didi.load` opens."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,12 @@ import torch
 import yaml
 
 from didi_instruct import __version__
-from didi_instruct.api.sources import open_source
+from didi_instruct.api.sources import PrepareBar, open_source
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import write_atomic
-from didi_instruct.data.prepare import PrepareProgress
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.training.loop import Loop, Outcome
@@ -53,7 +53,7 @@ def pretrain(
     resume: bool = False,
     device: str | None = None,
     reporter: Reporter | None = None,
-    data_progress: Callable[[PrepareProgress], None] | None = None,
+    data_progress: PrepareBar = nullcontext,
 ) -> PretrainResult:
     """Train what the recipe says in the folder `out`; under torchrun, every process calls this."""
     folder = Path(out)
@@ -115,10 +115,10 @@ def _open_data_together(
     config: PretrainConfig,
     folder: Path,
     world: World,
-    progress: Callable[[PrepareProgress], None] | None,
+    progress: PrepareBar,
 ) -> tuple[TokenSource, TokenSource | None]:
     """Open the data in every process; the main one goes first, since it may have to prepare it."""
-    def open_now(bar: Callable[[PrepareProgress], None] | None) -> Any:
+    def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
         return open_source(
             config.data,
             length=config.model.row_length,
@@ -129,7 +129,7 @@ def _open_data_together(
 
     opened = open_now(progress) if world.is_main else None
     world.wait()
-    return opened or open_now(None)
+    return opened or open_now(nullcontext)
 
 
 def _evaluator(

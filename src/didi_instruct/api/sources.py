@@ -1,13 +1,17 @@
 """Data by SOURCE, as the command line and recipes name it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.dataset import TokenSource, open_data
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
-from didi_instruct.data.prepare import PrepareProgress, PrepareSettings, prepare
+from didi_instruct.data.prepare import PrepareSettings, Report, prepare
 from didi_instruct.errors import UserError
+
+PrepareBar = Callable[[], AbstractContextManager[Report | None]]
+"""Opens a progress display for as long as data is being prepared."""
 
 
 def open_source(
@@ -16,7 +20,7 @@ def open_source(
     length: int,
     seed: int,
     prepared: Path,
-    progress: Callable[[PrepareProgress], None] | None = None,
+    progress: PrepareBar = nullcontext,
 ) -> tuple[TokenSource, TokenSource | None]:
     """Return the training stream and the held-out rows (or None) of a source.
 
@@ -33,18 +37,17 @@ def open_source(
     folder = Path(config.source)
     if not is_prepared(folder):
         folder = prepared
-        prepare(
-            PrepareSettings(
-                src=config.source,
-                tokenizer=config.tokenizer,
-                length=length,
-                out=folder,
-                field=config.field,
-                documents=config.documents,
-                valid=config.valid,
-            ),
-            progress=progress,
+        settings = PrepareSettings(
+            src=config.source,
+            tokenizer=config.tokenizer,
+            length=length,
+            out=folder,
+            field=config.field,
+            documents=config.documents,
+            valid=config.valid,
         )
+        with progress() as report:
+            prepare(settings, report)
     train = open_data(folder, "train", seed=seed)
     valid = open_data(folder, "valid", seed=seed) if has_split(folder, "valid") else None
     return train, valid

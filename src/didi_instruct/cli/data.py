@@ -1,15 +1,15 @@
 """`didi data`: make training data."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
-    from didi_instruct.data.prepare import PrepareProgress, PrepareResult, Report
+    from rich.console import Console
+
+    from didi_instruct.data.prepare import PrepareProgress, PrepareResult
     from didi_instruct.data.readers import Documents
 
 app = typer.Typer(help="Make training data.", no_args_is_help=True)
@@ -32,8 +32,9 @@ def prepare(
     src: Annotated[
         str,
         typer.Argument(
+            metavar="SRC",
             help="A .txt, .jsonl, .csv, .parquet or .fasta file (also .gz, .xz, .zst), "
-            "a folder of them, or hf:NAME[:split]."
+            "a folder of them, or hf:NAME[:split].",
         ),
     ],
     tokenizer: Annotated[
@@ -54,16 +55,16 @@ def prepare(
     valid: Annotated[
         int | None,
         typer.Option(
-            help="Documents to hold out, from the end of the corpus; 0 for none. "
-            "[default: 1% of them]"
+            help="Documents to hold out, from the end of the corpus: 1% of them unless given, "
+            "0 for none."
         ),
     ] = None,
     shard_rows: Annotated[
-        int | None, typer.Option(help="Rows in a shard file. [default: about 64 MiB]")
+        int | None, typer.Option(help="Rows in a shard file; about 64 MiB unless given.")
     ] = None,
     eot: Annotated[
         str | None,
-        typer.Option(help="Token that ends a document. [default: the tokenizer's own]"),
+        typer.Option(help="Token that ends a document; the tokenizer's own unless given."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace other prepared data in the folder.")
@@ -88,8 +89,8 @@ def prepare(
         eot=eot,
         overwrite=overwrite,
     )
-    with _progress() as report:
-        result = run(settings, report)
+    with ProgressBar() as bar:
+        result = run(settings, bar.update)
     typer.echo(_summary(result))
 
 
@@ -99,57 +100,62 @@ def _summary(result: "PrepareResult") -> str:
     lines = [f"{state}: {result.folder}, vocabulary of {manifest.tokenizer.size:,} ids"]
     lines += [
         f"  {name}: {info.rows:,} rows of {manifest.length} tokens from "
-        f"{info.documents:,} documents ({len(info.shards)} shards)"
+        f"{_count(info.documents, 'document')}, {_count(len(info.shards), 'shard')}"
         for name, info in manifest.splits.items()
         if info.rows
     ]
     return "\n".join(lines)
 
 
-@contextmanager
-def _progress() -> Iterator["Report"]:
-    """Show a bar on a terminal, and a line now and then elsewhere."""
-    from rich.console import Console
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        yield _Bar(bar)
+class ProgressBar:
+    """Shows how far a preparation is: a bar on a terminal, elsewhere a line now and then.
+
+    Nothing appears before the first `update`. An open bar is itself a Report.
+    """
+
+    def __init__(self) -> None:
+        self._display: _Bars | _Lines | None = None
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def update(self, progress: "PrepareProgress") -> None:
+        """Show the progress."""
+        if self._display is None:
+            from rich.console import Console
+
+            console = Console(stderr=True)
+            self._display = _Bars(console) if console.is_terminal else _Lines()
+        self._display.update(progress)
+
+    __call__ = update
 
 
 class _Rate:
     """Speed of the current stage. A resumed stage does not begin at 0, so the start is kept."""
 
     def __init__(self) -> None:
-        self.stage: str | None = None
+        self._stage: str | None = None
 
     def begins(self, progress: "PrepareProgress") -> bool:
         """Note the start of a new stage, and tell whether this is one."""
-        if progress.stage == self.stage:
+        if progress.stage == self._stage:
             return False
-        self.stage, self.since, self.first = progress.stage, time.monotonic(), progress.done
+        self._stage, self._since, self._first = progress.stage, time.monotonic(), progress.done
         return True
 
     def per_second(self, progress: "PrepareProgress") -> float:
-        elapsed = time.monotonic() - self.since
-        return (progress.done - self.first) / elapsed if elapsed > 0 else 0.0
+        """Return the average speed since the stage began."""
+        elapsed = time.monotonic() - self._since
+        return (progress.done - self._first) / elapsed if elapsed > 0 else 0.0
 
     def text(self, progress: "PrepareProgress") -> str:
         """Write the speed as people read it."""
@@ -157,21 +163,35 @@ class _Rate:
         return f"{self.per_second(progress) / 1e6:.1f} {unit}"
 
 
-class _Bar:
-    """Progress as a bar, one per stage."""
+class _Bars:
+    """Progress as a bar per stage."""
 
-    def __init__(self, bar: Any) -> None:
-        self._bar, self._task, self._rate = bar, None, _Rate()
+    def __init__(self, console: "Console") -> None:
+        from rich import progress as rich
 
-    def __call__(self, progress: "PrepareProgress") -> None:
+        columns = (
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.TaskProgressColumn(),
+            rich.TextColumn("{task.fields[rate]}"),
+            rich.TimeRemainingColumn(),
+        )
+        self._bars = rich.Progress(*columns, console=console)
+        self._bars.start()
+        self._rate = _Rate()
+
+    def update(self, progress: "PrepareProgress") -> None:
         if self._rate.begins(progress):
-            self._task = self._bar.add_task(_STAGES[progress.stage], rate="")
-        self._bar.update(
+            self._task = self._bars.add_task(_STAGES[progress.stage], rate="")
+        self._bars.update(
             self._task,
             completed=progress.done,
             total=progress.total or None,
             rate=self._rate.text(progress),
         )
+
+    def stop(self) -> None:
+        self._bars.stop()
 
 
 class _Lines:
@@ -180,7 +200,7 @@ class _Lines:
     def __init__(self) -> None:
         self._rate, self._next = _Rate(), 0.0
 
-    def __call__(self, progress: "PrepareProgress") -> None:
+    def update(self, progress: "PrepareProgress") -> None:
         begins, now = self._rate.begins(progress), time.monotonic()
         if not begins and now < self._next:
             return
@@ -194,6 +214,9 @@ class _Lines:
             if progress.total:
                 line += f", {_clock((progress.total - progress.done) / speed)} left"
         typer.echo(line, err=True)
+
+    def stop(self) -> None:
+        pass
 
 
 def _clock(seconds: float) -> str:

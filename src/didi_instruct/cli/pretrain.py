@@ -28,16 +28,15 @@ def command(
     from didi_instruct.training.reporting import TerminalReporter
 
     folder = out or Path("runs") / Path(recipe).stem
-    with ProgressBar() as bar:
-        result = pretrain(
-            recipe,
-            out=folder,
-            overrides=overrides or (),
-            resume=resume,
-            device=device,
-            reporter=TerminalReporter("pretrain"),
-            data_progress=bar.update,
-        )
+    result = pretrain(
+        recipe,
+        out=folder,
+        overrides=overrides or (),
+        resume=resume,
+        device=device,
+        reporter=TerminalReporter("pretrain"),
+        data_progress=ProgressBar,
+    )
     step = result.outcome.step
     if not result.finished:
         typer.echo(

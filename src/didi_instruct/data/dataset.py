@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from didi_instruct.data.files import sha256_file
-from didi_instruct.data.manifest import MANIFEST_FILE, Manifest, Shard, Split
+from didi_instruct.data.manifest import MANIFEST_FILE, Manifest, Shard
 from didi_instruct.data.permutation import permute
 from didi_instruct.data.resume import PROGRESS_FILE
 from didi_instruct.data.tokenizer import Tokenizer
@@ -36,6 +36,9 @@ class TokenSource(Protocol):
 
     def rows(self, start: int, count: int) -> torch.Tensor:
         """Return rows start .. start + count - 1 of the stream, (count, length), int64."""
+
+    def ordered(self, start: int, count: int) -> torch.Tensor:
+        """Return rows in their own order, for evaluation."""
 
 
 class TokenDataset:
@@ -97,7 +100,7 @@ class TokenDataset:
 
 
 def open_data(
-    folder: str | Path, split: Split = "train", seed: int = 0, verify: bool = False
+    folder: str | Path, split: str = "train", seed: int = 0, verify: bool = False
 ) -> TokenDataset:
     """Open a split of a prepared folder; with `verify`, read every shard and check its hash."""
     folder = Path(folder)

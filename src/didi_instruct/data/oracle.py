@@ -9,6 +9,10 @@ So words agree across long distances, words drawn together without seeing each o
 likelihood, Bayes-optimal denoiser and posterior of the latents cost one forward-backward pass.
 
 Everything is float64. A masked token (`mask_id` = V) is summed over: it brings no evidence.
+
+A learner of it needs absolute positions. With rotary ones alone a fully masked input looks the same
+at every place, and not knowing which slot is which costs the first word of the default language
+2.04 nats, 5.6% of its entropy.
 """
 
 from __future__ import annotations
