@@ -49,7 +49,9 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure(compile_mode: str, batch: int, length: int, arch: str, repeats: int) -> dict[str, float]:
+def measure(
+    compile_mode: str, batch: int, length: int, arch: str, repeats: int
+) -> dict[str, float]:
     """Time whole steps, then the parts of a step."""
     world = World(torch.device("cuda", 0))
     config = PretrainConfig(
@@ -85,7 +87,7 @@ def measure(compile_mode: str, batch: int, length: int, arch: str, repeats: int)
     trunk(), forward(), both()
     rate = batch * length / step * 1e3
     flops = 3 * flops_per_token(model_config, task.objective.head_fraction)
-    result = {
+    return {
         "compile": compile_mode,
         "ms_per_step": step,
         "tokens_per_second": rate,
@@ -98,9 +100,6 @@ def measure(compile_mode: str, batch: int, length: int, arch: str, repeats: int)
         "ms_update": milliseconds(lambda: task.updater.update(next(counter)), repeats),
         "peak_memory_gib": peak,
     }
-    del task
-    torch.cuda.empty_cache()
-    return result
 
 
 def main() -> None:
@@ -114,10 +113,11 @@ def main() -> None:
     a = parser.parse_args()
     rows = [measure(mode, a.batch, a.length, a.arch, a.repeats) for mode in ("off", "on")]
     for name in rows[0]:
-        values = "".join(f"{v:>14.3f}" if isinstance(v, float) else f"{v:>14}" for v in (r[name] for r in rows))
-        print(f"{name:22}{values}")
+        values = [f"{r[name]:.3f}" if isinstance(r[name], float) else r[name] for r in rows]
+        print(f"{name:22}" + "".join(f"{v:>14}" for v in values))
     if a.json:
-        a.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+        report = {"device": torch.cuda.get_device_name(), "rows": rows}
+        a.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,4 +13,4 @@ class MissingExtraError(UserError):
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (a NaN loss, say). The command line prints the message, exits with 1."""
+    """Training cannot go on (a NaN loss, say). The command line prints it and exits with 1."""

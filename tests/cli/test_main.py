@@ -31,8 +31,16 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "run"
     flags = [part for s in SHORT for part in ("--set", s)]
     subprocess.run(
-        [sys.executable, "-m", "didi_instruct", "pretrain", "oracle-teacher", "--out", folder]
-        + flags,
+        [
+            sys.executable,
+            "-m",
+            "didi_instruct",
+            "pretrain",
+            "oracle-teacher",
+            "--out",
+            folder,
+            *flags,
+        ],
         check=True,
         capture_output=True,
     )

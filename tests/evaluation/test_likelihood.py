@@ -41,9 +41,7 @@ def test_broken_weights_are_named():
     config = ModelConfig(kind="ar", vocab_size=65, length=32)
     source = OracleSource(OracleLanguage.default())
     with pytest.raises(UserError, match="not a number"):
-        likelihood(
-            lambda batch: torch.full((len(batch["x"]),), math.nan), config, source.ordered, sequences=4
-        )
+        likelihood(lambda batch: torch.full((4,), math.nan), config, source.ordered, sequences=4)
 
 
 def test_data_of_another_tokenizer_or_length_is_refused():

@@ -55,7 +55,8 @@ class Model:
             raise UserError("An AR model has no denoiser: it reads clean text from left to right.")
         time = torch.as_tensor(t, dtype=torch.float32, device=self.device)
         sigma = self.schedule.sigma(time.expand(len(tokens)))
-        return self.network(self._checked(tokens), sigma)
+        logits: Tensor = self.network(self._checked(tokens), sigma)
+        return logits
 
     def nelbo(self, tokens: Tensor, *, seed: int = 0, draws: int = 8) -> Tensor:
         """Mean over sequences of an upper bound of the NLL, in nats per token (exact for AR)."""

@@ -118,6 +118,7 @@ def _open_data_together(
     progress: PrepareBar,
 ) -> tuple[TokenSource, TokenSource | None]:
     """Open the data in every process; the main one goes first, since it may have to prepare it."""
+
     def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
         return open_source(
             config.data,

@@ -1,7 +1,7 @@
 """`didi eval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,8 +53,8 @@ def command(
         typer.echo(f"Wrote {json_file}")
 
 
-def _show(row: dict[str, object], reference: dict[str, object]) -> None:
-    low, high = row["nelbo_ci95"]  # type: ignore[misc]
+def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
+    low, high = row["nelbo_ci95"]
     kind = "NELBO (upper bound)" if row["bound"] else "NLL (exact)"
     typer.echo(
         f"{kind}: {row['nelbo']:.4f} nats per token, 95% [{low:.4f}, {high:.4f}], "
@@ -64,5 +64,5 @@ def _show(row: dict[str, object], reference: dict[str, object]) -> None:
         typer.echo(
             f"Entropy of the source: {reference['entropy']:.4f} +- "
             f"{reference['entropy_se']:.4f} nats per token; "
-            f"ratio {row['nelbo'] / reference['entropy']:.4f}"  # type: ignore[operator]
+            f"ratio {row['nelbo'] / reference['entropy']:.4f}"
         )

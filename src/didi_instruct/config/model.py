@@ -37,6 +37,10 @@ class ModelConfig:
     """On the residual branches, as in the reference DiT."""
     time_conditioning: bool = False
     """False feeds the constant 0 to the time embedder, so the modulation is a constant."""
+    learned_positions: bool = False
+    """Add a learned vector per position. The reference DiT has rotary positions alone, which are
+    relative, so fully masked text looks the same to it at every position; where texts begin at the
+    first position, the first step of sampling then starts blind."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:

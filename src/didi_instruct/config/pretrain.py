@@ -24,6 +24,7 @@ class ModelRecipe:
     dropout: float | None = None
     time_conditioning: bool | None = None
     """By default false for `mdlm` and true for `duo`, as the reference checkpoints."""
+    learned_positions: bool | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     @property
@@ -40,6 +41,7 @@ class ModelRecipe:
         """Return the model for a tokenizer of `num_tokens` ids."""
         base = self.base
         names = ("layers", "hidden", "heads", "cond_dim", "length", "dropout", "time_conditioning")
+        names += ("learned_positions",)
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         given.setdefault("time_conditioning", self.kind == "duo")
         needed = num_tokens if self.kind == "duo" else num_tokens + 1

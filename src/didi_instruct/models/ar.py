@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
+from didi_instruct.models.layers import Block, Embedding, OutputLayer, Positions, Rotary, upcast
 
 INIT_STD = 0.02
 
@@ -53,6 +53,9 @@ class ARModel(nn.Module):
         self.config = config
         self.vocab_embed = Embedding(config.vocab_size, config.hidden)
         self.rotary_emb = Rotary(config.hidden // config.heads, config.length)
+        self.position_embed = (
+            Positions(config.length, config.hidden) if config.learned_positions else None
+        )
         self.blocks = nn.ModuleList(
             Block(config.hidden, config.heads, None, config.dropout) for _ in range(config.layers)
         )
@@ -70,6 +73,8 @@ class ARModel(nn.Module):
             elif parameter.ndim == 2:
                 parameter.normal_(0, INIT_STD)
         self.vocab_embed.embedding.normal_(0, INIT_STD)
+        if self.position_embed is not None:
+            self.position_embed.embedding.normal_(0, INIT_STD)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return logits of the token after each of `tokens`: (B, L) -> (B, L, num_tokens).
@@ -82,6 +87,8 @@ class ARModel(nn.Module):
         if cache is not None and start + length > cache.length:
             raise ValueError(f"{start + length} positions, but the cache has {cache.length}")
         x = upcast(self.vocab_embed(tokens))
+        if self.position_embed is not None:
+            x = self.position_embed(x, start)
         cos, sin = self.rotary_emb(length, start)
         mask = None
         if start > 0 and length > 1:

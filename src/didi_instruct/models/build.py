@@ -1,7 +1,6 @@
 """From a configuration to a network, its size and its cost."""
 
 import torch
-from torch import nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel
@@ -9,7 +8,7 @@ from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 
 
-def build_model(config: ModelConfig) -> nn.Module:
+def build_model(config: ModelConfig) -> DiT | ARModel:
     """Return a freshly initialised network: `DiT` for `mdlm` and `duo`, `ARModel` for `ar`."""
     return ARModel(config) if config.kind == "ar" else DiT(config)
 

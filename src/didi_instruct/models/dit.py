@@ -14,6 +14,7 @@ from didi_instruct.models.layers import (
     Embedding,
     Modulated,
     OutputLayer,
+    Positions,
     Rotary,
     TimeEmbedding,
     first_weight,
@@ -42,6 +43,9 @@ class Trunk(nn.Module):
         self.vocab_embed = Embedding(config.vocab_size, config.hidden)
         self.sigma_map = TimeEmbedding(config.cond_dim)
         self.rotary_emb = Rotary(config.hidden // config.heads, config.length)
+        self.position_embed = (
+            Positions(config.length, config.hidden) if config.learned_positions else None
+        )
         self.blocks = nn.ModuleList(
             Block(config.hidden, config.heads, config.cond_dim, config.dropout)
             for _ in range(config.layers)
@@ -98,6 +102,8 @@ class Trunk(nn.Module):
             assert tokens is not None, "tokens or embeddings are needed"
             embeddings = self.embed(tokens)
         x = upcast(embeddings)
+        if self.position_embed is not None:
+            x = self.position_embed(x)
         cos, sin = self.rotary_emb(x.shape[1])
         mask = None if attention_mask is None else attention_mask[:, None, None, :]
         c = self._unless_folded(c)

@@ -82,6 +82,19 @@ class Embedding(nn.Module):
         return F.embedding(tokens, self.embedding)
 
 
+class Positions(nn.Module):
+    """A learned vector per position, (length, d): our addition to the reference, off by default."""
+
+    def __init__(self, length: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(length, hidden))
+        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Add those of positions start .. start + L to x (B, L, d)."""
+        return x + upcast(self.embedding[start : start + x.shape[1]])
+
+
 class Rotary(nn.Module):
     """Rotary positions, base 10,000; the tables for `length` positions are cached.
 

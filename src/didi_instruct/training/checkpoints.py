@@ -40,7 +40,9 @@ class Checkpoint:
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the saved values into `tensors`, all of them or none."""
-        files = [safe_open(p, framework="pt") for p in sorted(self.folder.glob("state-*"))]
+        files: list[Any] = [
+            safe_open(p, framework="pt") for p in sorted(self.folder.glob("state-*"))
+        ]
         # A sharded tensor has a part in every file, a replicated one is in the first alone.
         names = [set(f.keys()) for f in files]
         holders = {

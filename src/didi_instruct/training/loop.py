@@ -73,7 +73,8 @@ class Loop:
         self.evaluate = evaluate
         self.checkpoints = Checkpoints(folder / "checkpoints", config.keep, world)
         self._pending: list[Numbers] = []
-        self._logged_at, self._last_saved = 0.0, None
+        self._logged_at = 0.0
+        self._last_saved: Path | None = None
         self._last: dict[str, float] = {}
 
     def resume(self) -> int:

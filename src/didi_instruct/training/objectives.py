@@ -18,6 +18,8 @@ from didi_instruct.process import masking, uniform
 from didi_instruct.process.schedule import make_schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from didi_instruct.models.ar import ARModel
 
 Batch = dict[str, Tensor]
@@ -95,7 +97,8 @@ class MaskedObjective:
             condition = condition[sequence]
         logits = model.head(hidden, condition, self.config.num_tokens, align=self.align)
         nll = self._nll(logits, batch["targets"])
-        return nll.new_zeros(len(z)).index_add(0, sequence, batch["weight"] * nll)
+        zeros: Tensor = nll.new_zeros(len(z))
+        return zeros.index_add(0, sequence, batch["weight"] * nll)
 
 
 class UniformObjective:
@@ -171,5 +174,9 @@ class ARObjective:
 
 def make_objective(config: ModelConfig) -> Objective:
     """Return the pretraining objective of a model's kind."""
-    kinds = {"mdlm": MaskedObjective, "duo": UniformObjective, "ar": ARObjective}
+    kinds: dict[str, Callable[[ModelConfig], Objective]] = {
+        "mdlm": MaskedObjective,
+        "duo": UniformObjective,
+        "ar": ARObjective,
+    }
     return kinds[config.kind](config)
