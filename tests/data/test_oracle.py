@@ -10,15 +10,6 @@ from didi_instruct.data.oracle_words import lexicon
 from didi_instruct.errors import UserError
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Many small operations: threads that wait for each other on a busy machine cost 10 times."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
