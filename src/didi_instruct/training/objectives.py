@@ -50,7 +50,7 @@ class Objective(Protocol):
 
 
 class MaskedObjective:
-    """NELBO of masked diffusion (Eq. 4): weight(t) times the NLL of the masked tokens."""
+    """NELBO of masked diffusion, Eq. (3): weight(t) times the NLL of the masked tokens."""
 
     head_fraction = 0.5
     align = 64
