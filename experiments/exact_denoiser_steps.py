@@ -1,0 +1,52 @@
+"""What few steps cost when the denoiser is exact: the oracle language, ancestral sampling.
+
+    python experiments/exact_denoiser_steps.py [--samples 4096] [--seed 0]
+"""
+
+import argparse
+
+import torch
+
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.process.schedule import LogLinear
+from didi_instruct.sampling.ancestral import ancestral
+
+
+def main() -> None:
+    """Print one line per number of steps, with standard errors."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    language = OracleLanguage.default()
+    true = language.sample(arguments.samples, torch.Generator().manual_seed(arguments.seed))
+    print("steps   -log p     se  path KL     se  mistakes  latent entropy")
+    for steps in (1, 2, 4, 8, 16, 32, 128):
+        drawn = ancestral(
+            language.denoiser,
+            LogLinear(0.0),
+            samples=torch.arange(arguments.samples),
+            length=language.length,
+            steps=steps,
+            mask_id=language.mask_id,
+            seed=arguments.seed,
+        )
+        log_p = language.log_prob(drawn.tokens)
+        show(language, str(steps), drawn.tokens, -log_p, drawn.log_prob - log_p)
+    show(language, "truth", true, -language.log_prob(true), torch.zeros(len(true)))
+
+
+def show(
+    language: OracleLanguage, name: str, tokens: torch.Tensor, nats: torch.Tensor, gap: torch.Tensor
+) -> None:
+    """Print one line."""
+    root = len(nats) ** 0.5
+    print(
+        f"{name:>5} {nats.mean():8.2f} {nats.std() / root:6.2f} {gap.mean():8.2f} "
+        f"{gap.std() / root:6.2f} {language.mistakes(tokens).any:9.3f} "
+        f"{language.latent_entropy(tokens):15.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
