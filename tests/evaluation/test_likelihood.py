@@ -37,11 +37,27 @@ def test_eps_is_dropped_only_where_the_network_cannot_tell():
     assert evaluation_config(ModelConfig(schedule=eps, kind="duo")).schedule == eps
 
 
-def test_broken_weights_are_named():
+def test_the_batch_size_changes_nothing():
+    config = ModelConfig(vocab_size=65, length=32)
+    source = OracleSource(OracleLanguage.default())
+
+    def loss(batch):
+        weights = batch["weight"] * batch["targets"]
+        return torch.zeros(len(batch["z"])).index_add(0, batch["sequence"], weights)
+
+    a, b = (
+        likelihood(loss, config, source.ordered, sequences=300, draws=2, batch_size=size)
+        for size in (7, 256)
+    )
+    assert a == b
+
+
+def test_one_sequence_has_no_interval():
     config = ModelConfig(kind="ar", vocab_size=65, length=32)
     source = OracleSource(OracleLanguage.default())
-    with pytest.raises(UserError, match="not a number"):
-        likelihood(lambda batch: torch.full((4,), math.nan), config, source.ordered, sequences=4)
+    result = likelihood(lambda batch: torch.tensor([1e3]), config, source.ordered, sequences=1)
+    assert result.ci95 == (-math.inf, math.inf)
+    assert result.ppl == math.inf
 
 
 def test_data_of_another_tokenizer_or_length_is_refused():
@@ -50,3 +66,5 @@ def test_data_of_another_tokenizer_or_length_is_refused():
         check_data(ModelConfig(length=32), "0" * 64, source)
     with pytest.raises(UserError, match="at most 16"):
         check_data(ModelConfig(length=16), source.tokenizer.hash, source)
+    with pytest.raises(UserError, match="64 token ids, but the model knows 9"):
+        check_data(ModelConfig(length=32, vocab_size=10), None, source)

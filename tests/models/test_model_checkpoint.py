@@ -300,7 +300,7 @@ def test_integers_and_foreign_positions_are_no_weights(folder):
         (lambda c: c.update(extra=1), "`extra` is not a setting."),
         (lambda c: c["model"].update(layer=2), "`model.layer` is not a setting. Did you mean"),
         (lambda c: c["model"].pop("heads"), "`model.heads` is missing"),
-        (lambda c: c["model"].update(heads="2"), "`model.heads` is '2', which it cannot be"),
+        (lambda c: c["model"].update(heads="2"), "`model.heads` is '2', but a whole number"),
         (lambda c: c["model"].update(kind="gpt"), "`model.kind` is 'gpt'"),
         (lambda c: c["model"].update(hidden=15), "model.hidden is 15 with 2 heads"),
         (lambda c: c["model"]["schedule"].update(name="x"), "`model.schedule.name` is 'x'"),

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from didi_instruct.errors import UserError
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.noise import uniforms
 
@@ -46,3 +47,18 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
 def test_top_k_keeps_k():
     result = restrict(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), top_k=2).exp()
     assert (result > 0).tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings):
+    with pytest.raises(UserError, match=next(iter(settings))):
+        restrict(torch.zeros(1, 3), **settings)

@@ -1,3 +1,4 @@
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_what_was_saved_is_loaded_and_old_ones_go(store):
     assert target["step"] == 3
 
 
-@pytest.mark.parametrize("how", ["truncate", "flip", "remove", "manifest"])
+@pytest.mark.parametrize("how", ["truncate", "flip", "remove", "manifest", "edit", "name"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(store, how):
     store.save({"step": 1}, state(1))
     bad = store.save({"step": 2}, state(2))
@@ -44,13 +45,31 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(store, how):
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     elif how == "remove":
         file.unlink()
-    else:
+    elif how == "manifest":
         (bad / "manifest.json").write_text("{")
+    elif how == "edit":
+        text = (bad / "manifest.json").read_text()
+        (bad / "manifest.json").write_text(text.replace('"step": 2', '"step": 7'))
+    else:
+        bad = bad.rename(bad.with_name("step-00000007"))
     warnings = []
     found = store.latest(warn=warnings.append)
     assert found.info["step"] == 1
     assert len(warnings) == 1
     assert str(bad) in warnings[0]
+    assert [p.name for p in store.steps()] == ["step-00000001"]
+    store.save({"step": 3}, state(3))
+    assert [p.name for p in store.steps()] == ["step-00000001", "step-00000003"]
+    assert bad.with_name(f"damaged-{bad.name}").is_dir()
+
+
+def test_copies_that_people_make_are_left_alone(store):
+    folder = store.save({"step": 1}, state(1))
+    shutil.copytree(folder, folder.with_name("step-00000001.bak"))
+    for step in (2, 3):
+        store.save({"step": step}, state(step))
+    assert store.latest(warn=pytest.fail).info["step"] == 3
+    assert folder.with_name("step-00000001.bak").is_dir()
 
 
 def test_only_damaged_checkpoints_is_an_error(store):
@@ -60,7 +79,7 @@ def test_only_damaged_checkpoints_is_an_error(store):
         store.latest(warn=lambda text: None)
 
 
-@pytest.mark.parametrize("moment", ["save_file", "write_atomic", "rename"])
+@pytest.mark.parametrize("moment", ["write_tensors", "write_atomic", "rename"])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_one(store, monkeypatch, moment):
     """Whatever part of a save does not happen, the newest complete checkpoint is the old one."""
     store.save({"step": 1}, state(1))
@@ -113,6 +132,18 @@ def test_a_full_disk_is_said_before_writing(store, monkeypatch):
     with pytest.raises(UserError, match="free"):
         store.save({"step": 1}, state(1))
     assert store.steps() == []
+
+
+def test_a_disk_that_fills_while_writing_is_one_line_and_leaves_no_debris(store, monkeypatch):
+    store.save({"step": 1}, state(1))
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.AtomicFile, "write", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        store.save({"step": 2}, state(2))
+    assert [p.name for p in store.folder.iterdir()] == ["step-00000001"]
 
 
 def test_the_manifest_lists_every_file(store):

@@ -1,6 +1,7 @@
 """The same maths on a GPU: run there with `pytest -m gpu`."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -41,16 +42,18 @@ def test_bf16_and_compile_keep_the_loss_curve(recipe, tmp_path, kind):
         assert model.sample(num=3, steps=4).shape == (3, 32)
 
 
-def test_a_gpu_run_resumes(recipe, tmp_path):
-    from dataclasses import replace
-
+def test_a_gpu_run_resumes_where_it_was(recipe, tmp_path):
+    """Within float32 noise: the GPU adds in another order from run to run."""
     config = recipe(precision="fp32", compile="off")
     pretrain(config, out=tmp_path / "whole")
-    half = replace(config, train=replace(config.train, steps=3))
-    pretrain(half, out=tmp_path / "parts")
-    # The schedule of a shorter run differs, so compare from its own checkpoint on.
+    pretrain(config, out=tmp_path / "parts")
+    for leftover in ("checkpoints/step-00000006", "model.safetensors", "config.json"):
+        path = tmp_path / "parts" / leftover
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     pretrain(config, out=tmp_path / "parts", resume=True)
-    assert len(curve(tmp_path / "parts")) == 6
+    torch.testing.assert_close(
+        curve(tmp_path / "parts"), curve(tmp_path / "whole"), atol=1e-4, rtol=0
+    )
 
 
 def test_noise_is_the_same_on_every_device():

@@ -1,6 +1,9 @@
 import json
+import math
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from didi_instruct.api.pretrain import pretrain
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import TrainingError, UserError
+from didi_instruct.training.interrupt import Interrupt
+from didi_instruct.training.loop import Loop
 from didi_instruct.training.pretrain import PretrainTask
 from didi_instruct.training.reporting import SilentReporter
 from didi_instruct.training.world import World
@@ -51,8 +56,6 @@ class SignalAt(SilentReporter):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_stopped_and_resumed_run_is_bit_exact(recipe, tmp_path, dropout):
     """Weights, average, optimizer, noise, dropout and data position all continue."""
-    from dataclasses import replace
-
     config = recipe()
     config = replace(config, model=replace(config.model, dropout=dropout))
     pretrain(config, out=tmp_path / "whole")
@@ -82,9 +85,70 @@ def test_a_loss_that_is_not_a_number_stops_and_saves_nothing(recipe, tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_another_architecture_or_setting_is_refused(recipe, tmp_path):
-    from dataclasses import replace
+def test_weights_that_overflow_in_the_last_update_are_not_saved(recipe, tmp_path):
+    """Loss and gradient of the step are finite; the step itself is not."""
+    config = recipe(optim={"lr": 1e38, "warmup": 0, "schedule": "constant"}, steps=1, save_every=1)
+    with pytest.raises(TrainingError, match="a weight is not a number at step 1"):
+        pretrain(config, out=tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
+
+def test_a_gradient_that_is_not_a_number_stops_although_the_loss_is_fine(recipe):
+    """The loop must not wait for the next loss: a save could come first."""
+    loop_of = Loop(NanGradient(), recipe(steps=3).train, Path("unused"), CPU)
+    with pytest.raises(TrainingError, match="at step 2"):
+        loop_of._run(0, Interrupt(), None)
+
+
+class NanGradient:
+    """A task whose second step has a finite loss and a gradient that is not a number."""
+
+    sharded = False
+
+    def step(self, step):
+        norm = torch.tensor(math.nan if step == 1 else 1.0)
+        return {"loss": torch.tensor(1.0), "grad_norm": norm}
+
+    def describe(self, step, seconds, steps):
+        return {}
+
+
+def test_a_diverged_run_can_be_resumed_with_a_lower_learning_rate(recipe, tmp_path):
+    config = recipe()
+    bad = replace(config.optim, lr=1e30, clip=0.0, schedule="constant", warmup=0)
+    with pytest.raises(TrainingError):
+        pretrain(replace(config, optim=bad), out=tmp_path)
+    assert pretrain(config, out=tmp_path, resume=True).finished
+
+
+def test_other_data_is_refused(recipe, tmp_path, monkeypatch):
+    config = recipe(steps=3)
+    pretrain(config, out=tmp_path)
+    monkeypatch.setattr(OracleSource, "fingerprint", "0123")
+    with pytest.raises(UserError, match="was trained with data .*, now it is 0123"):
+        pretrain(replace(config, train=replace(config.train, steps=6)), out=tmp_path, resume=True)
+
+
+def test_a_folder_with_other_things_in_it_is_refused(recipe, tmp_path):
+    (tmp_path / "log.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        pretrain(recipe(), out=tmp_path)
+    assert (tmp_path / "log.jsonl").read_text() == "mine"
+
+
+def test_a_resumed_run_needs_its_tokens_not_the_corpus(recipe, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("all work and no play makes jack a dull boy\n" * 2000)
+    config = recipe(steps=3)
+    data = replace(config.data, source=str(corpus), tokenizer="bytes")
+    config = replace(config, data=data)
+    pretrain(config, out=tmp_path / "run")
+    corpus.unlink()
+    longer = replace(config, train=replace(config.train, steps=6))
+    assert pretrain(longer, out=tmp_path / "run", resume=True).outcome.step == 6
+
+
+def test_another_architecture_or_setting_is_refused(recipe, tmp_path):
     config = recipe()
     pretrain(config, out=tmp_path)
     with pytest.raises(UserError, match="already holds a run"):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ RECIPE = """
 model: {layers: 2, hidden: 32, heads: 2, cond_dim: 16, length: 32, schedule: {eps: 0.0}}
 data: {source: oracle}
 optim: {lr: 1e-2, warmup: 2}
-train: {steps: 6, batch_size: 8, ema: 0.9, log_every: 1, save_every: 3}
+train: {steps: 6, batch_size: 8, ema: 0.9, log_every: 1, save_every: 3, eval_sequences: 64}
 """
 
 
@@ -41,6 +43,11 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+def held_out(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line["valid_nats_per_token"] for line in lines if "valid_nats_per_token" in line]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
@@ -63,10 +70,45 @@ def test_two_processes_have_the_loss_curve_of_one(alone, tmp_path, settings):
     out = tmp_path / "run"
     run(out, *settings, processes=2)
     torch.testing.assert_close(losses(out), losses(alone), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(held_out(out), held_out(alone), atol=1e-5, rtol=1e-5)
     ours, theirs = load_file(out / "model.safetensors"), load_file(alone / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_and_saves_once(alone, tmp_path):
+    """SIGTERM to the second worker alone: no result is written, --resume reaches the same end."""
+    out = tmp_path / "run"
+    recipe = out.parent / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    slow = ["--set", "train.steps=100000", "--set", "train.save_every=100000"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "-m", "didi_instruct", "pretrain", str(recipe)]
+    process = subprocess.Popen(
+        [*command, "--out", str(out), *slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    log = out / "log.jsonl"
+    while process.poll() is None and not (log.exists() and log.stat().st_size > 2000):
+        time.sleep(0.05)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {
+        Path(f"/proc/{pid}/environ").read_text().partition("\0RANK=")[2][:1]: pid for pid in workers
+    }
+    os.kill(int(ranks["1"]), signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    assert not (out / "config.json").exists()
+    steps = [p.name for p in (out / "checkpoints").iterdir()]
+    assert len(steps) == 1, output
+    assert f"Stopped at step {int(steps[0][5:])}" in output
+    run(out, f"train.steps={int(steps[0][5:]) + 2}", resume=True)
+    torch.testing.assert_close(losses(out)[:3], losses(alone)[:3], atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow

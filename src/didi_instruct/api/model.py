@@ -13,7 +13,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
 from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT
+from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import Samples, ancestral
 from didi_instruct.training.objectives import make_objective
@@ -34,6 +34,8 @@ class Model:
         self.network, self.config, self.tokenizer = network.eval(), config, tokenizer
         self.discriminator, self.provenance = discriminator, provenance or {}
         self.schedule = make_schedule(config.schedule)
+        if isinstance(network, Trunk):
+            network.fold_modulation()
 
     @property
     def mask_id(self) -> int | None:
@@ -61,6 +63,8 @@ class Model:
     def nelbo(self, tokens: Tensor, *, seed: int = 0, draws: int = 8) -> Tensor:
         """Mean over sequences of an upper bound of the NLL, in nats per token (exact for AR)."""
         tokens = self._checked(tokens).cpu()
+        if tokens.numel() and int(tokens.max()) >= self.config.num_tokens:
+            raise UserError("nelbo measures clean text, but the tokens contain masks.")
         result = self.likelihood(
             lambda start, count: tokens[start : start + count],
             sequences=len(tokens),
@@ -109,8 +113,9 @@ class Model:
             raise UserError(
                 f"length is {length}: this model writes 1 to {self.config.length} tokens."
             )
-        if num < 1:
-            raise UserError(f"num is {num}: use 1 or more.")
+        for name, value in (("num", num), ("batch_size", batch_size)):
+            if value < 1:
+                raise UserError(f"{name} is {value}: use 1 or more.")
         parts = [
             ancestral(
                 self.denoiser,

@@ -1,8 +1,8 @@
 """Pretraining from a recipe to a folder that `didi.load` opens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from didi_instruct import __version__
-from didi_instruct.api.sources import PrepareBar, open_source
+from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
 from didi_instruct.config.parse import parse, read_yaml
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.pretrain import OptimConfig, PretrainConfig, TrainConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
-from didi_instruct.data.files import write_atomic
+from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.training.loop import Loop, Outcome
@@ -26,8 +26,9 @@ from didi_instruct.training.world import World, open_world
 RECIPE = "recipe.yaml"
 
 FREE_TO_CHANGE = {
-    "train": {"steps", "log_every", "eval_every", "eval_sequences", "save_every", "keep"}
-    | {"micro_batch", "strategy", "checkpoints", "compile"}
+    "": {"reproduces", "expect"},
+    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema"},
+    "optim": {f.name for f in fields(OptimConfig)},
 }
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
 
@@ -38,6 +39,8 @@ class PretrainResult:
 
     folder: Path
     outcome: Outcome
+    is_main: bool
+    """Whether this is the process that reports."""
 
     @property
     def finished(self) -> bool:
@@ -63,22 +66,36 @@ def pretrain(
         else load_recipe(PretrainConfig, recipe, overrides)
     )
     check_folder(folder, config, resume)
+    # A shape that no model can have is refused before a corpus is tokenised for it.
+    config.model.resolve(config.model.vocab_size - 1 if config.model.vocab_size else 2)
     with open_world(device) as world:
         shown = reporter if world.is_main and reporter else SilentReporter()
         data, valid = _open_data_together(config, folder, world, data_progress)
-        model_config = config.model.resolve(data.num_tokens)
-        task = PretrainTask(config, model_config, data, world)
-        if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / RECIPE, yaml.safe_dump(asdict(config), sort_keys=False).encode())
+        task = PretrainTask(config, config.model.resolve(data.num_tokens), data, world)
         evaluate = _evaluator(task, valid, config) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
         start = loop.resume() if resume else 0
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            with no_space_as_user_error(folder):
+                recipe_text = yaml.safe_dump(asdict(config), sort_keys=False)
+                write_atomic(folder / RECIPE, recipe_text.encode())
+        for note in _notes(config, world):
+            shown.say(note)
         outcome = loop.run(start)
         if outcome.signal is None:
             task.write_model(folder, _provenance(config, outcome))
             world.wait()
-    return PretrainResult(folder, outcome)
+    return PretrainResult(folder, outcome, world.is_main)
+
+
+def _notes(config: PretrainConfig, world: World) -> Iterator[str]:
+    """Say which settings have no effect here."""
+    train = config.train
+    if train.strategy == "fsdp" and world.size == 1:
+        yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
+    elif train.checkpoints == "sharded" and train.strategy == "ddp":
+        yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
 
 
 def check_folder(folder: Path, config: PretrainConfig, resume: bool) -> None:
@@ -86,8 +103,10 @@ def check_folder(folder: Path, config: PretrainConfig, resume: bool) -> None:
     begun = (folder / RECIPE).exists() or (folder / "checkpoints").exists()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder with --out.")
-    if not resume and (begun or (folder / "config.json").exists()):
+    if not resume and begun:
         raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
+    if not resume and folder.exists() and any(p.name != "data" for p in folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another --out.")
     if resume and not begun:
         raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
     if resume and (folder / RECIPE).exists():
@@ -108,7 +127,7 @@ def _differences(
             found += _differences(old, after[name], f"{section}{name}.")
         elif old != after[name] and name not in FREE_TO_CHANGE.get(section.rstrip("."), set()):
             found.append((f"{section}{name}", old, after[name]))
-    return [d for d in found if d[0] not in ("reproduces", "expect")]
+    return found
 
 
 def _open_data_together(
@@ -118,18 +137,28 @@ def _open_data_together(
     progress: PrepareBar,
 ) -> tuple[TokenSource, TokenSource | None]:
     """Open the data in every process; the main one goes first, since it may have to prepare it."""
+    prepared, source = folder / "data", config.data
+    if is_prepared(prepared) and (folder / RECIPE).exists():
+        # A run that goes on needs its tokens, not the corpus they were made from.
+        source = replace(source, source=str(prepared))
 
     def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
         return open_source(
-            config.data,
+            source,
             length=config.model.row_length,
             seed=config.train.seed,
-            prepared=folder / "data",
+            prepared=prepared,
             progress=bar,
         )
 
-    opened = open_now(progress) if world.is_main else None
-    world.wait()
+    opened, error = None, None
+    if world.is_main:
+        try:
+            opened = open_now(progress)
+        except Exception as problem:
+            error = problem
+    if world.any(error is not None):
+        raise error or SystemExit(2)  # the main process says what is wrong
     return opened or open_now(nullcontext)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.dataset import TokenSource, open_data
+from didi_instruct.data.manifest import Manifest
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.prepare import PrepareSettings, Report, prepare
 from didi_instruct.errors import UserError
@@ -45,19 +46,17 @@ def open_source(
             field=config.field,
             documents=config.documents,
             valid=config.valid,
+            overwrite=True,  # a folder of ours, left by a run that was refused or never began
         )
         with progress() as report:
             prepare(settings, report)
     train = open_data(folder, "train", seed=seed)
-    valid = open_data(folder, "valid", seed=seed) if has_split(folder, "valid") else None
-    return train, valid
+    held_out = Manifest.read(folder).splits.get("valid")
+    if held_out is None or not held_out.rows:
+        return train, None
+    return train, open_data(folder, "valid", seed=seed)
 
 
 def is_prepared(folder: Path) -> bool:
     """Whether a folder was written by `didi data prepare`."""
     return (folder / "manifest.json").is_file()
-
-
-def has_split(folder: Path, split: str) -> bool:
-    """Whether a prepared folder has rows of that split."""
-    return any(folder.glob(f"{split}-*.bin"))

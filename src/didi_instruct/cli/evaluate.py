@@ -33,10 +33,12 @@ def command(
         raise UserError("The metric nelbo needs text to measure: add --data DATA.")
     if min(sequences, draws, batch_size) < 1:
         raise UserError("--sequences, --draws and --batch-size are 1 or more.")
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise UserError(f"--json {json_file}: give a file in a folder that exists.")
     from didi_instruct.api.evaluate import evaluate_likelihood
-    from didi_instruct.cli.progress import counting
+    from didi_instruct.cli.progress import ProgressBar
 
-    with counting("nelbo", "rows") as progress:
+    with ProgressBar() as bar:
         report = evaluate_likelihood(
             source,
             data,
@@ -45,7 +47,7 @@ def command(
             batch_size=batch_size,
             seed=seed,
             device=device,
-            progress=progress,
+            progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
         )
     _show(report.rows[0], report.reference)
     if json_file is not None:
@@ -54,7 +56,7 @@ def command(
 
 
 def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
-    low, high = row["nelbo_ci95"]
+    low, high = row["nelbo_ci95"] or (float("-inf"), float("inf"))
     kind = "NELBO (upper bound)" if row["bound"] else "NLL (exact)"
     typer.echo(
         f"{kind}: {row['nelbo']:.4f} nats per token, 95% [{low:.4f}, {high:.4f}], "
@@ -62,7 +64,7 @@ def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
     )
     if reference:
         typer.echo(
-            f"Entropy of the source: {reference['entropy']:.4f} +- "
-            f"{reference['entropy_se']:.4f} nats per token; "
-            f"ratio {row['nelbo'] / reference['entropy']:.4f}"
+            f"The same rows cost the oracle itself {reference['exact_nll']:.4f}: "
+            f"ratio {row['nelbo'] / reference['exact_nll']:.4f}. "
+            f"Entropy {reference['entropy']:.4f} +- {reference['entropy_se']:.4f}."
         )

@@ -66,6 +66,8 @@ def _explain(error: Exception) -> int:
         code, text = FAILED, str(error)
     elif hasattr(error, "format_message"):  # click's own errors: a bad flag, a missing argument
         code, text = getattr(error, "exit_code", WRONG_USAGE), error.format_message()
+    elif isinstance(error, OSError) and error.filename is not None:
+        code, text = WRONG_USAGE, f"{error.filename}: {error.strerror}"
     else:
         code, text = FAILED, f"{type(error).__name__}: {error} (--debug shows where)"
     print(f"didi: {' '.join(text.split())}", file=sys.stderr)

@@ -24,7 +24,7 @@ def command(
     Several processes: torchrun --nproc-per-node N -m didi_instruct pretrain ...
     """
     from didi_instruct.api.pretrain import pretrain
-    from didi_instruct.cli.data import ProgressBar
+    from didi_instruct.cli.progress import PrepareBar
     from didi_instruct.training.reporting import TerminalReporter
 
     folder = out or Path("runs") / Path(recipe).stem
@@ -35,9 +35,11 @@ def command(
         resume=resume,
         device=device,
         reporter=TerminalReporter("pretrain"),
-        data_progress=ProgressBar,
+        data_progress=PrepareBar,
     )
     step = result.outcome.step
+    if not result.is_main:
+        raise typer.Exit(0 if result.finished else 128 + (result.outcome.signal or 0))
     if not result.finished:
         typer.echo(
             f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume."

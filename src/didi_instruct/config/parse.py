@@ -22,9 +22,7 @@ def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = 
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise UserError(
-                f"{where}: `{prefix}{key}` is not a setting.{_nearest(str(key), known)}"
-            )
+            raise UserError(f"{where}: `{prefix}{key}` is not a setting.{nearest(str(key), known)}")
     for f in fields(cls):  # type: ignore[arg-type]
         required = f.default is MISSING and f.default_factory is MISSING
         if required and f.name not in values:
@@ -79,7 +77,8 @@ def _copy(values: dict[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Suggest the known name that was meant, or list them all."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean `{close[0]}`?" if close else f" Known: {', '.join(known)}."
 
@@ -92,7 +91,9 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
             return None
         return _value(next(a for a in args if a is not type(None)), value, where, name)
     if origin is Literal:
-        if value not in args:
+        if isinstance(value, bool) and "on" in args:
+            value = "on" if value else "off"  # YAML 1.1 reads `on` and `off` as booleans
+        if value not in args or isinstance(value, bool):
             choices = ", ".join(str(a) for a in args)
             raise UserError(f"{where}: `{name}` is {value!r}; choose one of {choices}.")
         return value

@@ -1,6 +1,7 @@
 """Settings of a pretraining run: the sections of a recipe."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
@@ -40,8 +41,8 @@ class ModelRecipe:
     def resolve(self, num_tokens: int) -> ModelConfig:
         """Return the model for a tokenizer of `num_tokens` ids."""
         base = self.base
-        names = ("layers", "hidden", "heads", "cond_dim", "length", "dropout", "time_conditioning")
-        names += ("learned_positions",)
+        own = ("arch", "kind", "vocab_size", "schedule")
+        names = [f.name for f in fields(self) if f.name not in own]
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         given.setdefault("time_conditioning", self.kind == "duo")
         needed = num_tokens if self.kind == "duo" else num_tokens + 1
@@ -52,8 +53,8 @@ class ModelRecipe:
                 f"model.vocab_size is {vocab_size}, but the tokenizer has {num_tokens} ids: "
                 f"no room for all of them{extra}. Use {needed} or more, or leave it out."
             )
-        fields = {n: given.get(n, getattr(base, n)) for n in names}
-        return ModelConfig(kind=self.kind, vocab_size=vocab_size, schedule=self.schedule, **fields)
+        shape = {n: given.get(n, getattr(base, n)) for n in names}
+        return ModelConfig(kind=self.kind, vocab_size=vocab_size, schedule=self.schedule, **shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +92,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""
-        if self.lr <= 0:
-            raise UserError(f"optim.lr is {self.lr}: use more than 0.")
-        if self.clip < 0 or self.warmup < 0 or self.weight_decay < 0:
-            raise UserError("optim.clip, optim.warmup and optim.weight_decay cannot be negative.")
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"optim.{name} is {getattr(self, name)}: use more than 0.")
+        for name in ("clip", "warmup", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"optim.{name} is {getattr(self, name)}: use 0 or more.")
+        if not 0 <= self.final <= 1:
+            raise UserError(f"optim.final is {self.final}: it is a fraction of lr, 0 to 1.")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise UserError("optim.beta1 and optim.beta2 lie in [0, 1).")
 

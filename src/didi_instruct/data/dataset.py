@@ -1,5 +1,6 @@
 """What training reads: rows of tokens, in an endless shuffled order that is a pure function."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +35,10 @@ class TokenSource(Protocol):
     def num_sequences(self) -> int | None:
         """Rows after which the stream begins anew; None for one that never does."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Differs between sources whose streams differ."""
+
     def rows(self, start: int, count: int) -> torch.Tensor:
         """Return rows start .. start + count - 1 of the stream, (count, length), int64."""
 
@@ -54,8 +59,10 @@ class TokenDataset:
         tokenizer: Tokenizer,
         seed: int = 0,
         name: str = "data",
+        fingerprint: str = "",
     ) -> None:
         """Read rows from `shards`, arrays (rows, length); `name` is what errors call the data."""
+        self.fingerprint = fingerprint
         self._shards = shards
         self._starts = np.cumsum([0, *(len(shard) for shard in shards)])
         self._name = name
@@ -118,7 +125,9 @@ def open_data(
         )
     dtype = np.dtype(manifest.tokenizer.dtype)
     shards = [_map_shard(folder, shard, manifest.length, dtype, verify) for shard in info.shards]
-    return TokenDataset(shards, tokenizer, seed, name=f"{folder} ({split})")
+    parts = [tokenizer.hash, str(seed), *(shard.sha256 for shard in info.shards)]
+    fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+    return TokenDataset(shards, tokenizer, seed, f"{folder} ({split})", fingerprint)
 
 
 def _map_shard(

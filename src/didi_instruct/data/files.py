@@ -33,7 +33,7 @@ class AtomicFile:
         os.fsync(self._file.fileno())
         self._file.close()
         self._temporary.replace(self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
 
     def discard(self) -> None:
         """Forget what was written; harmless after `commit`."""
@@ -50,23 +50,6 @@ def write_atomic(path: Path, data: bytes) -> None:
         file.commit()
     finally:
         file.discard()
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Move the finished folder `new` to `folder`, whose former content goes only afterwards.
-
-    Both must lie on one file system. A crash between the two renames leaves the former content
-    beside the folder as `.NAME.old`.
-    """
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        if old.exists():
-            shutil.rmtree(old)
-        folder.rename(old)
-    new.rename(folder)
-    _sync_folder(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def remove_temporaries(folder: Path) -> None:
@@ -117,7 +100,7 @@ def _readable(num_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename durable, where the platform can open a folder at all."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

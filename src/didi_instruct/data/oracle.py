@@ -328,6 +328,16 @@ class OracleSource:
         """The words of the language."""
         return self.language.tokenizer
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the language's tables, the split and the seed."""
+        language = self.language
+        tables = (language.prior, language.initial, language.transition, language.emission)
+        digest = hashlib.sha256(f"{self.split}/{self.seed}/{language.sentences}".encode())
+        for table in tables:
+            digest.update(table.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def rows(self, start: int, count: int) -> Tensor:
         """Rows start .. start + count - 1: (count, L)."""
         if start < 0 or count < 0:

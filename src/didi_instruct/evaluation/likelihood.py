@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,9 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import Batch, make_objective
+
+NOISE_CHUNK = 256
+"""Sequences whose noise is drawn together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,6 @@ class Likelihood:
     """Noise levels tried per sequence."""
     bound: bool
     """Whether this is an upper bound (diffusion) or exact (AR)."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def evaluation_config(config: ModelConfig) -> ModelConfig:
@@ -61,37 +60,42 @@ def likelihood(
 
     `loss` is the network's part of the objective: batch -> nats per token of each sequence.
 
-    Times are stratified over each batch and all its draws, so the estimate varies less than with
-    independent ones; the interval comes from the spread between sequences, which overstates
-    the error a little for that reason.
+    Times are stratified over chunks of sequences and all their draws, so the estimate varies less
+    than with independent ones; the interval comes from the spread between sequences, which
+    overstates the error a little for that reason. The batch size changes nothing but memory.
     """
     objective = make_objective(evaluation_config(config))
     draws = 1 if config.kind == "ar" else draws
     means = []
-    for start in range(0, sequences, batch_size):
-        tokens = data(start, min(batch_size, sequences - start))
+    for start in range(0, sequences, NOISE_CHUNK):
+        count = min(NOISE_CHUNK, sequences - start)
         generator = torch.Generator().manual_seed(mix(seed, "likelihood", start))
-        noise = objective.draw(len(tokens) * draws, generator)
-        batch = objective.corrupt(tokens.repeat_interleave(draws, 0), *noise)
-        losses = loss({k: v.to(device) for k, v in batch.items()})
-        means.append(losses.double().view(-1, draws).mean(1).cpu())
-        if progress is not None:
-            progress(min(start + batch_size, sequences))
+        noise = objective.draw(count * draws, generator)
+        for first in range(0, count, batch_size):
+            tokens = data(start + first, min(batch_size, count - first))
+            rows = slice(first * draws, (first + len(tokens)) * draws)
+            batch = objective.corrupt(tokens.repeat_interleave(draws, 0), *(n[rows] for n in noise))
+            losses = loss({k: v.to(device) for k, v in batch.items()})
+            means.append(losses.double().view(-1, draws).mean(1).cpu())
+            if progress is not None:
+                progress(start + first + len(tokens))
     values = torch.cat(means)
-    if not torch.isfinite(values).all():
-        raise UserError("The model's loss on this data is not a number: its weights are damaged.")
     mean = values.mean().item()
     half = 1.96 * values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    low, high = mean - half, mean + half
     return Likelihood(
         nats_per_token=mean,
-        ci95=(low, high),
-        ppl=math.exp(mean),
-        ppl_ci95=(math.exp(low), math.exp(high) if high < 700 else math.inf),
+        ci95=(mean - half, mean + half),
+        ppl=perplexity(mean),
+        ppl_ci95=(perplexity(mean - half), perplexity(mean + half)),
         sequences=len(values),
         draws=draws,
         bound=config.kind != "ar",
     )
+
+
+def perplexity(nats_per_token: float) -> float:
+    """exp, infinite where a float cannot hold it."""
+    return math.exp(nats_per_token) if nats_per_token < 700 else math.inf
 
 
 def check_data(config: ModelConfig, tokenizer_hash: str | None, data: TokenSource) -> None:
@@ -100,6 +104,11 @@ def check_data(config: ModelConfig, tokenizer_hash: str | None, data: TokenSourc
         raise UserError(
             "The data was tokenised with another tokenizer than the model's: "
             "prepare it again with --tokenizer MODEL_FOLDER."
+        )
+    if data.num_tokens > config.num_tokens:
+        raise UserError(
+            f"The data has {data.num_tokens} token ids, but the model knows {config.num_tokens}: "
+            "prepare it again with the model's tokenizer."
         )
     if data.length > config.length:
         raise UserError(

@@ -1,12 +1,12 @@
 """config.json of a model folder: configuration, provenance, and what the other files must be."""
 
-import difflib
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
 
 CONFIG = "config.json"
@@ -50,7 +50,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
     if not path.is_file():
-        raise UserError(f"{folder} is not a model folder: it has no {CONFIG}.")
+        steps = sorted((folder / "checkpoints").glob("step-*"))
+        hint = f" Training has not finished; its latest checkpoint is {steps[-1]}." if steps else ""
+        raise UserError(f"{folder} is not a model folder: it has no {CONFIG}.{hint}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -64,7 +66,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{path} has format version {version}, but this didi reads up to {VERSION}: upgrade it."
         )
-    _refuse_unknown(path, content, _KEYS, "")
+    for key in content:
+        if key not in _KEYS:
+            raise UserError(f"{path}: `{key}` is not a setting.{nearest(key, _KEYS)}")
     other = content.get("discriminator")
     return Manifest(
         model=_model_config(path, content.get("model"), "model"),
@@ -78,14 +82,6 @@ def _mapping(path: Path, value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: `{name}` is {value!r}, not a group of settings.")
     return value
-
-
-def _refuse_unknown(path: Path, given: dict[str, Any], known: tuple[str, ...], group: str) -> None:
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean `{group}{close[0]}`?" if close else ""
-            raise UserError(f"{path}: `{group}{key}` is not a setting.{hint}")
 
 
 def _files(path: Path, value: Any) -> dict[str, FileRecord]:
@@ -104,34 +100,8 @@ def _files(path: Path, value: Any) -> dict[str, FileRecord]:
 
 
 def _model_config(path: Path, value: Any, group: str) -> ModelConfig:
-    settings = dict(_mapping(path, value, group))
+    settings = _mapping(path, value, group)
     missing = [name for name in _REQUIRED if name not in settings]
     if missing:
         raise UserError(f"{path}: `{group}.{missing[0]}` is missing.")
-    if "schedule" in settings:
-        schedule = _mapping(path, settings.pop("schedule"), f"{group}.schedule")
-        _check_values(path, ScheduleConfig, schedule, f"{group}.schedule.")
-        settings["schedule"] = ScheduleConfig(**schedule)
-    _check_values(path, ModelConfig, settings, f"{group}.")
-    try:
-        return ModelConfig(**settings)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def _check_values(path: Path, kind: type, settings: dict[str, Any], group: str) -> None:
-    """Check names and types, which a dataclass would accept as they come."""
-    known = {f.name: f for f in fields(kind)}
-    _refuse_unknown(path, settings, tuple(known), group)
-    for name, value in settings.items():
-        expected: Any = known[name].type
-        if get_origin(expected) is Literal:
-            right = value in get_args(expected)
-        elif expected is float:
-            right = type(value) in (int, float)
-        elif known[name].default is MISSING:  # a group, built and checked on its own
-            right = True
-        else:
-            right = type(value) is expected
-        if not right:
-            raise UserError(f"{path}: `{group}{name}` is {value!r}, which it cannot be.")
+    return parse(ModelConfig, settings, where=str(path), prefix=f"{group}.")

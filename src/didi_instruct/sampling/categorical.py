@@ -4,8 +4,12 @@ Float32 Gumbel noise truncates the tail and so fakes a lower temperature. Here o
 per row picks the token by inverting the cumulative sum, exact to 2^-53.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from didi_instruct.errors import UserError
 
 
 def restrict(
@@ -18,6 +22,12 @@ def restrict(
 
     Shapes: logits (..., V) -> (..., V).
     """
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature is {temperature}: use 0 (greedy) or more.")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p is {top_p}: use more than 0, and at most 1.")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k is {top_k}: use 1 or more.")
     logits = logits.double()
     if temperature == 0:
         best = logits.argmax(-1, keepdim=True)

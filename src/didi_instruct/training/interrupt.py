@@ -1,21 +1,32 @@
 """Ctrl-C and SIGTERM as a wish to stop after the current step, not as an accident."""
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Self
 
+PATIENCE = 2.0
+"""Seconds after which another Ctrl-C is no longer part of the first."""
+
 
 class Interrupt:
-    """While active, the first signal only sets `signal`; a second one acts at once."""
+    """While active, a signal only sets `signal`, so that the step ends and the work is saved.
+
+    Schedulers send SIGTERM more than once: the repetitions change nothing. A person who presses
+    Ctrl-C again, some seconds later, wants out at once.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._since = 0.0
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._since = number, now
+        elif number == signal.SIGINT and now - self._since > PATIENCE:
             raise KeyboardInterrupt
-        self.signal = number
 
     def __enter__(self) -> Self:
         try:

@@ -1,5 +1,6 @@
 """The one training loop: steps, logs, evaluations, checkpoints, and stopping well."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.pretrain import TrainConfig
-from didi_instruct.errors import TrainingError
+from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.training.checkpoints import Checkpoint, Checkpoints
 from didi_instruct.training.interrupt import Interrupt
 from didi_instruct.training.reporting import Reporter, RunLog, SilentReporter
@@ -39,6 +41,9 @@ class Task(Protocol):
     def write_model(self, folder: Path) -> None:
         """Write the product into a folder; all processes call."""
 
+    def identity(self) -> Mapping[str, Any]:
+        """What a checkpoint belongs to, as plain values: the data, say."""
+
 
 Evaluate = Callable[[int], Mapping[str, float]]
 
@@ -51,8 +56,6 @@ class Outcome:
     signal: int | None
     """The signal that interrupted it, or None if it is finished."""
     checkpoint: Path | None
-    last: Mapping[str, float]
-    """The last logged numbers."""
 
 
 class Loop:
@@ -75,7 +78,6 @@ class Loop:
         self._pending: list[Numbers] = []
         self._logged_at = 0.0
         self._last_saved: Path | None = None
-        self._last: dict[str, float] = {}
 
     def resume(self) -> int:
         """Load the newest whole checkpoint; return the step to go on from."""
@@ -87,6 +89,12 @@ class Loop:
         return int(found.info["step"])
 
     def _load(self, checkpoint: Checkpoint) -> None:
+        for name, now in self.task.identity().items():
+            if checkpoint.info.get(name) != now:
+                raise UserError(
+                    f"{checkpoint.folder} was trained with {name} {checkpoint.info.get(name)}, "
+                    f"now it is {now}: resume with what it began with, or choose another --out."
+                )
         self.task.prepare_to_load()
         checkpoint.fill(self.task.tensors())
         self._last_saved = checkpoint.folder
@@ -109,17 +117,17 @@ class Loop:
             self._pending.append(self.task.step(step))
             done = step + 1
             last = done == self.config.steps
-            stop = self.world.any(interrupt.signal is not None)
+            stop = self.world.largest(interrupt.signal or 0)
             saves = last or stop or done % self.config.save_every == 0
             if saves or done % self.config.log_every == 0:
                 self._log(done, log)
-            if self._evaluates(done, last):
-                self._log_evaluation(done, log)
             if saves:
                 self._save(done)
-            if stop:
-                return Outcome(done, interrupt.signal, self._last_saved, self._last)
-        return Outcome(max(start, self.config.steps), None, self._last_saved, self._last)
+            if stop and not last:
+                return Outcome(done, stop, self._last_saved)
+            if self._evaluates(done, last):
+                self._log_evaluation(done, log)
+        return Outcome(max(start, self.config.steps), None, self._last_saved)
 
     def _evaluates(self, done: int, last: bool) -> bool:
         every = self.config.eval_every
@@ -136,7 +144,7 @@ class Loop:
         now = time.monotonic()
         values = dict(zip(names, table.mean(0).tolist(), strict=True))
         values |= self.task.describe(done - 1, now - self._logged_at, count)
-        self._logged_at, self._last = now, values
+        self._logged_at = now
         if log is not None:
             log.write({"step": done, **values})
         self.reporter.advance(done, values)
@@ -144,15 +152,17 @@ class Loop:
     def _stop_at_nan(self, step: int) -> None:
         kept = self._last_saved or "none yet"
         raise TrainingError(
-            f"The loss or its gradient is not a number at step {step}; nothing was saved after it. "
-            f"Last good checkpoint: {kept}. "
-            "Try a lower optim.lr, a longer optim.warmup, or precision fp32, and --resume."
+            f"The loss, its gradient or a weight is not a number at step {step}; nothing was saved "
+            f"since. Last good checkpoint: {kept}. "
+            "Try --resume with a lower optim.lr, a lower optim.clip or train.precision=fp32."
         )
 
     def _log_evaluation(self, done: int, log: RunLog | None) -> None:
         assert self.evaluate is not None
         started = time.monotonic()
         result = dict(self.evaluate(done))
+        if not all(math.isfinite(value) for value in result.values()):
+            self._stop_at_nan(done)
         self._logged_at += time.monotonic() - started
         if log is not None:
             log.write({"step": done, **result})
@@ -161,11 +171,19 @@ class Loop:
 
     def _save(self, done: int) -> None:
         started = time.monotonic()
-        info: dict[str, Any] = {"step": done}
+        tensors = self.task.tensors()
+        # A last update may have overflowed although its loss and gradient were finite.
+        if self.world.any(not all(_is_finite(t) for t in tensors.values())):
+            self._stop_at_nan(done)
         self._last_saved = self.checkpoints.save(
-            info,
-            self.task.tensors(),
+            {"step": done, **self.task.identity()},
+            tensors,
             sharded=self.task.sharded,
             write_model=None if self.task.sharded else self.task.write_model,
         )
         self._logged_at += time.monotonic() - started
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())

@@ -126,6 +126,10 @@ class PretrainTask:
             values["mfu"] = rate * flops / (self.world.size * matmul_rate(self.world.device))
         return values
 
+    def identity(self) -> Mapping[str, Any]:
+        """The data that positions in the stream refer to."""
+        return {"data": self.data.fingerprint}
+
     def tensors(self) -> Mapping[str, Tensor]:
         """Weights, average and optimizer moments."""
         return self.updater.tensors()

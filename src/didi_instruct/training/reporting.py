@@ -90,7 +90,7 @@ class TerminalReporter:
 
     def say(self, text: str) -> None:
         """Print above the bar."""
-        self.console.print(text)
+        self.console.print(text, markup=False)
 
     def stop(self) -> None:
         """Take the bar off the screen's hands."""

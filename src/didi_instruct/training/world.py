@@ -4,11 +4,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from didi_instruct.errors import UserError
+
+PATIENCE = timedelta(days=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,9 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    patient: dist.ProcessGroup | None = None
+    """For waiting and flags: on the CPU, so it never waits for a GPU, and with time enough for the
+    main process to prepare a corpus."""
 
     @property
     def is_main(self) -> bool:
@@ -35,24 +41,30 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def largest(self, number: int) -> int:
+        """Return the largest of all processes' numbers. All must call."""
+        if self.size == 1:
+            return number
+        shared = torch.tensor(number)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.patient)
+        return int(shared)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process. All must call."""
-        if self.size == 1:
-            return flag
-        return bool(self.sum(torch.tensor(int(flag))) > 0)
+        return self.largest(int(flag)) > 0
 
     def agree(self, number: int) -> int:
         """Return the main process's number, everywhere."""
         if self.size == 1:
             return number
         shared = torch.tensor(number)
-        dist.broadcast(shared, src=0)
+        dist.broadcast(shared, src=0, group=self.patient)
         return int(shared)
 
     def wait(self) -> None:
         """Return when every process has come here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.patient)
 
 
 def pick_device(device: str | None = None) -> torch.device:
@@ -65,8 +77,12 @@ def pick_device(device: str | None = None) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError:
         raise UserError(f"`{device}` is not a device. Use cpu, cuda or cuda:N.") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise UserError(f"`{device}` is not a device to work on. Use cpu, cuda or cuda:N.")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UserError("No CUDA device is here: use --device cpu.")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"`{device}` is not here: {torch.cuda.device_count()} CUDA devices are.")
     return chosen
 
 
@@ -80,10 +96,9 @@ def open_world(device: str | None = None) -> Iterator[World]:
     if size == 1:
         yield World(chosen)
         return
-    # Flags and step numbers travel over gloo, so that reading them never waits for the GPU.
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
-        yield World(chosen, dist.get_rank(), size)
+        yield World(chosen, dist.get_rank(), size, patient)
     finally:
         dist.destroy_process_group()
