@@ -10,6 +10,7 @@ import torch
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.chain import Canvas, Draw
 
 
 def main() -> None:
@@ -22,15 +23,9 @@ def main() -> None:
     true = language.sample(arguments.samples, torch.Generator().manual_seed(arguments.seed))
     print("steps   -log p     se  path KL     se  mistakes  latent entropy")
     for steps in (1, 2, 4, 8, 16, 32, 128):
-        drawn = ancestral(
-            language.denoiser,
-            LogLinear(0.0),
-            samples=torch.arange(arguments.samples),
-            length=language.length,
-            steps=steps,
-            mask_id=language.mask_id,
-            seed=arguments.seed,
-        )
+        canvas = Canvas.blank(arguments.samples, language.length, language.mask_id)
+        settings = Draw(seed=arguments.seed)
+        drawn = ancestral(language.denoiser, LogLinear(0.0), canvas, steps=steps, settings=settings)
         log_p = language.log_prob(drawn.tokens)
         show(language, str(steps), drawn.tokens, -log_p, drawn.log_prob - log_p)
     show(language, "truth", true, -language.log_prob(true), torch.zeros(len(true)))

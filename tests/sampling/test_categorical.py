@@ -10,7 +10,7 @@ def test_frequencies_match_the_law():
     """Chi-square with 4 degrees of freedom at a false-alarm rate of 1e-4 (critical value 23.5)."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01], dtype=torch.float64)
     n = 100_000
-    u = uniforms(0, torch.arange(1), 0, n)[0]
+    u = uniforms(0, torch.arange(1), (0,), n)[0]
     counts = torch.bincount(draw(p.log().expand(n, 5), u), minlength=5)
     assert ((counts - n * p) ** 2 / (n * p)).sum() < 23.5
 

@@ -57,6 +57,6 @@ def test_a_gpu_run_resumes_where_it_was(recipe, tmp_path):
 
 
 def test_noise_is_the_same_on_every_device():
-    a = uniforms(3, torch.arange(5), 2, 100)
-    b = uniforms(3, torch.arange(5, device="cuda"), 2, 100)
+    a = uniforms(3, torch.arange(5), (2,), 100)
+    b = uniforms(3, torch.arange(5, device="cuda"), (2,), 100)
     assert torch.equal(a, b.cpu())

@@ -15,7 +15,9 @@ from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.process.schedule import make_schedule
-from didi_instruct.sampling.ancestral import Samples, ancestral
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
+from didi_instruct.sampling.network import NetworkDenoiser
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
 
@@ -116,26 +118,19 @@ class Model:
         for name, value in (("num", num), ("batch_size", batch_size)):
             if value < 1:
                 raise UserError(f"{name} is {value}: use 1 or more.")
-        parts = [
-            ancestral(
-                self.denoiser,
-                self.schedule,
-                samples=torch.arange(first, min(first + batch_size, num), device=self.device),
-                length=length,
-                steps=steps,
-                mask_id=self.config.vocab_size - 1,
-                seed=seed,
-                temperature=temperature,
-                top_p=top_p,
+        settings = Draw(seed=seed, temperature=temperature, top_p=top_p)
+        parts = []
+        for first in range(0, num, batch_size):
+            canvas = Canvas.blank(
+                min(batch_size, num - first),
+                length,
+                self.config.vocab_size - 1,
+                first=first,
+                device=self.device,
             )
-            for first in range(0, num, batch_size)
-        ]
-        return Samples(
-            torch.cat([p.tokens for p in parts]),
-            torch.cat([p.log_prob for p in parts]),
-            nfe=steps,
-            passes=sum(p.passes * len(p.tokens) for p in parts) / num,
-        )
+            denoiser = NetworkDenoiser(self.network, self.schedule)
+            parts.append(ancestral(denoiser, self.schedule, canvas, steps=steps, settings=settings))
+        return join(parts)
 
     def generate(self, num: int = 1, **settings: Any) -> list[str]:
         """Draw texts; settings as for `draw`."""

@@ -1,7 +1,7 @@
 """Random numbers that belong to a sample, not to a batch.
 
-Uniform i of stream s of sample k is a hash of (seed, k, s, i), so a sample gets the same noise in
-whatever batch, order or device it is drawn. The hash is the finaliser of SplitMix64.
+Uniform i of a stream of sample k is a hash of (seed, k, stream, i), so a sample gets the same noise
+in whatever batch, order or device it is drawn. The hash is the finaliser of SplitMix64.
 """
 
 import torch
@@ -12,15 +12,18 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniforms(seed: int, samples: Tensor, stream: int, count: int) -> Tensor:
+def uniforms(seed: int, samples: Tensor, stream: tuple[int, ...], count: int) -> Tensor:
     """Uniform float64 numbers in [0, 1) with 53 random bits.
+
+    `stream` says what the numbers are for: (purpose, step, …), any whole numbers.
 
     Shapes: samples (B,) int64, the index of each sample -> (B, count).
     """
     device = samples.device
     key = _hash(torch.tensor(_signed(seed), device=device))
     key = _hash(key + _GOLDEN * (samples + 1))
-    key = _hash(key + _signed(_GOLDEN * (stream + 1)))
+    for number in stream:
+        key = _hash(key + _signed(_GOLDEN * (number + 1)))
     position = torch.arange(1, count + 1, device=device)
     bits = _hash(key[:, None] + _GOLDEN * position)
     return _shift(bits, 11).to(torch.float64) * 2.0**-53

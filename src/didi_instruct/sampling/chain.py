@@ -1,0 +1,215 @@
+"""What all samplers of masked diffusion share: the text on its way from masks to words.
+
+A sampler is a free function that moves a `Chain` from a `Canvas` to `Samples`. The chain owns the
+bookkeeping: which positions are still open, what the drawn tokens cost, how many passes ran, who is
+watching.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from didi_instruct.errors import UserError
+from didi_instruct.sampling.categorical import draw, restrict
+from didi_instruct.sampling.noise import uniforms
+
+PAD = -1
+"""In z: nothing is here, neither text nor mask. Never attended, never written."""
+
+
+class Denoiser(Protocol):
+    """(z (B, L), t (B,)) -> logits (B, L, V) over the real tokens.
+
+    A denoiser may also have `rows(z, t, where) -> logits (R, V)`, those of the positions that the
+    mask `where` (B, L) selects, in order, for less than the price of all.
+    """
+
+    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+        """Logits of the clean token at every position."""
+
+
+class Purpose(IntEnum):
+    """What random numbers are for: the first number of their stream."""
+
+    REVEAL = 0
+    TOKEN = 1
+    SELECT = 2
+    REMASK = 3
+    ORDER = 4
+    START = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """How tokens are drawn."""
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """Where sampling starts: given tokens, and masks to fill."""
+
+    tokens: Tensor
+    """(B, L), the mask's id where there is something to write."""
+    mask_id: int
+    samples: Tensor
+    """(B,) index of each sample within the seed."""
+
+    @classmethod
+    def blank(
+        cls,
+        num: int,
+        length: int,
+        mask_id: int,
+        *,
+        first: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> "Canvas":
+        """Nothing given: samples first .. first + num of a seed."""
+        tokens = torch.full((num, length), mask_id, device=device)
+        return cls(tokens, mask_id, torch.arange(first, first + num, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, as a callback sees it."""
+
+    index: int
+    """From 0."""
+    steps: int
+    """Scheduled in all."""
+    time: float
+    """Where the step started, 1 to 0."""
+    tokens: Tensor
+    """(B, L) after the step, masks where nothing is written yet."""
+    revealed: Tensor
+    """(B, L) positions written by this step."""
+    confidence: Tensor
+    """(B, L) probability that the denoiser gave to the token written last, 0 elsewhere."""
+
+
+Callback = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Sequences, and how they came about."""
+
+    tokens: Tensor
+    """(B, L)."""
+    log_prob: Tensor | None
+    """(B,) log-probability of the drawn tokens along the path, whose negative mean is the path
+    entropy; None where a sampler's path has no such meaning."""
+    nfe: int
+    """Scheduled steps of the denoiser per sample."""
+    passes: float
+    """Forward-pass equivalents that really ran, per sample; a backward pass counts as two."""
+    disc_calls: int = 0
+    """Discriminator evaluations per sample."""
+
+
+class Chain:
+    """The state of a batch of samples."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        canvas: Canvas,
+        settings: Draw,
+        *,
+        steps: int,
+        callback: Callback | None = None,
+    ) -> None:
+        if steps < 1:
+            raise UserError(f"steps is {steps}: use 1 or more.")
+        self.denoiser, self.canvas, self.settings = denoiser, canvas, settings
+        self.steps, self.callback = steps, callback
+        self.z = canvas.tokens.clone()
+        self.open = canvas.tokens == canvas.mask_id
+        """Positions to write, whether they are written yet or not."""
+        batch = len(self.z)
+        self.log_prob = torch.zeros(batch, dtype=torch.float64, device=self.z.device)
+        self.confidence = torch.zeros(self.z.shape, dtype=torch.float64, device=self.z.device)
+        self.passes = 0.0
+        self._index = 0
+
+    @property
+    def masked(self) -> Tensor:
+        """(B, L) positions still to write."""
+        return self.z == self.canvas.mask_id
+
+    def uniforms(self, *stream: int) -> Tensor:
+        """(B, L) numbers in [0, 1) for a purpose, a step, …."""
+        return uniforms(self.settings.seed, self.canvas.samples, stream, self.z.shape[1])
+
+    def logits(self, t: float, where: Tensor) -> Tensor:
+        """Logits (R, V) of the positions `where` (B, L) selects; only rows that have one are run."""
+        active = where.any(1)
+        if not active.any():
+            raise ValueError("no position is selected: the step needs no pass")
+        z, where = self.z[active], where[active]
+        if len(z) > 1 and bool((z == z[:1]).all()):
+            # The same input for every row, such as all masks: one row serves all of them.
+            self.passes += 1 / len(self.z)
+            columns = where.any(0)
+            shared = logits_at(self.denoiser, z[:1], t, columns[None])
+            return shared[(columns.cumsum(0) - 1)[where.nonzero()[:, 1]]]
+        self.passes += len(z) / len(self.z)
+        return logits_at(self.denoiser, z, t, where)
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Log-probabilities (R, V) that tokens are drawn from."""
+        s = self.settings
+        return restrict(logits, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k)
+
+    def write(self, where: Tensor, log_p: Tensor, *stream: int) -> None:
+        """Draw a token for each selected position, in order, from log_p (R, V)."""
+        token = draw(log_p, self.uniforms(*stream)[where])
+        self.put(where, token, log_p.gather(-1, token[:, None]).squeeze(-1))
+
+    def put(self, where: Tensor, token: Tensor, log_p: Tensor) -> None:
+        """Write tokens (R,) that had these log-probabilities (R,)."""
+        self.z = self.z.masked_scatter(where, token)
+        self.log_prob.index_add_(0, where.nonzero()[:, 0], log_p)
+        self.confidence = self.confidence.masked_scatter(where, log_p.exp())
+
+    def tell(self, time: float, revealed: Tensor) -> None:
+        """End a step."""
+        if self.callback is not None:
+            step = Step(self._index, self.steps, time, self.z, revealed, self.confidence)
+            self.callback(step)
+        self._index += 1
+
+    def samples(self, nfe: int, *, exact_path: bool = True, disc_calls: int = 0) -> Samples:
+        """Return the result."""
+        log_prob = self.log_prob if exact_path else None
+        return Samples(self.z, log_prob, nfe, self.passes, disc_calls)
+
+
+def logits_at(denoiser: Denoiser, z: Tensor, t: float, where: Tensor) -> Tensor:
+    """Logits (R, V) of the selected positions, from a denoiser that may know a shortcut."""
+    times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
+    rows = getattr(denoiser, "rows", None)
+    logits: Tensor = denoiser(z, times)[where] if rows is None else rows(z, times, where)
+    return logits
+
+
+def join(parts: Sequence[Samples]) -> Samples:
+    """Samples of several batches as one."""
+    total = sum(len(p.tokens) for p in parts)
+    paths = [p.log_prob for p in parts if p.log_prob is not None]
+    return Samples(
+        torch.cat([p.tokens for p in parts]),
+        torch.cat(paths) if len(paths) == len(parts) else None,
+        nfe=max(p.nfe for p in parts),
+        passes=sum(p.passes * len(p.tokens) for p in parts) / total,
+        disc_calls=max(p.disc_calls for p in parts),
+    )

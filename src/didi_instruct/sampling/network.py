@@ -1,0 +1,65 @@
+"""Our networks as the callables that samplers take."""
+
+import torch
+from torch import Tensor
+
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.dit import DiT
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.chain import PAD
+
+
+class NetworkDenoiser:
+    """A DiT and its schedule as a denoiser; padding (`PAD` in z) is never attended."""
+
+    def __init__(self, network: DiT, schedule: Schedule) -> None:
+        self.network, self.schedule = network, schedule
+
+    @torch.no_grad()
+    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+        """Logits (B, L, V) at every position."""
+        tokens, attended = split_padding(z)
+        logits: Tensor = self.network(tokens, self.schedule.sigma(t), attended)
+        return logits
+
+    @torch.no_grad()
+    def rows(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
+        """Logits (R, V) at the selected positions: the output layer runs on those alone."""
+        tokens, attended = split_padding(z)
+        sigma = self.schedule.sigma(t)
+        hidden = self.network.trunk(tokens, sigma, attended)[where]
+        condition = self.network.condition(sigma)
+        if condition.shape[0] > 1:
+            condition = condition[where.nonzero()[:, 0]]
+        return self.network.head(hidden, condition, self.network.config.num_tokens)
+
+
+class NetworkGuide:
+    """A discriminator as a guide: log-ratios of teacher over student from embeddings."""
+
+    def __init__(self, discriminator: Discriminator, schedule: Schedule) -> None:
+        self.discriminator, self.schedule = discriminator.eval(), schedule
+
+    @property
+    def embedding(self) -> Tensor:
+        """(V, d) embeddings of the real tokens."""
+        return self.discriminator.vocab_embed.embedding[: self.discriminator.config.num_tokens]
+
+    def embed(self, z: Tensor) -> Tensor:
+        """Embeddings (B, L, d) of tokens and masks."""
+        return self.discriminator.embed(split_padding(z)[0])
+
+    def score(self, embeddings: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        """Log-ratio (B, L) at every position; z tells which ones are padding."""
+        attended = split_padding(z)[1]
+        return self.discriminator(
+            None, self.schedule.sigma(t), embeddings=embeddings, attention_mask=attended
+        )
+
+
+def split_padding(z: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Tokens that can be embedded, and which positions are attended (None: all)."""
+    padded = z == PAD
+    if not padded.any():
+        return z, None
+    return z.masked_fill(padded, 0), ~padded
