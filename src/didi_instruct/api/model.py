@@ -108,7 +108,7 @@ class Model:
         """Draw sequences together with the log-probability of their paths and the cost."""
         if sampler != "ancestral":
             raise UserError(f"`{sampler}` is not a sampler. Known: ancestral.")
-        if self.config.kind != "mdlm":
+        if self.config.kind != "mdlm" or not isinstance(self.network, DiT):
             raise UserError(f"`ancestral` is for masked diffusion; this is `{self.config.kind}`.")
         length = self.config.length if length is None else length
         if not 1 <= length <= self.config.length:

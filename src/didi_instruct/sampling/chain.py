@@ -151,7 +151,7 @@ class Chain:
         return uniforms(self.settings.seed, self.canvas.samples, stream, self.z.shape[1])
 
     def logits(self, t: float, where: Tensor) -> Tensor:
-        """Logits (R, V) of the positions `where` (B, L) selects; only rows that have one are run."""
+        """Logits (R, V) of the positions `where` (B, L) selects; rows without one are not run."""
         active = where.any(1)
         if not active.any():
             raise ValueError("no position is selected: the step needs no pass")
