@@ -156,3 +156,11 @@ def test_other_grids_are_refused(grid):
 def test_steps_below_one_are_refused():
     with pytest.raises(UserError, match="steps is 0"):
         ancestral(None, LogLinear(0.0), Canvas.blank(1, 4, 3), steps=0)
+
+
+def test_logits_that_are_not_numbers_are_refused():
+    def broken(z, t):
+        return torch.full((*z.shape, 3), float("nan"))
+
+    with pytest.raises(UserError, match="not numbers"):
+        ancestral(broken, LogLinear(0.0), Canvas.blank(1, 4, 3), steps=2)

@@ -15,6 +15,46 @@ def test_frequencies_match_the_law():
     assert ((counts - n * p) ** 2 / (n * p)).sum() < 23.5
 
 
+RARE, VOCABULARY = 2e-8, 50_000
+
+
+def law_with_rare_tokens():
+    """1,000 common tokens share almost all; each of the other 49,000 has probability 2e-8."""
+    p = torch.full((VOCABULARY,), RARE, dtype=torch.float64)
+    p[:1000] = (1 - RARE * (VOCABULARY - 1000)) / 1000
+    return p
+
+
+def test_rare_tokens_come_as_often_as_they_should():
+    """All rare tokens together, and each half of them: binomial, 4 standard errors (6e-5)."""
+    p = law_with_rare_tokens()
+    n = 4_000_000
+    token = draw(p.log()[None], uniforms(1, torch.arange(1), (0,), n)[0])
+    for first, last in ((1000, VOCABULARY), (1000, 25_500), (25_500, VOCABULARY)):
+        mass = p[first:last].sum().item()
+        count = int(((token >= first) & (token < last)).sum())
+        assert abs(count - n * mass) < 4 * (n * mass * (1 - mass)) ** 0.5
+
+
+@pytest.mark.slow
+def test_float32_gumbel_noise_would_fail():
+    """10,000 draws expect 9.8 rare tokens; with 24-bit uniforms almost none come (chance 6e-4)."""
+    logits = law_with_rare_tokens().log().float()
+    generator = torch.Generator().manual_seed(0)
+    rare = 0
+    for _ in range(100):
+        u = torch.rand(100, VOCABULARY, generator=generator).clamp_(min=1e-20)
+        token = (logits - u.log_().neg_().log_()).argmax(-1)
+        rare += int((token >= 1000).sum())
+    assert rare <= 1
+
+
+def test_a_shared_law_draws_like_its_copies():
+    log_p = torch.randn(1, 7, dtype=torch.float64).log_softmax(-1)
+    u = uniforms(0, torch.arange(1), (0,), 50)[0]
+    assert torch.equal(draw(log_p, u), draw(log_p.expand(50, 7), u))
+
+
 def test_inversion_is_exact_at_the_edges():
     """U below the first probability gives token 0; tokens of probability 0 never come."""
     log_p = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64).log().expand(4, 5)

@@ -3,7 +3,6 @@
 import json
 import math
 import platform
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,13 @@ import torch
 
 from didi_instruct import __version__
 from didi_instruct.api.model import Model, load
-from didi_instruct.api.sources import is_prepared, open_source
-from didi_instruct.config.pretrain import DataConfig
+from didi_instruct.api.sources import is_prepared
 from didi_instruct.data.dataset import TokenSource, open_data
+from didi_instruct.data.excerpt import excerpt
 from didi_instruct.data.files import write_atomic
 from didi_instruct.data.manifest import Manifest
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
+from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
 
@@ -57,23 +57,23 @@ def evaluate_likelihood(
     draws: int,
     batch_size: int,
     seed: int,
+    reading: ReadOptions | None = None,
     device: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out)."""
     model = load(source, device=device)
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = _held_out(model, data, Path(scratch))
-        check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
-        count = min(sequences, rows.num_sequences or sequences)
-        result = model.likelihood(
-            rows.ordered,
-            sequences=count,
-            draws=draws,
-            batch_size=batch_size,
-            seed=seed,
-            progress=None if progress is None else (lambda done: progress(done, count)),
-        )
+    rows = _held_out(model, data, sequences, reading or ReadOptions())
+    check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
+    count = min(sequences, rows.num_sequences or sequences)
+    result = model.likelihood(
+        rows.ordered,
+        sequences=count,
+        draws=draws,
+        batch_size=batch_size,
+        seed=seed,
+        progress=None if progress is None else (lambda done: progress(done, count)),
+    )
     if not math.isfinite(result.nats_per_token):
         raise UserError(f"{source}: its loss is not a number here, its weights are damaged.")
     row = {
@@ -92,22 +92,15 @@ def evaluate_likelihood(
     return Report(model=source, judge=None, rows=[row], reference=reference)
 
 
-def _held_out(model: Model, data: str, scratch: Path) -> TokenSource:
+def _held_out(model: Model, data: str, sequences: int, reading: ReadOptions) -> TokenSource:
     if data == "oracle":
         return OracleSource(OracleLanguage.default(), seed=0, split="valid")
     if is_prepared(Path(data)):
         held_out = Manifest.read(Path(data)).splits.get("valid")
         return open_data(Path(data), "valid" if held_out and held_out.rows else "train")
     if model.tokenizer is None:
-        raise UserError(
-            "The model has no tokenizer, so it cannot read text: give a prepared folder."
-        )
-    model.tokenizer.save(scratch)
-    config = DataConfig(source=data, tokenizer=str(scratch), valid=0)
-    train, _ = open_source(
-        config, length=model.config.length, seed=0, prepared=scratch / "prepared"
-    )
-    return train
+        raise UserError("The model has no tokenizer to read text with: give a prepared folder.")
+    return excerpt(data, model.tokenizer, model.config.length, sequences, reading)
 
 
 def _truth(rows: OracleSource, count: int) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """A model as its users see it: tokens, text, likelihood, files."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from didi_instruct.api.generation import Request, generate, mask_symbol, to_text
+from didi_instruct.api.samplers import Engine
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.parse import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
@@ -15,9 +19,8 @@ from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.process.schedule import make_schedule
-from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
-from didi_instruct.sampling.network import NetworkDenoiser
+from didi_instruct.sampling.chain import Callback, Denoiser, Samples
+from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
 
@@ -90,53 +93,51 @@ class Model:
         )
 
     def sample(self, num: int = 1, **settings: Any) -> Tensor:
-        """Draw token sequences, (num, length); settings as for `draw`."""
+        """Draw token sequences, (num, length); settings are the fields of `Request`."""
         return self.draw(num, **settings).tokens
 
-    def draw(
-        self,
-        num: int = 1,
-        *,
-        steps: int = 16,
-        length: int | None = None,
-        sampler: str = "ancestral",
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        batch_size: int = 64,
-    ) -> Samples:
-        """Draw sequences together with the log-probability of their paths and the cost."""
-        if sampler != "ancestral":
-            raise UserError(f"`{sampler}` is not a sampler. Known: ancestral.")
-        if self.config.kind != "mdlm" or not isinstance(self.network, DiT):
-            raise UserError(f"`ancestral` is for masked diffusion; this is `{self.config.kind}`.")
-        length = self.config.length if length is None else length
-        if not 1 <= length <= self.config.length:
-            raise UserError(
-                f"length is {length}: this model writes 1 to {self.config.length} tokens."
-            )
-        for name, value in (("num", num), ("batch_size", batch_size)):
-            if value < 1:
-                raise UserError(f"{name} is {value}: use 1 or more.")
-        settings = Draw(seed=seed, temperature=temperature, top_p=top_p)
-        parts = []
-        for first in range(0, num, batch_size):
-            canvas = Canvas.blank(
-                min(batch_size, num - first),
-                length,
-                self.config.vocab_size - 1,
-                first=first,
-                device=self.device,
-            )
-            denoiser = NetworkDenoiser(self.network, self.schedule)
-            parts.append(ancestral(denoiser, self.schedule, canvas, steps=steps, settings=settings))
-        return join(parts)
-
     def generate(self, num: int = 1, **settings: Any) -> list[str]:
-        """Draw texts; settings as for `draw`."""
+        """Draw texts, each up to its end-of-text; settings are the fields of `Request`."""
+        request = self._wish(num, settings)
+        return self.texts(self.request(request).tokens, open_ended=request.open_ended)
+
+    def draw(self, num: int = 1, *, callback: Callback | None = None, **settings: Any) -> Samples:
+        """Draw sequences together with the log-probability of their paths and what they cost."""
+        return self.request(self._wish(num, settings), callback=callback)
+
+    def _wish(self, num: int, settings: dict[str, Any]) -> Request:
+        names = [f.name for f in fields(Request)]
+        for name in settings:
+            if name not in names:
+                raise UserError(f"`{name}` is not a setting of sampling.{nearest(name, names)}")
+        return Request(num=num, **settings)
+
+    def request(self, request: Request, *, callback: Callback | None = None) -> Samples:
+        """Draw what a request asks for; the callback sees every step."""
+        guide = None
+        if self.discriminator is not None:
+            guide = NetworkGuide(self.discriminator, self.schedule)
+        eot_id = self.tokenizer.eot_id if self.tokenizer else None
+        engine = Engine(self.network, self.schedule, self._as_denoiser(), guide, eot_id)
+        return generate(
+            request, self.config, self.tokenizer, engine, device=self.device, callback=callback
+        )
+
+    def texts(self, tokens: Tensor, *, open_ended: bool = True) -> list[str]:
+        """Decode samples; an open-ended text stops at its end-of-text."""
         if self.tokenizer is None:
             raise UserError("This model has no tokenizer: use `sample` for token ids.")
-        return [self.tokenizer.decode(row.tolist()) for row in self.sample(num, **settings)]
+        return to_text(tokens, self.tokenizer, open_ended=open_ended)
+
+    @property
+    def mask_symbol(self) -> int:
+        """The id that marks positions to write in `tokens` and in the steps a callback sees."""
+        return mask_symbol(self.config)
+
+    def _as_denoiser(self) -> Denoiser:
+        if isinstance(self.network, DiT):
+            return NetworkDenoiser(self.network, self.schedule)
+        return self.denoiser
 
     def save(self, folder: str | Path) -> None:
         """Write the model in the layout that `didi.load` reads."""

@@ -67,7 +67,8 @@ def pretrain(
     )
     check_folder(folder, config, resume)
     # A shape that no model can have is refused before a corpus is tokenised for it.
-    config.model.resolve(config.model.vocab_size - 1 if config.model.vocab_size else 2)
+    vocab_size = config.model.vocab_size
+    config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
     with open_world(device) as world:
         shown = reporter if world.is_main and reporter else SilentReporter()
         data, valid = _open_data_together(config, folder, world, data_progress)
@@ -114,7 +115,8 @@ def check_folder(folder: Path, config: PretrainConfig, resume: bool) -> None:
         for name, old, new in _differences(asdict(before), asdict(config)):
             raise UserError(
                 f"{folder} was begun with {name} = {old}, now it is {new}: "
-                "resume with the same settings, or choose another --out."
+                f"resume as it began (didi pretrain {folder / RECIPE} --out {folder} --resume), "
+                "or choose another --out."
             )
 
 
@@ -178,7 +180,8 @@ def _evaluator(
                 batch_size=config.train.micro_batch or 64,
                 device=task.world.device,
             )
-        return {"valid_nats_per_token": result.nats_per_token}
+        half = (result.ci95[1] - result.ci95[0]) / 2
+        return {"valid_nats_per_token": result.nats_per_token, "valid_ci95": half}
 
     return evaluate
 

@@ -1,5 +1,6 @@
 """Data by SOURCE, as the command line and recipes name it."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -46,15 +47,31 @@ def open_source(
             field=config.field,
             documents=config.documents,
             valid=config.valid,
-            overwrite=True,  # a folder of ours, left by a run that was refused or never began
         )
-        with progress() as report:
-            prepare(settings, report)
+        try:
+            with progress() as report:
+                prepare(settings, report)
+        except UserError as error:
+            raise UserError(_in_words_of_a_recipe(str(error), folder)) from error
     train = open_data(folder, "train", seed=seed)
     held_out = Manifest.read(folder).splits.get("valid")
     if held_out is None or not held_out.rows:
         return train, None
     return train, open_data(folder, "valid", seed=seed)
+
+
+def _in_words_of_a_recipe(advice: str, folder: Path) -> str:
+    """What `didi data prepare` would call a flag is a setting here."""
+    advice = advice.replace("start over with --overwrite", f"delete {folder} to start over")
+    for flag, setting in (
+        ("field", "data.field"),
+        ("documents", "data.documents"),
+        ("valid", "data.valid"),
+        ("tokenizer", "data.tokenizer"),
+        ("length", "model.length"),
+    ):
+        advice = re.sub(rf"--{flag}\b ?", f"--set {setting}=", advice)
+    return advice
 
 
 def is_prepared(folder: Path) -> bool:

@@ -16,6 +16,10 @@ def command(
     data: Annotated[
         str | None, typer.Option(help="Text file or folder, prepared folder, or oracle.")
     ] = None,
+    field: Annotated[str, typer.Option(help="Field of a record that has the text.")] = "text",
+    documents: Annotated[
+        str, typer.Option(help="What a document is in a .txt file: file, line or paragraph.")
+    ] = "file",
     sequences: Annotated[int, typer.Option(help="Rows of data to use at most.")] = 1024,
     draws: Annotated[int, typer.Option(help="Noise levels per row.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 32,
@@ -26,9 +30,9 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
 ) -> None:
     """Measure a model: likelihood of held-out text, with its confidence interval."""
-    for metric in metrics.split(","):
-        if metric.strip() not in METRICS:
-            raise UserError(f"`{metric.strip()}` is not a metric. Known: {', '.join(METRICS)}.")
+    for metric in filter(None, map(str.strip, metrics.split(","))):
+        if metric not in METRICS:
+            raise UserError(f"`{metric}` is not a metric. Known: {', '.join(METRICS)}.")
     if data is None:
         raise UserError("The metric nelbo needs text to measure: add --data DATA.")
     if min(sequences, draws, batch_size) < 1:
@@ -37,6 +41,7 @@ def command(
         raise UserError(f"--json {json_file}: give a file in a folder that exists.")
     from didi_instruct.api.evaluate import evaluate_likelihood
     from didi_instruct.cli.progress import ProgressBar
+    from didi_instruct.data.readers import ReadOptions, check_documents
 
     with ProgressBar() as bar:
         report = evaluate_likelihood(
@@ -46,6 +51,7 @@ def command(
             draws=draws,
             batch_size=batch_size,
             seed=seed,
+            reading=ReadOptions(field=field, documents=check_documents(documents)),
             device=device,
             progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
         )

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from didi_instruct import __version__
-from didi_instruct.cli import data, evaluate, info, pretrain
+from didi_instruct.cli import data, evaluate, generate, info, pretrain
 from didi_instruct.errors import TrainingError, UserError
 
-FAILED, WRONG_USAGE = 1, 2
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("pretrain")(pretrain.command)
+app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
 app.command("info")(info.command)
 
@@ -53,8 +54,9 @@ def main() -> None:
             traceback.print_exc()
         code = _explain(error)
     except KeyboardInterrupt:
-        print("didi: interrupted", file=sys.stderr)
-        code = 130
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        print("didi: interrupted; the same command goes on or starts over", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -66,9 +68,10 @@ def _explain(error: Exception) -> int:
         code, text = FAILED, str(error)
     elif hasattr(error, "format_message"):  # click's own errors: a bad flag, a missing argument
         code, text = getattr(error, "exit_code", WRONG_USAGE), error.format_message()
-    elif isinstance(error, OSError) and error.filename is not None:
-        code, text = WRONG_USAGE, f"{error.filename}: {error.strerror}"
+    elif isinstance(error, OSError) and error.strerror is not None:
+        code, text = WRONG_USAGE, f"{error.filename or 'Writing'}: {error.strerror}"
     else:
         code, text = FAILED, f"{type(error).__name__}: {error} (--debug shows where)"
-    print(f"didi: {' '.join(text.split())}", file=sys.stderr)
+    if text:  # none where the help was printed instead
+        print(f"didi: {' '.join(text.split())}", file=sys.stderr)
     return int(code)

@@ -12,7 +12,7 @@ def command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE].")
+        Path | None, typer.Option(help="Folder of the run (default: runs/RECIPE).")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint.")
@@ -45,5 +45,8 @@ def command(
             f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume."
         )
         raise typer.Exit(128 + (result.outcome.signal or 0))
-    typer.echo(f"Trained {step} steps: {folder} (log.jsonl, recipe.yaml, checkpoints/)")
-    typer.echo(f"Next: didi eval {folder} --metrics nelbo --data DATA")
+    typer.echo(
+        f"Trained {step} steps. Wrote {folder}: model.safetensors, config.json and tokenizer.json "
+        "(the averaged model), recipe.yaml, log.jsonl, checkpoints/"
+    )
+    typer.echo(f"Next: didi generate {folder}")

@@ -29,9 +29,9 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._display is not None:
-            self._display.stop()
+            self._display.stop(finished=kind is None)
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
         """Show that `done` of `total` units of a stage are done."""
@@ -82,7 +82,9 @@ class _Bars:
             self._task = self._bars.add_task(stage, rate="")
         self._bars.update(self._task, completed=done, total=total, rate=rate)
 
-    def stop(self) -> None:
+    def stop(self, finished: bool) -> None:
+        for task in self._bars.tasks if finished else ():
+            self._bars.update(task.id, completed=task.total)
         self._bars.stop()
 
 
@@ -105,7 +107,7 @@ class _Lines:
             line += f", {_clock((total - done) / speed)} left" if total else ""
         print(line, file=sys.stderr)
 
-    def stop(self) -> None:
+    def stop(self, finished: bool) -> None:
         pass
 
 

@@ -1,6 +1,7 @@
 """From plain dictionaries (YAML, `--set`) to dataclasses: types checked, a typo is an error."""
 
 import difflib
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -53,23 +54,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(
+    values: dict[str, Any], overrides: Sequence[str], flag: str = "--set"
+) -> dict[str, Any]:
     """Return a copy of `values` with each `section.key=value` put in its place."""
     result = _copy(values)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
-            raise UserError(f"--set {override}: write it as section.key=value.")
+            raise UserError(f"{flag} {override}: write it as section.key=value.")
         *sections, last = key.strip().split(".")
         target = result
         for section in sections:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
-                raise UserError(f"--set {override}: `{section}` is a value, not a section.")
+                raise UserError(f"{flag} {override}: `{section}` is a value, not a section.")
         try:
             target[last] = yaml.safe_load(text)
         except yaml.YAMLError:
-            raise UserError(f"--set {override}: the value is not valid YAML.") from None
+            raise UserError(f"{flag} {override}: the value is not valid YAML.") from None
     return result
 
 
@@ -89,7 +92,7 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _value(next(a for a in args if a is not type(None)), value, where, name)
+        return _first_that_fits([a for a in args if a is not type(None)], value, where, name)
     if origin is Literal:
         if isinstance(value, bool) and "on" in args:
             value = "on" if value else "off"  # YAML 1.1 reads `on` and `off` as booleans
@@ -106,6 +109,15 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
     return _scalar(hint, value, where, name)
 
 
+def _first_that_fits(hints: Sequence[Any], value: Any, where: str, name: str) -> Any:
+    for hint in hints[:-1]:
+        try:
+            return _value(hint, value, where, name)
+        except UserError:
+            continue
+    return _value(hints[-1], value, where, name)
+
+
 def _scalar(hint: type, value: Any, where: str, name: str) -> Any:
     if hint is float:
         # YAML 1.1 reads `1e-4` as text; people mean the number.
@@ -117,6 +129,8 @@ def _scalar(hint: type, value: Any, where: str, name: str) -> Any:
     elif hint is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
+        if isinstance(value, (float, str)) and re.fullmatch(r"\d+(\.0*)?(e\+?\d+)?", str(value)):
+            return int(float(value))  # `1e3`: text to YAML 1.1, a whole number to people
     elif isinstance(value, hint):
         return value
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -46,7 +46,7 @@ class ModelRecipe:
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         given.setdefault("time_conditioning", self.kind == "duo")
         needed = num_tokens if self.kind == "duo" else num_tokens + 1
-        vocab_size = self.vocab_size or needed
+        vocab_size = needed if self.vocab_size is None else self.vocab_size
         if vocab_size < needed:
             extra = "" if self.kind == "duo" else " and the mask"
             raise UserError(

@@ -26,7 +26,7 @@ from didi_instruct.data.corpus import (
 from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
 from didi_instruct.data.manifest import Manifest, Split, SplitInfo, TokenizerInfo
 from didi_instruct.data.packing import ShardWriter, TokenBatch, encode_pieces
-from didi_instruct.data.readers import DOCUMENTS, Documents, ReadOptions
+from didi_instruct.data.readers import Documents, ReadOptions, check_documents
 from didi_instruct.data.resume import (
     PROGRESS_FILE,
     PrepareState,
@@ -79,8 +79,7 @@ class PrepareSettings:
             raise UserError(f"--valid is {self.valid}: use 0 or more.")
         if self.shard_rows is not None and self.shard_rows < 1:
             raise UserError(f"--shard-rows is {self.shard_rows}: use 1 or more.")
-        if self.documents not in DOCUMENTS:
-            raise UserError(f"--documents is `{self.documents}`: use {', '.join(DOCUMENTS)}.")
+        check_documents(self.documents)
         if self.bpe_size is not None and self.eot not in (None, END_OF_TEXT):
             raise UserError(f"--eot is `{self.eot}`, but a bpe:N tokenizer has {END_OF_TEXT}.")
 

@@ -19,6 +19,15 @@ from didi_instruct.errors import MissingExtraError, UserError
 
 Documents = Literal["file", "line", "paragraph"]
 DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
+
+
+def check_documents(word: str) -> Documents:
+    """Return the word if it says what a document is."""
+    if word not in DOCUMENTS:
+        raise UserError(f"--documents is `{word}`: use {', '.join(DOCUMENTS)}.")
+    return word
+
+
 Fragment = tuple[str, bool]
 
 PIECE_CHARACTERS = 1 << 14

@@ -54,6 +54,8 @@ def find_sources(src: str) -> list[Source]:
 
     Hidden files and folders are passed over.
     """
+    if not src.strip():
+        raise UserError("No corpus is named: give a file, a folder or hf:NAME.")
     if src == "hf:":
         raise UserError("`hf:` needs the name of a dataset behind it: hf:NAME or hf:NAME:split.")
     if src.startswith("hf:"):

@@ -73,10 +73,12 @@ def likelihood(
         noise = objective.draw(count * draws, generator)
         for first in range(0, count, batch_size):
             tokens = data(start + first, min(batch_size, count - first))
-            rows = slice(first * draws, (first + len(tokens)) * draws)
-            batch = objective.corrupt(tokens.repeat_interleave(draws, 0), *(n[rows] for n in noise))
-            losses = loss({k: v.to(device) for k, v in batch.items()})
-            means.append(losses.double().view(-1, draws).mean(1).cpu())
+            total = torch.zeros(len(tokens), dtype=torch.float64)
+            for k in range(draws):
+                rows = range(first * draws + k, (first + len(tokens)) * draws, draws)
+                batch = objective.corrupt(tokens, *(n[rows] for n in noise))
+                total += loss({k: v.to(device) for k, v in batch.items()}).double().cpu()
+            means.append(total / draws)
             if progress is not None:
                 progress(start + first + len(tokens))
     values = torch.cat(means)

@@ -47,10 +47,15 @@ def restrict(
 def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one token per row by inverting the cumulative probabilities.
 
-    Shapes: log_p (R, V) float64, uniforms (R,) float64 in [0, 1) -> (R,).
+    Shapes: log_p (R, V) float64, or (1, V) for one law shared by all rows; uniforms (R,) float64 in
+    [0, 1) -> (R,).
     """
     cumulative = log_p.exp().cumsum(-1)
-    target = uniforms[:, None] * cumulative[:, -1:]
     # `right`: the first token whose sum exceeds the target, so never one of probability 0.
-    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    if len(log_p) == 1:
+        target = uniforms * cumulative[0, -1]
+        token = torch.searchsorted(cumulative[0], target, right=True)
+    else:
+        target = uniforms[:, None] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     return token.clamp(max=log_p.shape[-1] - 1)

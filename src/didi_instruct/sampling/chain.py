@@ -5,7 +5,7 @@ bookkeeping: which positions are still open, what the drawn tokens cost, how man
 watching.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -19,6 +19,8 @@ from didi_instruct.sampling.noise import uniforms
 
 PAD = -1
 """In z: nothing is here, neither text nor mask. Never attended, never written."""
+PART_ELEMENTS = 2**24
+"""Entries held at a time of float64 laws over the vocabulary, where every mask needs one."""
 
 
 class Denoiser(Protocol):
@@ -28,7 +30,7 @@ class Denoiser(Protocol):
     mask `where` (B, L) selects, in order, for less than the price of all.
     """
 
-    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+    def __call__(self, z: Tensor, t: Tensor, /) -> Tensor:
         """Logits of the clean token at every position."""
 
 
@@ -41,6 +43,7 @@ class Purpose(IntEnum):
     REMASK = 3
     ORDER = 4
     START = 5
+    BLOCK = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,16 @@ class Canvas:
     mask_id: int
     samples: Tensor
     """(B,) index of each sample within the seed."""
+    allowed: Tensor | None = None
+    """(L,) or (B, L) positions where masks may be filled; the others stay masks. None: all."""
+    stream: tuple[int, ...] = ()
+    """First numbers of all its random streams: a text written in parts has other noise in each."""
+
+    @property
+    def open(self) -> Tensor:
+        """(B, L) positions to write."""
+        masked = self.tokens == self.mask_id
+        return masked if self.allowed is None else masked & self.allowed
 
     @classmethod
     def blank(
@@ -133,7 +146,7 @@ class Chain:
         self.denoiser, self.canvas, self.settings = denoiser, canvas, settings
         self.steps, self.callback = steps, callback
         self.z = canvas.tokens.clone()
-        self.open = canvas.tokens == canvas.mask_id
+        self.open = canvas.open
         """Positions to write, whether they are written yet or not."""
         batch = len(self.z)
         self.log_prob = torch.zeros(batch, dtype=torch.float64, device=self.z.device)
@@ -144,26 +157,39 @@ class Chain:
     @property
     def masked(self) -> Tensor:
         """(B, L) positions still to write."""
-        return self.z == self.canvas.mask_id
+        return (self.z == self.canvas.mask_id) & self.open
+
+    @property
+    def share(self) -> float:
+        """Part of the open positions that is still masked: the clock of samplers without another.
+
+        It falls from 1 to 0 as time does.
+        """
+        return float(self.masked.sum() / self.open.sum().clamp(min=1))
 
     def uniforms(self, *stream: int) -> Tensor:
         """(B, L) numbers in [0, 1) for a purpose, a step, …."""
+        stream = (*self.canvas.stream, *stream)
         return uniforms(self.settings.seed, self.canvas.samples, stream, self.z.shape[1])
 
-    def logits(self, t: float, where: Tensor) -> Tensor:
-        """Logits (R, V) of the positions `where` (B, L) selects; rows without one are not run."""
+    def logits(self, t: float | Tensor, where: Tensor) -> Tensor:
+        """Logits (R, V) of the positions `where` (B, L) selects; rows without one are not run.
+
+        t is one time for all samples, or (B,).
+        """
         active = where.any(1)
         if not active.any():
             raise ValueError("no position is selected: the step needs no pass")
         z, where = self.z[active], where[active]
-        if len(z) > 1 and bool((z == z[:1]).all()):
+        times = torch.as_tensor(t, device=z.device).expand(len(self.z))[active]
+        if len(z) > 1 and bool((z == z[:1]).all() & (times == times[:1]).all()):
             # The same input for every row, such as all masks: one row serves all of them.
             self.passes += 1 / len(self.z)
             columns = where.any(0)
-            shared = logits_at(self.denoiser, z[:1], t, columns[None])
+            shared = logits_at(self.denoiser, z[:1], times[:1], columns[None])
             return shared[(columns.cumsum(0) - 1)[where.nonzero()[:, 1]]]
         self.passes += len(z) / len(self.z)
-        return logits_at(self.denoiser, z, t, where)
+        return logits_at(self.denoiser, z, times, where)
 
     def law(self, logits: Tensor) -> Tensor:
         """Log-probabilities (R, V) that tokens are drawn from."""
@@ -181,6 +207,11 @@ class Chain:
         self.log_prob.index_add_(0, where.nonzero()[:, 0], log_p)
         self.confidence = self.confidence.masked_scatter(where, log_p.exp())
 
+    def erase(self, where: Tensor) -> None:
+        """Mask positions that were written."""
+        self.z = self.z.masked_fill(where, self.canvas.mask_id)
+        self.confidence = self.confidence.masked_fill(where, 0.0)
+
     def tell(self, time: float, revealed: Tensor) -> None:
         """End a step."""
         if self.callback is not None:
@@ -189,17 +220,28 @@ class Chain:
         self._index += 1
 
     def samples(self, nfe: int, *, exact_path: bool = True, disc_calls: int = 0) -> Samples:
-        """Return the result."""
+        """Return the result; weights that give no numbers are refused here, once."""
+        if bool(self.log_prob.isnan().any()):
+            raise UserError("The model's logits are not numbers: its weights are damaged.")
         log_prob = self.log_prob if exact_path else None
         return Samples(self.z, log_prob, nfe, self.passes, disc_calls)
 
 
-def logits_at(denoiser: Denoiser, z: Tensor, t: float, where: Tensor) -> Tensor:
-    """Logits (R, V) of the selected positions, from a denoiser that may know a shortcut."""
-    times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
+def logits_at(denoiser: Denoiser, z: Tensor, t: float | Tensor, where: Tensor) -> Tensor:
+    """Logits (R, V) of the selected positions, from a denoiser that may know a shortcut.
+
+    t is one time, or one for each row of z (B, L).
+    """
+    times = torch.as_tensor(t, dtype=torch.float32, device=z.device).expand(len(z))
     rows = getattr(denoiser, "rows", None)
     logits: Tensor = denoiser(z, times)[where] if rows is None else rows(z, times, where)
     return logits
+
+
+def in_parts(logits: Tensor, *companions: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of logits (R, V) and of what belongs to them (R, ...), as many at a time as fit."""
+    rows = max(1, PART_ELEMENTS // logits.shape[1])
+    return zip(*(torch.split(tensor, rows) for tensor in (logits, *companions)), strict=True)
 
 
 def join(parts: Sequence[Samples]) -> Samples:

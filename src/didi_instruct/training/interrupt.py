@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -16,7 +17,8 @@ class Interrupt:
     Ctrl-C again, some seconds later, wants out at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say
         self.signal: int | None = None
         self._since = 0.0
         self._previous: dict[int, object] = {}
@@ -25,6 +27,8 @@ class Interrupt:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._since = number, now
+            if self._say is not None:
+                self._say("Stopping after this step, to save it (Ctrl-C again: quit without).")
         elif number == signal.SIGINT and now - self._since > PATIENCE:
             raise KeyboardInterrupt
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.data.files import require_space
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.training.checkpoints import Checkpoint, Checkpoints
 from didi_instruct.training.interrupt import Interrupt
@@ -40,6 +41,9 @@ class Task(Protocol):
 
     def write_model(self, folder: Path) -> None:
         """Write the product into a folder; all processes call."""
+
+    def checkpoint_bytes(self) -> int:
+        """Room that one checkpoint takes, about."""
 
     def identity(self) -> Mapping[str, Any]:
         """What a checkpoint belongs to, as plain values: the data, say."""
@@ -101,11 +105,13 @@ class Loop:
 
     def run(self, start: int = 0) -> Outcome:
         """Train from step `start` to the end, or until a signal asks to stop."""
+        if self.world.is_main:
+            require_space(self.folder, self.task.checkpoint_bytes())
         log = RunLog(self.folder, resume_from=start) if self.world.is_main else None
         self.reporter.start(start, self.config.steps)
         self._logged_at = time.monotonic()
         try:
-            with Interrupt() as interrupt:
+            with Interrupt(self.reporter.say) as interrupt:
                 return self._run(start, interrupt, log)
         finally:
             self.reporter.stop()
@@ -116,6 +122,7 @@ class Loop:
         for step in range(start, self.config.steps):
             self._pending.append(self.task.step(step))
             done = step + 1
+            self.reporter.tick(done)
             last = done == self.config.steps
             stop = self.world.largest(interrupt.signal or 0)
             saves = last or stop or done % self.config.save_every == 0

@@ -23,6 +23,9 @@ from didi_instruct.training.optim import Updater, learning_rate
 from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
 from didi_instruct.training.world import World
 
+CPU_TOKENS = 8192
+"""Tokens of a forward pass on a CPU, where a recipe does not say."""
+
 
 class LossModule(nn.Module):
     """The network and its objective as one module, the unit that DDP and FSDP wrap."""
@@ -89,7 +92,7 @@ class PretrainTask:
         )
         torch.manual_seed(mix(train.seed, "dropout", step, self.world.rank))
         share = self.world.share(train.batch_size)
-        size = train.micro_batch or len(share)
+        size = train.micro_batch or self._default_micro_batch(len(share))
         total = torch.zeros((), device=self.world.device)
         for first in range(share.start, share.stop, size):
             rows = slice(first, min(first + size, share.stop))
@@ -100,6 +103,12 @@ class PretrainTask:
                 (loss * self.world.size).backward()
             total += loss.detach()
         return {"loss": self.world.sum(total), "grad_norm": self.updater.update(step)}
+
+    def _default_micro_batch(self, share: int) -> int:
+        """All at once on a GPU; on a CPU little at a time, which is no slower and fits a laptop."""
+        if self.world.device.type == "cuda":
+            return share
+        return max(1, min(share, CPU_TOKENS // self.data.length))
 
     def _batch(self, position: int, rows: slice, noise: tuple[Tensor, ...]) -> Batch:
         tokens = self.data.rows(position + rows.start, rows.stop - rows.start)
@@ -125,6 +134,10 @@ class PretrainTask:
             flops = 3 * flops_per_token(self.model_config, self.objective.head_fraction)
             values["mfu"] = rate * flops / (self.world.size * matmul_rate(self.world.device))
         return values
+
+    def checkpoint_bytes(self) -> int:
+        """Weights, average, two moments, and the model to load."""
+        return 5 * sum(p.numel() * 4 for p in self.model.parameters())
 
     def identity(self) -> Mapping[str, Any]:
         """The data that positions in the stream refer to."""

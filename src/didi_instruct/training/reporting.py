@@ -25,6 +25,9 @@ class Reporter(Protocol):
     def start(self, step: int, steps: int) -> None:
         """Training begins at `step`."""
 
+    def tick(self, step: int) -> None:
+        """One more step is done."""
+
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Numbers of the latest logged step."""
 
@@ -74,6 +77,11 @@ class TerminalReporter:
             )
             self._progress.start()
 
+    def tick(self, step: int) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Move the bar, or print a line when the last one is old."""
         if self._progress is not None:
@@ -103,6 +111,9 @@ class SilentReporter:
     """Says nothing: other ranks, tests."""
 
     def start(self, step: int, steps: int) -> None:
+        """Nothing."""
+
+    def tick(self, step: int) -> None:
         """Nothing."""
 
     def advance(self, step: int, values: Mapping[str, Any]) -> None:

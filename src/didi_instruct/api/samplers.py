@@ -1,0 +1,248 @@
+"""Samplers by name: which models they are for, their options, how they are called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from didi_instruct.config.model import Kind
+from didi_instruct.config.parse import nearest, parse
+from didi_instruct.errors import UserError
+from didi_instruct.models.ar import ARModel
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.autoregressive import autoregressive
+from didi_instruct.sampling.blocks import blocks
+from didi_instruct.sampling.chain import Callback, Canvas, Denoiser, Draw, Samples
+from didi_instruct.sampling.first_hitting import first_hitting
+from didi_instruct.sampling.guided import Guidance, Guide, rgas
+from didi_instruct.sampling.ordered import ordered
+from didi_instruct.sampling.remasking import remasking
+from didi_instruct.sampling.uniform_state import uniform_state
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a model brings to a sampler."""
+
+    network: nn.Module
+    schedule: Schedule
+    denoiser: Denoiser
+    guide: Guide | None
+    eot_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One batch for a sampler."""
+
+    engine: Engine
+    canvas: Canvas
+    settings: Draw
+    steps: int
+    callback: Callback | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """Nothing to set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AncestralOptions:
+    """Options of `ancestral`."""
+
+    grid: str | tuple[float, ...] = "uniform"
+    """`uniform`, `cosine`, or steps + 1 times falling from 1 to 0."""
+    greedy_tail: bool = False
+    """Take the most probable tokens in the last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderedOptions:
+    """Options of `confidence`, `entropy` and `margin`."""
+
+    threshold: float | None = None
+    """Keep all that pass it, instead of an even share per step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemaskingOptions:
+    """Options of `remasking`."""
+
+    eta: float = 0.05
+    """How much is masked again."""
+    strategy: str = "cap"
+    """`cap`: at most eta; `rescale`: eta times the most that is possible."""
+    grid: str | tuple[float, ...] = "uniform"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOptions:
+    """Options of `blocks`."""
+
+    block_length: int = 32
+    """Tokens finished before the next begin; each block takes `steps` steps."""
+    inner: Literal["ancestral", "confidence", "entropy", "margin"] = "ancestral"
+    """How a block is written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TailOptions:
+    """Options of `uniform-state`."""
+
+    greedy_tail: bool = False
+    """Take the most probable tokens in the last step."""
+
+
+def _ancestral(call: Call, options: AncestralOptions) -> Samples:
+    return ancestral(
+        call.engine.denoiser,
+        call.engine.schedule,
+        call.canvas,
+        steps=call.steps,
+        settings=call.settings,
+        grid=options.grid,
+        greedy_tail=options.greedy_tail,
+        callback=call.callback,
+    )
+
+
+def _guided(call: Call, options: Guidance) -> Samples:
+    if call.engine.guide is None:
+        raise UserError("This sampler needs a discriminator, and the model has none.")
+    return rgas(
+        call.engine.denoiser,
+        call.engine.schedule,
+        call.engine.guide,
+        call.canvas,
+        steps=call.steps,
+        settings=call.settings,
+        guidance=options,
+        callback=call.callback,
+    )
+
+
+def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
+    def run(call: Call, options: OrderedOptions) -> Samples:
+        return ordered(
+            call.engine.denoiser,
+            call.canvas,
+            steps=None if options.threshold is not None else call.steps,
+            order=order,
+            threshold=options.threshold,
+            settings=call.settings,
+            callback=call.callback,
+        )
+
+    return run
+
+
+def _remasking(call: Call, options: RemaskingOptions) -> Samples:
+    return remasking(
+        call.engine.denoiser,
+        call.engine.schedule,
+        call.canvas,
+        steps=call.steps,
+        settings=call.settings,
+        eta=options.eta,
+        strategy=options.strategy,
+        grid=options.grid,
+        callback=call.callback,
+    )
+
+
+def _blocks(call: Call, options: BlockOptions) -> Samples:
+    engine = call.engine
+    inner: Callable[..., Samples] = partial(ancestral, engine.denoiser, engine.schedule)
+    if options.inner != "ancestral":
+        inner = partial(ordered, engine.denoiser, order=options.inner)
+    return blocks(
+        inner,
+        call.canvas,
+        block_length=options.block_length,
+        steps=call.steps,
+        settings=call.settings,
+        callback=call.callback,
+    )
+
+
+def _first_hitting(call: Call, options: NoOptions) -> Samples:
+    return first_hitting(
+        call.engine.denoiser,
+        call.engine.schedule,
+        call.canvas,
+        settings=call.settings,
+        callback=call.callback,
+    )
+
+
+def _uniform_state(call: Call, options: TailOptions) -> Samples:
+    return uniform_state(
+        call.engine.denoiser,
+        call.engine.schedule,
+        call.canvas,
+        steps=call.steps,
+        settings=call.settings,
+        greedy_tail=options.greedy_tail,
+        callback=call.callback,
+    )
+
+
+def _autoregressive(call: Call, options: NoOptions) -> Samples:
+    assert isinstance(call.engine.network, ARModel)
+    return autoregressive(
+        call.engine.network,
+        call.canvas,
+        settings=call.settings,
+        eot_id=call.engine.eot_id,
+        callback=call.callback,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sampler by name."""
+
+    name: str
+    kind: Kind
+    options: type
+    run: Callable[[Call, Any], Samples]
+    needs_guide: bool = False
+
+    def __call__(self, call: Call, options: Mapping[str, Any]) -> Samples:
+        """Run with options by name, checked."""
+        parsed: Any = parse(self.options, dict(options), where=f"sampler {self.name}")
+        return self.run(call, parsed)
+
+
+SAMPLERS = {
+    s.name: s
+    for s in (
+        Sampler("ancestral", "mdlm", AncestralOptions, _ancestral),
+        Sampler("rgas", "mdlm", Guidance, _guided, needs_guide=True),
+        Sampler("confidence", "mdlm", OrderedOptions, _ordered("confidence")),
+        Sampler("entropy", "mdlm", OrderedOptions, _ordered("entropy")),
+        Sampler("margin", "mdlm", OrderedOptions, _ordered("margin")),
+        Sampler("remasking", "mdlm", RemaskingOptions, _remasking),
+        Sampler("blocks", "mdlm", BlockOptions, _blocks),
+        Sampler("first-hitting", "mdlm", NoOptions, _first_hitting),
+        Sampler("uniform-state", "duo", TailOptions, _uniform_state),
+        Sampler("autoregressive", "ar", NoOptions, _autoregressive),
+    )
+}
+PLAIN = {"mdlm": "ancestral", "duo": "uniform-state", "ar": "autoregressive"}
+
+
+def find_sampler(name: str | None, kind: Kind) -> Sampler:
+    """Return the sampler of that name, or the plain one of a kind of model."""
+    name = PLAIN[kind] if name is None else name
+    if name not in SAMPLERS:
+        raise UserError(f"`{name}` is not a sampler.{nearest(name, list(SAMPLERS))}")
+    sampler = SAMPLERS[name]
+    if sampler.kind != kind:
+        fitting = ", ".join(s.name for s in SAMPLERS.values() if s.kind == kind)
+        raise UserError(f"`{name}` does not sample models of kind {kind}. Those do: {fitting}.")
+    return sampler

@@ -1,0 +1,111 @@
+"""`didi generate`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from didi_instruct.errors import UserError
+
+
+def command(
+    source: Annotated[
+        str | None, typer.Argument(help="The model: a folder written by didi.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Passes of the model per sample.")] = 16,
+    num: Annotated[int, typer.Option(help="Samples (of each prompt).")] = 1,
+    length: Annotated[int | None, typer.Option(help="Tokens, what is given included.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; may be repeated.")
+    ] = None,
+    suffix: Annotated[str | None, typer.Option(help="Text to end with.")] = None,
+    infill: Annotated[
+        str | None, typer.Option(help='Text with gaps to fill: "Once ___ time".')
+    ] = None,
+    gap: Annotated[str, typer.Option(help="Tokens of a gap: 8, 4-12, auto or auto:4-12.")] = "auto",
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            help="ancestral, rgas, confidence, entropy, margin, remasking, blocks, "
+            "first-hitting; uniform-state; autoregressive."
+        ),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="A setting of the sampler."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 64,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the denoising as .html, .gif or .json.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+) -> None:
+    """Sample text: from nothing, after a prompt, or into gaps."""
+    if source is None:
+        raise UserError("Name a model: a folder that `didi pretrain` wrote.")
+    from didi_instruct.api.generation import Request
+    from didi_instruct.api.model import load
+    from didi_instruct.cli.stream import TerminalStream
+    from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.sampling.trace import Trace, check_path
+
+    if trace is not None:
+        check_path(trace)
+    request = Request(
+        num=num, steps=steps, length=length, prompt=prompt, suffix=suffix, infill=infill, gap=gap,
+        sampler=sampler, options=apply_overrides({}, options or (), flag="--option"),
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
+    )  # fmt: skip
+    model = load(source, device=device)
+    if model.tokenizer is None:
+        raise UserError(f"{source} has no tokenizer, so its samples are no text: use Python.")
+    recorded = (
+        None
+        if trace is None
+        else Trace(
+            model.mask_symbol,
+            model.tokenizer.eot_id,
+            about={"sampler": sampler or "plain", "steps": steps, "seed": seed},
+        )
+    )
+    with TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream:
+
+        def watch(step: Any) -> None:
+            stream(step)
+            if recorded is not None:
+                recorded(step)
+
+        drawn = model.request(request, callback=watch)
+    texts = model.texts(drawn.tokens, open_ended=request.open_ended)
+    if as_json:
+        typer.echo(json.dumps(_facts(texts, drawn, request), indent=1, ensure_ascii=False))
+    else:
+        for text in texts:
+            typer.echo(text if num * len(prompt or [""]) == 1 else f"{text}\n")
+    if recorded is not None and trace is not None:
+        recorded.write(trace, model.tokenizer)
+        typer.echo(f"Wrote {trace}", err=True)
+
+
+def _facts(texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
+    paths = [None] * len(texts) if drawn.log_prob is None else drawn.log_prob.tolist()
+    return {
+        "sampler": request.sampler,
+        "steps": request.steps,
+        "nfe": drawn.nfe,
+        "passes": drawn.passes,
+        "disc_calls": drawn.disc_calls,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "samples": [
+            {"text": text, "tokens": row, "log_prob": path}
+            for text, row, path in zip(texts, drawn.tokens.tolist(), paths, strict=True)
+        ],
+    }

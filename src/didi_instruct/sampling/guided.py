@@ -1,0 +1,305 @@
+"""RGAS, the reward-guided ancestral sampler: Algorithm 2.
+
+The first steps tilt the logits along the gradient of a discriminator's reward (Eq. 10), the others
+draw several candidates and keep one by its reward (Eq. 11). High reward means teacher-like.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from didi_instruct.errors import UserError
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.ancestral import reveal_chances
+from didi_instruct.sampling.categorical import draw
+from didi_instruct.sampling.chain import (
+    PAD,
+    Callback,
+    Canvas,
+    Chain,
+    Denoiser,
+    Draw,
+    Purpose,
+    Samples,
+)
+from didi_instruct.sampling.grids import Grid, time_grid
+
+Score = Literal["sum", "mean"]
+Select = Literal["sample", "best"]
+
+FORWARD = 1
+FORWARD_AND_BACKWARD = 3
+SOFTMAX_ROWS = 4096
+"""Rows of probabilities held at a time; of the logits there is one row per mask."""
+
+
+class Guide(Protocol):
+    """Log-ratios of teacher over student, from embeddings that may be mixtures of tokens."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """(V, d) embeddings of the real tokens."""
+
+    def embed(self, z: Tensor) -> Tensor:
+        """Embeddings (B, L, d) of tokens and masks (B, L)."""
+
+    def score(self, embeddings: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        """Log-ratio (B, L) at every position; z tells which ones are padding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guidance:
+    """How a guide steers; h = 0 and one candidate leave ancestral sampling as it is."""
+
+    h_start: float = 30.0
+    """Tilting scale h of the first step. A negative h is the control: it must do harm."""
+    h_end: float = 40.0
+    """h of the last tilting step, with a straight line between the two."""
+    candidates: int = 4
+    """M, the states among which a re-ranking step chooses."""
+    split: float = 0.5
+    """Fraction of the steps that tilt, rounded down; the others re-rank."""
+    score: Score = "sum"
+    """Re-rank by log-ratios summed over all positions, or averaged over the masked ones."""
+    select: Select = "sample"
+    """Take a candidate with probability softmax(score), or the one of the best score."""
+    clamp: float = 1.0
+    """Largest entry of the reward's gradient with respect to the logits."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot guide."""
+        for name in ("h_start", "h_end"):
+            if not math.isfinite(getattr(self, name)):
+                raise UserError(f"guidance.{name} is {getattr(self, name)}: use a finite number.")
+        if self.candidates < 1:
+            raise UserError(
+                f"guidance.candidates is {self.candidates}: use 1 (no re-ranking) or more."
+            )
+        if not 0 <= self.split <= 1:
+            raise UserError(f"guidance.split is {self.split}: use 0 (no tilting) to 1 (all steps).")
+        if not self.clamp > 0:
+            raise UserError(f"guidance.clamp is {self.clamp}: use more than 0.")
+        for name, words in (("score", Score), ("select", Select)):
+            if (word := getattr(self, name)) not in get_args(words):
+                known = ", ".join(get_args(words))
+                raise UserError(f"`{word}` is not a guidance.{name}. Known: {known}.")
+
+    def scales(self, steps: int) -> list[float]:
+        """The h of each tilting step."""
+        # The margin keeps 0.29 * 100 = 28.999... from losing a step.
+        tilting = math.floor(self.split * steps + 1e-9)
+        slope = (self.h_end - self.h_start) / max(tilting - 1, 1)
+        return [self.h_start + slope * n for n in range(tilting)]
+
+
+@torch.no_grad()
+def rgas(
+    denoiser: Denoiser,
+    schedule: Schedule,
+    guide: Guide | None,
+    canvas: Canvas,
+    *,
+    steps: int,
+    settings: Draw | None = None,
+    guidance: Guidance | None = None,
+    grid: Grid = "uniform",
+    callback: Callback | None = None,
+) -> Samples:
+    """Algorithm 2: ancestral sampling whose early steps tilt and whose late steps re-rank.
+
+    Temperature, top-p and top-k apply after tilting. With h = 0 and M = 1 it is `ancestral`, bit
+    for bit, and needs no guide. Tilting depends on the state alone, so its path has an exact
+    probability; re-ranking has none (`log_prob` is None). `disc_calls` is that of the sample with
+    the most.
+    """
+    guidance = guidance or Guidance()
+    chain = Chain(denoiser, canvas, settings or Draw(), steps=steps, callback=callback)
+    chances = reveal_chances(schedule, times := time_grid(grid, steps))
+    scales = guidance.scales(steps)
+    reranks = guidance.candidates > 1 and len(scales) < steps
+    guided = reranks or any(scales)
+    if guided and guide is None:
+        raise UserError("RGAS needs a discriminator, unless h is 0 and candidates is 1.")
+
+    calls = torch.zeros(len(chain.z), dtype=torch.long, device=chain.z.device)
+    for n, chance in enumerate(chances):
+        if n >= len(scales) and reranks:
+            assert guide is not None
+            candidates = draw_candidates(chain, guidance.candidates, n, times[n], chance)
+            reveal = choose(chain, guide, candidates, guidance, n, times[n + 1])
+            calls += guidance.candidates * candidates.ran
+        else:
+            reveal = chain.masked & (chain.uniforms(Purpose.REVEAL, n) < chance)
+            h = scales[n] if n < len(scales) else 0.0
+            if reveal.any():
+                if h == 0:
+                    logits = chain.logits(times[n], reveal)
+                else:
+                    assert guide is not None
+                    logits = tilted_logits(chain, guide, times[n], reveal, h, guidance.clamp)
+                    calls += reveal.any(1)
+                chain.write(reveal, chain.law(logits), Purpose.TOKEN, n)
+        chain.tell(times[n], reveal)
+    disc_calls = max(calls.tolist(), default=0)
+    return chain.samples(nfe=steps, exact_path=not reranks, disc_calls=disc_calls)
+
+
+# Tilting
+
+
+@torch.no_grad()
+def tilted_logits(
+    chain: Chain, guide: Guide, t: float, reveal: Tensor, h: float, clamp: float
+) -> Tensor:
+    """Logits + h * gradient of the reward, where tokens are about to be drawn: Eq. (10).
+
+    The reward of a sample is the sum of the log-ratios over its masks, each of which shows the
+    guide the average embedding under the denoiser. So the denoiser's output is needed at all masks
+    of the samples that reveal something, but a gradient only where they do.
+
+    Shapes: reveal (B, L) -> (R, V), the selected positions in order.
+    """
+    source = _sources(chain.z, reveal.any(1))
+    runs = torch.zeros_like(reveal[:, 0]).index_fill_(0, source, True)
+    masked = chain.masked & runs[:, None]
+    logits = chain.logits(t, masked)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    embedding = guide.embedding.to(dtype)
+    if len(embedding) != logits.shape[1]:
+        raise UserError(
+            f"The discriminator knows {len(embedding)} tokens and the denoiser {logits.shape[1]}: "
+            "use one that was trained for this model."
+        )
+    parts = torch.split(logits, SOFTMAX_ROWS)
+    mixed = torch.cat([part.to(dtype).softmax(-1) @ embedding for part in parts])
+    gradient = reward_gradient(guide, chain.z[runs], masked[runs], mixed, t)
+    chain.passes += FORWARD_AND_BACKWARD * int(runs.sum()) / len(chain.z)
+
+    sample, position = reveal.nonzero(as_tuple=True)
+    rank = masked.flatten().cumsum(0).view_as(masked) - 1
+    rows = rank[source[sample], position]
+    logits = logits[rows].to(dtype)
+    tilt = logit_gradient(logits.softmax(-1), embedding, gradient[rows].to(dtype))
+    return logits + h * tilt.clamp(-clamp, clamp)
+
+
+def _sources(z: Tensor, active: Tensor) -> Tensor:
+    """The row (B,) that is run for each active one: itself, or the first of them if all are equal.
+
+    Such as in the first step, where all are masks. Rows at rest share an active row.
+    """
+    rows = active.nonzero()[:, 0]
+    if bool((z[active] == z[rows[0]]).all()):
+        return rows[:1].expand(len(z))
+    return torch.where(active, torch.arange(len(z), device=z.device), rows[0])
+
+
+def reward_gradient(guide: Guide, z: Tensor, masked: Tensor, mixed: Tensor, t: float) -> Tensor:
+    """Gradient of the summed log-ratios of the masks with respect to their mixed embeddings.
+
+    No parameter of the guide accumulates a gradient.
+
+    Shapes: z and masked (B, L), mixed (R, d) -> (R, d), with R the masks in order.
+    """
+    hard = guide.embed(z)
+    with torch.enable_grad():
+        soft = mixed.to(hard.dtype).detach().requires_grad_()
+        embeddings = hard.masked_scatter(masked[..., None], soft)
+        reward = guide.score(embeddings, z, _times(z, t))[masked].sum()
+        (gradient,) = torch.autograd.grad(reward, soft)
+    return gradient
+
+
+def logit_gradient(p: Tensor, embedding: Tensor, gradient: Tensor) -> Tensor:
+    """From the gradient g at the mixture p @ E to that at the logits: p * (E g - p . E g).
+
+    Shapes: p (R, V), embedding E (V, d), gradient g (R, d) -> (R, V).
+    """
+    slope = gradient @ embedding.T
+    return p * (slope - (p * slope).sum(-1, keepdim=True))
+
+
+# Re-ranking
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """M possible next states of every sample."""
+
+    z: Tensor
+    """(M, B, L)."""
+    reveal: Tensor
+    """(M, B, L) positions that a candidate writes."""
+    log_p: Tensor
+    """(M, B, L) log-probability of the tokens written, 0 elsewhere."""
+
+    @property
+    def ran(self) -> Tensor:
+        """(B,) samples of which any candidate writes something: the others need no pass."""
+        return self.reveal.any(0).any(1)
+
+
+def draw_candidates(chain: Chain, num: int, n: int, t: float, chance: float) -> Candidates:
+    """Draw M next states, each with its own coins and tokens, from one pass of the denoiser.
+
+    The first candidate has the noise of `ancestral`; the others add their number to the streams.
+    """
+    streams = [(n,), *((n, m) for m in range(1, num))]
+    coins = torch.stack([chain.uniforms(Purpose.REVEAL, *stream) for stream in streams])
+    reveal = chain.masked & (coins < chance)
+    z = chain.z.repeat(num, 1, 1)
+    log_p = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
+    either = reveal.any(0)
+    if either.any():
+        law = chain.law(chain.logits(t, either))
+        for m, stream in enumerate(streams):
+            rows = law[reveal[m][either]]
+            token = draw(rows, chain.uniforms(Purpose.TOKEN, *stream)[reveal[m]])
+            z[m, reveal[m]] = token
+            log_p[m, reveal[m]] = rows.gather(-1, token[:, None]).squeeze(-1)
+    return Candidates(z, reveal, log_p)
+
+
+def choose(
+    chain: Chain, guide: Guide, candidates: Candidates, guidance: Guidance, n: int, s: float
+) -> Tensor:
+    """Take one candidate per sample by its score at time s, after the step: Eq. (11).
+
+    Shape: -> (B, L), the positions that this wrote.
+    """
+    ran = candidates.ran
+    choice = torch.zeros(len(ran), dtype=torch.long, device=ran.device)
+    if ran.any():
+        num = len(candidates.z)
+        z = candidates.z[:, ran].flatten(0, 1)
+        scores = candidate_scores(guide, z, s, chain.canvas.mask_id, guidance.score)
+        scores = scores.view(num, -1).T
+        chain.passes += FORWARD * len(z) / len(ran)
+        if guidance.select == "best":
+            choice[ran] = scores.argmax(1)
+        else:
+            uniforms = chain.uniforms(Purpose.SELECT, n)[ran, 0]
+            choice[ran] = draw(scores.log_softmax(1), uniforms)
+    chosen = (choice, torch.arange(len(choice), device=choice.device))
+    reveal = candidates.reveal[chosen]
+    chain.put(reveal, candidates.z[chosen][reveal], candidates.log_p[chosen][reveal])
+    return reveal
+
+
+def candidate_scores(guide: Guide, z: Tensor, t: float, mask_id: int, score: Score) -> Tensor:
+    """Log-ratio, summed over all positions or averaged over the masked ones (0 without any).
+
+    Shapes: (B, L) -> (B,) in float64.
+    """
+    log_ratio = guide.score(guide.embed(z), z, _times(z, t)).double()
+    counted = z != PAD if score == "sum" else z == mask_id
+    total = log_ratio.masked_fill(~counted, 0.0).sum(1)
+    return total if score == "sum" else total / counted.sum(1).clamp(min=1)
+
+
+def _times(z: Tensor, t: float) -> Tensor:
+    """One time per row."""
+    return torch.full((len(z),), t, dtype=torch.float32, device=z.device)

@@ -1,0 +1,159 @@
+"""What is given and what is to be written: prefixes, suffixes, gaps."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from didi_instruct.errors import UserError
+from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_at
+from didi_instruct.sampling.noise import uniforms
+
+GAP = re.compile(r" *_{3,}")
+WITNESSES = 4
+"""Given tokens after a gap that testify to its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Positions to write: between `shortest` and `longest` of them."""
+
+    shortest: int
+    longest: int
+    chosen: bool = False
+    """Whether the model chooses the number; else it is drawn evenly."""
+
+    def __post_init__(self) -> None:
+        """Refuse gaps that cannot be."""
+        if not 1 <= self.shortest <= self.longest:
+            raise UserError(f"A gap of {self.shortest} to {self.longest} tokens cannot be.")
+
+
+Template = list[list[int] | Gap]
+"""Given tokens and gaps, in turn."""
+
+
+def parse_gap(text: str) -> Gap:
+    """Read `8`, `4-12`, `auto` (the model chooses 1 to 16) or `auto:2-30`."""
+    if text == "auto":
+        return Gap(1, 16, chosen=True)
+    match = re.fullmatch(r"(auto:)?(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise UserError(f"--gap {text}: write 8, 4-12, auto or auto:4-12.")
+    return Gap(int(match[2]), int(match[3] or match[2]), chosen=match[1] is not None)
+
+
+def split_infill(text: str) -> list[str]:
+    """Cut a text at its gaps, which are three or more underscores.
+
+    Spaces before a gap are dropped: what is written there brings its own.
+    """
+    pieces = GAP.split(text)
+    if len(pieces) < 2:
+        raise UserError(f"--infill {text!r} has no gap: mark it with ___.")
+    return pieces
+
+
+def fit(template: Template, length: int) -> Template:
+    """Shorten the longest lengths of gaps so that any choice fits into `length` positions."""
+    gaps = [part for part in template if isinstance(part, Gap)]
+    given = sum(len(part) for part in template if not isinstance(part, Gap))
+    room = length - given - sum(gap.shortest for gap in gaps)
+    if room < 0:
+        raise UserError(f"The text has {length - room} tokens or more, the model reads {length}.")
+    each = room // len(gaps)
+    return [
+        replace(part, longest=min(part.longest, part.shortest + each))
+        if isinstance(part, Gap)
+        else part
+        for part in template
+    ]
+
+
+def lay_out(template: Template, lengths: Sequence[int], mask_id: int) -> list[int]:
+    """The row of a template whose gaps have these lengths."""
+    row: list[int] = []
+    gaps = iter(lengths)
+    for part in template:
+        row += [mask_id] * next(gaps) if isinstance(part, Gap) else part
+    return row
+
+
+def stack(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+    """Rows of any lengths as one batch, padded at the end: (B, longest)."""
+    width = max(len(row) for row in rows)
+    padded = [[*row, *[PAD] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device)
+
+
+def gap_lengths(
+    template: Template, denoiser: Denoiser, mask_id: int, seed: int, samples: Tensor
+) -> list[list[int]]:
+    """Lengths of a template's gaps, for each sample.
+
+    A gap drawn evenly takes one uniform per sample. A chosen one is drawn from
+    p(length) proportional to the probability of the first given tokens after it, all masked in one
+    pass per candidate: text that comes too early or too late is improbable where it stands.
+    """
+    gaps = [part for part in template if isinstance(part, Gap)]
+    drawn = uniforms(seed, samples, (Purpose.START,), len(gaps)).tolist()
+    laws = [_length_law(template, k, denoiser, mask_id, samples.device) for k in range(len(gaps))]
+    result = []
+    for numbers in drawn:
+        row = []
+        for gap, law, u in zip(gaps, laws, numbers, strict=True):
+            index = int(torch.searchsorted(law, u, right=True).clamp(max=len(law) - 1))
+            row.append(gap.shortest + index)
+        result.append(row)
+    return result
+
+
+def _length_law(
+    template: Template, which: int, denoiser: Denoiser, mask_id: int, device: torch.device
+) -> Tensor:
+    """Cumulative probabilities of the lengths of one gap, the others at their middle."""
+    gaps = [part for part in template if isinstance(part, Gap)]
+    gap = gaps[which]
+    candidates = range(gap.shortest, gap.longest + 1)
+    middle = [(g.shortest + g.longest) // 2 for g in gaps]
+    witnesses = _witnesses(template, which)
+    scores = torch.zeros(len(candidates), dtype=torch.float64)
+    if gap.chosen and witnesses and len(candidates) > 1:
+        rows, selected, truth = [], [], []
+        for length in candidates:
+            lengths = [*middle[:which], length, *middle[which + 1 :]]
+            row = lay_out(template, lengths, mask_id)
+            start = _end_of_gap(template, which, lengths)
+            hidden = range(start, start + witnesses)
+            truth += [row[i] for i in hidden]
+            rows.append([mask_id if i in hidden else token for i, token in enumerate(row)])
+            selected.append([i in hidden for i in range(len(row))])
+        z = stack(rows, device)
+        where = stack(selected, device) == 1
+        time = ((z == mask_id).sum() / (z != PAD).sum()).item()
+        log_p = logits_at(denoiser, z, time, where).double().log_softmax(-1).cpu()
+        scores = log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1)
+    return scores.softmax(0).cumsum(0)
+
+
+def _witnesses(template: Template, which: int) -> int:
+    """How many given tokens follow a gap, up to WITNESSES."""
+    place = [i for i, part in enumerate(template) if isinstance(part, Gap)][which]
+    following = template[place + 1] if place + 1 < len(template) else []
+    return 0 if isinstance(following, Gap) else min(WITNESSES, len(following))
+
+
+def _end_of_gap(template: Template, which: int, lengths: Sequence[int]) -> int:
+    """Position after a gap."""
+    position, seen = 0, -1
+    for part in template:
+        if isinstance(part, Gap):
+            seen += 1
+            position += lengths[seen]
+            if seen == which:
+                return position
+        else:
+            position += len(part)
+    raise AssertionError("no such gap")

@@ -1,0 +1,76 @@
+"""Which part of a text each token wrote.
+
+A token on its own says little: a byte-level one may hold half of a character, others owe their
+space to the neighbour. So texts are cut out of the decoded whole.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Ids to text, such as `Tokenizer.decode`."""
+
+_BROKEN = "\ufffd"
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
+
+
+def visible(text: str) -> str:
+    """Control characters as pictures of themselves: a text must not steer what shows it."""
+    return text.translate(_CONTROLS)
+
+
+def token_texts(
+    ids: Sequence[int], decode: Decode, hidden: Collection[int] = frozenset()
+) -> list[str]:
+    """Text of each position; joined, they are the decoded text.
+
+    A character that needs several tokens belongs to the last of them; the others have "". Hidden
+    ids (masks, padding) have "" too, and the rest is decoded as if they were not there.
+    """
+    shown = [i for i, token in enumerate(ids) if token not in hidden]
+    tokens = [ids[i] for i in shown]
+    texts = [""] * len(ids)
+    if not tokens:
+        return texts
+    # After a hidden token comes what a word looks like inside a text, not at its start.
+    lead = tokens[:1] if shown[0] > 0 else []
+    for i, text in zip(shown, _cut([*lead, *tokens], decode)[len(lead) :], strict=True):
+        texts[i] = text
+    return texts
+
+
+def _cut(tokens: list[int], decode: Decode) -> list[str]:
+    """Cut the decoded text at the ends of its tokens, looking at a few tokens at a time."""
+    text = decode(tokens)
+    pieces: list[str] = []
+    done = 0  # characters given to tokens
+    # Up to token `settled` the text is whole characters; `context` is such a place before it.
+    context = settled = settled_at = 0
+    before = ""
+    for k in range(len(tokens)):
+        longer = decode(tokens[context : k + 1])[len(before) :]
+        common = _agreement(longer, text[settled_at:])
+        end = max(done, settled_at + common) if k < len(tokens) - 1 else len(text)
+        pieces.append(text[done:end])
+        done = end
+        if longer and common == len(longer) and not longer.endswith(_BROKEN):
+            context, settled, settled_at = settled, k + 1, done
+            before = decode(tokens[context:settled])
+    return pieces
+
+
+def _agreement(a: str, b: str) -> int:
+    """Number of characters with which both begin."""
+    if b.startswith(a):
+        return len(a)
+    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))
+
+
+def find_end(row: Sequence[int], eot_id: int | None, hidden: Collection[int]) -> int | None:
+    """Position of the end-of-text token where the output is cut: the first that follows text."""
+    begun = False
+    for i, token in enumerate(row):
+        if token == eot_id and begun:
+            return i
+        begun = begun or (token != eot_id and token not in hidden)
+    return None

@@ -1,0 +1,181 @@
+"""Requests: prompts, gaps and fixed tokens through the public face."""
+
+import pytest
+import torch
+
+import didi_instruct as didi
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.tokenizer import train_tokenizer
+from didi_instruct.errors import UserError
+from didi_instruct.models.build import build_model
+from didi_instruct.models.discriminator import Discriminator
+
+TEXT = "once upon a time there was a small cat who liked to play in the garden every day"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([TEXT] * 20, 300)
+
+
+def make(tokenizer, kind="mdlm", discriminator=False):
+    torch.manual_seed(0)
+    extra = 0 if kind == "duo" else 1
+    config = ModelConfig(
+        kind=kind, layers=1, hidden=32, heads=2, cond_dim=8, length=40,
+        vocab_size=tokenizer.size + extra, time_conditioning=kind == "duo",
+        schedule=ScheduleConfig(eps=1e-3),
+    )  # fmt: skip
+    network = build_model(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    guide = Discriminator(config) if discriminator else None
+    return didi.Model(network, config, tokenizer, guide)
+
+
+MASKED = ["ancestral", "confidence", "entropy", "margin", "remasking", "blocks", "first-hitting"]
+
+
+@pytest.mark.parametrize("sampler", MASKED)
+def test_every_sampler_keeps_what_is_given(tokenizer, sampler):
+    model = make(tokenizer)
+    before, after = tokenizer.encode(["once upon a time", " every day"])
+    drawn = model.sample(
+        num=3, steps=4, sampler=sampler, prompt="once upon a time", suffix=" every day"
+    )
+    assert drawn.shape == (3, 40)
+    assert drawn[:, : len(before)].tolist() == [before] * 3
+    assert drawn[:, -len(after) :].tolist() == [after] * 3
+    assert int(drawn.max()) < tokenizer.size
+    assert int(drawn.min()) >= 0
+
+
+@pytest.mark.parametrize("sampler", MASKED)
+def test_a_sample_is_the_same_in_any_batch(tokenizer, sampler):
+    model = make(tokenizer)
+    wish = {"num": 5, "steps": 4, "sampler": sampler, "seed": 2, "length": 20}
+    assert torch.equal(model.sample(**wish), model.sample(**wish, batch_size=2))
+
+
+def test_rgas_needs_and_uses_the_discriminator(tokenizer):
+    with pytest.raises(UserError, match="needs a discriminator"):
+        make(tokenizer).sample(sampler="rgas")
+    model = make(tokenizer, discriminator=True)
+    drawn = model.draw(num=2, steps=4, sampler="rgas", options={"candidates": 3})
+    assert (drawn.nfe, drawn.disc_calls) == (4, 2 + 3 * 2)
+    plain = {"h_start": 0.0, "h_end": 0.0, "candidates": 1}
+    assert torch.equal(
+        model.sample(num=2, steps=4, sampler="rgas", options=plain), model.sample(num=2, steps=4)
+    )
+
+
+def test_prompts_of_different_lengths_share_a_batch(tokenizer):
+    """Each is continued as it would be alone."""
+    model = make(tokenizer)
+    prompts = ["once", "once upon a time there was"]
+    together = model.sample(num=2, steps=4, prompt=prompts, length=24)
+    assert together.shape == (4, 24)
+    ids = tokenizer.encode(prompts)
+    for row, given in zip(together.tolist(), [ids[0], ids[0], ids[1], ids[1]], strict=True):
+        assert row[: len(given)] == given
+    assert torch.equal(together[:2], model.sample(num=2, steps=4, prompt="once", length=24))
+
+
+def test_padding_is_never_attended(tokenizer):
+    """Rows of an infilling differ in length; a row is what it would be in a batch of its own."""
+    model = make(tokenizer)
+    wish = {"num": 6, "steps": 4, "infill": "once ___ time ___ garden", "gap": "1-6"}
+    together = model.sample(**wish)
+    alone = model.sample(**wish, batch_size=1)
+    assert torch.equal(together, alone)
+    lengths = (together >= 0).sum(1)
+    assert len(lengths.unique()) > 1
+    for text in model.generate(**wish):
+        assert text.startswith("once")
+        assert text.endswith(" garden")
+
+
+@pytest.mark.parametrize("gap", ["3", "2-5", "auto:1-6"])
+def test_gaps_are_fixed_ranged_or_chosen(tokenizer, gap):
+    model = make(tokenizer)
+    row = model.sample(num=1, steps=2, infill="once ___ time", gap=gap)
+    given = len(tokenizer.encode(["once", " time"])[0]) + len(tokenizer.encode([" time"])[0])
+    low, high = {"3": (3, 3), "2-5": (2, 5), "auto:1-6": (1, 6)}[gap]
+    assert low <= row.shape[1] - given <= high
+
+
+def test_fixed_tokens_anywhere(tokenizer):
+    model = make(tokenizer)
+    tokens = torch.full((10,), model.mask_id)
+    tokens[3], tokens[7] = 5, 6
+    drawn = model.sample(num=2, steps=3, tokens=tokens)
+    assert drawn[:, [3, 7]].tolist() == [[5, 6]] * 2
+
+
+def test_text_ends_at_end_of_text(tokenizer):
+    model = make(tokenizer)
+    ids = [tokenizer.eot_id, *tokenizer.encode(["once"])[0], tokenizer.eot_id, 5, 6, -1]
+    assert model.texts(torch.tensor([ids])) == ["once"]
+
+
+@pytest.mark.parametrize("kind", ["duo", "ar"])
+def test_other_kinds_have_their_own_sampler(tokenizer, kind):
+    model = make(tokenizer, kind)
+    drawn = model.draw(num=2, steps=4, prompt="once", length=12)
+    given = tokenizer.encode(["once"])[0]
+    assert drawn.tokens[:, : len(given)].tolist() == [given] * 2
+    assert int(drawn.tokens.max()) < tokenizer.size
+    with pytest.raises(UserError, match="does not sample models of kind"):
+        model.sample(sampler="ancestral")
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"sampler": "ancestrl"}, "Did you mean `ancestral`"),
+        ({"prompt": TEXT * 5}, "nothing is left to write"),
+        ({"infill": "no gap here"}, "no gap"),
+        ({"infill": "a ___", "prompt": "b"}, "leave out prompt"),
+        ({"infill": TEXT + " ___ " + TEXT}, "the model reads 40"),
+        ({"tokens": torch.tensor([9999])}, "ids of 0"),
+        ({"options": {"gird": "cosine"}}, "Did you mean `grid`"),
+        ({"temprature": 0.5}, "Did you mean `temperature`"),
+        ({"sampler": "rgas", "options": {"candidates": 0}}, "candidates"),
+    ],
+)
+def test_bad_wishes_are_refused(tokenizer, wish, message):
+    with pytest.raises(UserError, match=message):
+        make(tokenizer, discriminator=True).sample(**wish)
+
+
+def test_options_reach_the_sampler():
+    language = OracleLanguage.default()
+    config = ModelConfig(
+        layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=65, length=32,
+        schedule=ScheduleConfig(eps=0.0),
+    )  # fmt: skip
+    model = didi.Model(build_model(config), config, language.tokenizer)
+    times = [1.0, 0.9, 0.0]
+    seen = []
+    model.draw(steps=2, options={"grid": times}, callback=lambda step: seen.append(step.time))
+    assert seen == times[:2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("sampler", [*MASKED, "rgas", "uniform-state", "autoregressive"])
+def test_the_gpu_draws_what_the_cpu_draws(tokenizer, sampler):
+    """Same noise; float32 products differ in the last bits, which may flip a rare token."""
+    kind = {"uniform-state": "duo", "autoregressive": "ar"}.get(sampler, "mdlm")
+    model = make(tokenizer, kind, discriminator=kind == "mdlm")
+    wish = {"num": 8, "steps": 4, "sampler": sampler, "prompt": "once", "length": 24}
+    on_cpu = model.sample(**wish)
+    model.network.cuda()
+    if model.discriminator is not None:
+        model.discriminator.cuda()
+    on_gpu = model.sample(**wish).cpu()
+    same_rows = (on_cpu == on_gpu).all(1).float().mean()
+    assert same_rows >= 0.75

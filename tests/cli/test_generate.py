@@ -1,0 +1,116 @@
+"""`didi generate` as people meet it."""
+
+import json
+import sys
+
+import pytest
+
+from didi_instruct.cli.main import main
+from didi_instruct.config.pretrain import (
+    DataConfig,
+    ModelRecipe,
+    OptimConfig,
+    PretrainConfig,
+    TrainConfig,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model of a tiny corpus."""
+    from didi_instruct.api.pretrain import pretrain
+
+    folder = tmp_path_factory.mktemp("generate")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("once upon a time there was a cat in the garden\n" * 400)
+    pretrain(
+        PretrainConfig(
+            model=ModelRecipe(layers=1, hidden=32, heads=2, cond_dim=8, length=24),
+            data=DataConfig(source=str(corpus), tokenizer="bpe:300", documents="line"),
+            optim=OptimConfig(lr=3e-3),
+            train=TrainConfig(steps=20, batch_size=16, ema=0.5, eval_sequences=8),
+        ),
+        out=folder / "run",
+    )
+    return folder / "run"
+
+
+@pytest.fixture
+def didi(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["didi", "generate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_text_comes_out_and_the_seed_fixes_it(didi, model):
+    code, out, err = didi(model, "--steps", 4, "--prompt", "once upon")
+    assert code == 0
+    assert out.startswith("once upon")
+    assert err == ""
+    assert didi(model, "--steps", 4, "--prompt", "once upon")[1] == out
+    assert didi(model, "--steps", 4, "--prompt", "once upon", "--seed", 1)[1] != out
+
+
+def test_json_tells_what_was_done(didi, model):
+    code, out, _ = didi(model, "--steps", 4, "--num", 3, "--json", "--temperature", 0.8)
+    report = json.loads(out)
+    assert code == 0
+    assert (report["nfe"], report["steps"], report["seed"]) == (4, 4, 0)
+    assert 0 < report["passes"] <= 4
+    assert len(report["samples"]) == 3
+    for sample in report["samples"]:
+        assert len(sample["tokens"]) == 24
+        assert sample["log_prob"] < 0
+
+
+def test_gaps_are_filled(didi, model):
+    code, out, _ = didi(model, "--infill", "once ___ time ___ garden", "--gap", "2-4")
+    assert code == 0
+    assert out.startswith("once")
+    assert out.rstrip().endswith("garden")
+
+
+@pytest.mark.parametrize("suffix", ["html", "json"])
+def test_a_trace_is_written(didi, model, tmp_path, suffix):
+    file = tmp_path / f"trace.{suffix}"
+    code, _, err = didi(model, "--steps", 3, "--trace", file)
+    assert code == 0
+    assert str(file) in err
+    assert file.stat().st_size > 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "steps is 0"),
+        (["--sampler", "magic"], "not a sampler"),
+        (["--sampler", "rgas"], "needs a discriminator"),
+        (["--prompt", "once upon a time " * 30], "nothing is left to write"),
+        (["--infill", "no gap"], "no gap"),
+        (["--gap", "x", "--infill", "a ___ b"], "--gap x"),
+        (["--option", "gird=cosine"], "Did you mean `grid`"),
+        (["--option", "grid"], "--option grid: write it as"),
+        (["--top-p", "0"], "top_p is 0"),
+        (["--trace", "x.mp4"], "x.mp4"),
+        (["--trace", "no/such/folder/x.html"], "no/such/folder"),
+    ],
+)
+def test_a_mistake_is_one_line(didi, model, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = didi(model, *arguments)
+    assert code == 2, err
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_model_it_asks_for_one(didi):
+    code, _, err = didi()
+    assert code == 2
+    assert "Name a model" in err

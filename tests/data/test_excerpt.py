@@ -1,0 +1,41 @@
+import pytest
+
+from didi_instruct.data.dataset import open_data
+from didi_instruct.data.excerpt import excerpt
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.prepare import PrepareSettings, prepare
+from didi_instruct.data.readers import ReadOptions
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"line {i} of the corpus\n" for i in range(500)))
+    return path
+
+
+def test_its_rows_are_the_first_of_the_prepared_data(corpus, tmp_path):
+    settings = PrepareSettings(
+        src=str(corpus),
+        tokenizer="bytes",
+        length=32,
+        out=tmp_path / "data",
+        valid=0,
+        documents="line",
+    )
+    prepare(settings)
+    whole = open_data(tmp_path / "data")
+    part = excerpt(str(corpus), whole.tokenizer, 32, 40, ReadOptions(documents="line"))
+    assert part.num_sequences == 40
+    assert (part.ordered(0, 40) == whole.ordered(0, 40)).all()
+
+
+def test_it_ends_with_the_corpus_and_refuses_less_than_a_row(corpus):
+    tokenizer = Tokenizer.load("bytes")
+    assert excerpt(str(corpus), tokenizer, 32, 10**6).num_sequences < 500
+    with pytest.raises(UserError, match="do not fill one row"):
+        excerpt(str(corpus), tokenizer, 10**6, 1)
+    with pytest.raises(UserError, match="no end-of-text"):
+        excerpt(str(corpus), OracleLanguage.default().tokenizer, 32, 1)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from didi_instruct.errors import UserError
+from didi_instruct.sampling.chain import PAD
+from didi_instruct.sampling.prompts import (
+    Gap,
+    fit,
+    gap_lengths,
+    lay_out,
+    parse_gap,
+    split_infill,
+    stack,
+)
+
+MASK = 7
+
+
+def counting(z, t):
+    """A language in which position i holds token i mod 7: text has one right place."""
+    place = torch.arange(z.shape[1]).expand_as(z) % 7
+    return torch.full((*z.shape, 7), -20.0).scatter_(-1, place[..., None], 0.0)
+
+
+def test_infill_texts_are_cut_at_their_gaps():
+    assert split_infill("Once ___ a time") == ["Once", " a time"]
+    assert split_infill("___b____c") == ["", "b", "c"]
+    with pytest.raises(UserError, match="no gap"):
+        split_infill("Once upon __ a time")
+
+
+@pytest.mark.parametrize(
+    ("text", "gap"),
+    [
+        ("8", Gap(8, 8)),
+        ("4-12", Gap(4, 12)),
+        ("auto", Gap(1, 16, chosen=True)),
+        ("auto:2-5", Gap(2, 5, chosen=True)),
+        ("auto:3", Gap(3, 3, chosen=True)),
+    ],
+)
+def test_gaps_are_fixed_ranged_or_chosen(text, gap):
+    assert parse_gap(text) == gap
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "5-2", "-3", "auto5-", "auto:"])
+def test_other_gaps_are_refused(text):
+    with pytest.raises(UserError, match=r"gap|--gap"):
+        parse_gap(text)
+
+
+def test_rows_hold_given_tokens_and_masks_and_are_padded_at_the_end():
+    template = [[1, 2], Gap(1, 3), [5]]
+    rows = [lay_out(template, [n], MASK) for n in (1, 3)]
+    assert rows == [[1, 2, MASK, 5], [1, 2, MASK, MASK, MASK, 5]]
+    assert stack(rows).tolist()[0] == [1, 2, MASK, 5, PAD, PAD]
+
+
+def test_gaps_shrink_to_the_window():
+    template = [[1, 2], Gap(1, 9), [5], Gap(2, 9)]
+    assert fit(template, 10) == [[1, 2], Gap(1, 3), [5], Gap(2, 4)]
+    assert fit(template, 6) == [[1, 2], Gap(1, 1), [5], Gap(2, 2)]
+    with pytest.raises(UserError, match="has 6 tokens or more, the model reads 5"):
+        fit(template, 5)
+
+
+@pytest.mark.parametrize("right", [1, 2, 5])
+def test_a_model_chooses_the_length_that_fits_what_follows(right):
+    """Tokens after the gap are right in one place only."""
+    following = [(2 + right + i) % 7 for i in range(3)]
+    template = [[0, 1], Gap(1, 6, chosen=True), following]
+    lengths = gap_lengths(template, counting, MASK, 0, torch.arange(20))
+    assert lengths == [[right]] * 20
+
+
+def test_a_ranged_gap_is_drawn_evenly_and_belongs_to_the_sample():
+    """4 lengths, 4,000 samples: binomial, 4.5 standard errors (7e-6 each)."""
+    template = [[0], Gap(2, 5), [1]]
+    lengths = gap_lengths(template, counting, MASK, 3, torch.arange(4000))
+    counts = torch.bincount(torch.tensor(lengths).flatten())[2:]
+    assert ((counts - 1000).abs() < 4.5 * (4000 * 0.25 * 0.75) ** 0.5).all()
+    assert gap_lengths(template, counting, MASK, 3, torch.tensor([17])) == [lengths[17]]
+
+
+def test_several_gaps_and_none_after_the_last():
+    template = [Gap(2, 2), [3], Gap(1, 4, chosen=True)]
+    lengths = gap_lengths(template, counting, MASK, 0, torch.arange(50))
+    assert {a for a, _ in lengths} == {2}
+    assert {b for _, b in lengths} == {1, 2, 3, 4}
