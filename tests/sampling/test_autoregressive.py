@@ -102,7 +102,7 @@ def test_after_the_end_of_text_comes_nothing_else():
 
 @torch.no_grad()
 def test_sampling_stops_when_every_text_has_ended():
-    """A model that always ends at once takes one pass; an end in the prompt is not an end."""
+    """A model that always ends at once takes one pass."""
     model = random_model(4, 6)
     model.output_layer.linear.bias[2] = 1e4
     canvas = Canvas(torch.tensor([[2, 4, 4, 4, 4, PAD]] * 3), 4, torch.arange(3))
@@ -111,8 +111,18 @@ def test_sampling_stops_when_every_text_has_ended():
     assert result.tokens.tolist() == [[2, 2, 2, 2, 2, PAD]] * 3
     assert (result.nfe, result.passes, len(seen)) == (1, 1.0, 1)
     assert torch.equal(seen[0].revealed, canvas.open)
-    endless = autoregressive(model, canvas)
-    assert endless.nfe == 4
+    assert autoregressive(model, canvas).nfe == 4
+
+
+@torch.no_grad()
+def test_an_end_of_text_in_the_prompt_is_not_the_end():
+    model = random_model(4, 6)
+    tokens = torch.tensor([[2, 4, 4, 4, 4, 4], [2, 2, 2, 4, 4, 4]])
+    canvas = Canvas(tokens, 4, torch.arange(2))
+    model.output_layer.linear.bias[2] = -1e4
+    result = autoregressive(model, canvas, eot_id=2)
+    assert not (result.tokens[canvas.open] == 2).any()
+    assert result.nfe == 5
 
 
 @torch.no_grad()

@@ -4,10 +4,13 @@ import pytest
 import torch
 from scipy.stats import kstest
 
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.chain import PAD, Canvas, Draw
 from didi_instruct.sampling.first_hitting import first_hitting
+from didi_instruct.sampling.network import NetworkDenoiser
 
 from .enumeration import FALSE_ALARM, all_states, assert_follows
 
@@ -70,3 +73,39 @@ def test_each_sample_takes_as_many_passes_as_it_has_masks():
     result = first_hitting(language.denoiser, LogLinear(0.0), Canvas(tokens, V, torch.arange(3)))
     assert result.nfe == 4
     assert result.passes == pytest.approx((4 + 2 + 0) / 3)
+
+
+@torch.no_grad()
+def test_a_network_that_reads_the_time_gets_that_of_each_sample():
+    """Sparse and dense output layers agree in a batch, and with each sample alone."""
+    config = ModelConfig(
+        layers=1,
+        hidden=8,
+        heads=1,
+        cond_dim=4,
+        vocab_size=6,
+        length=5,
+        time_conditioning=True,
+        schedule=ScheduleConfig(eps=1e-3),
+    )
+    network = DiT(config).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    for p in network.parameters():
+        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    schedule = LogLinear(1e-3)
+    sparse = NetworkDenoiser(network, schedule)
+
+    def dense(z, t):
+        return sparse(z, t)
+
+    tokens = torch.tensor([[5, 5, 1, 5, 5], [5, 2, 5, 3, PAD], [5, 5, 5, 5, 5]])
+    canvas = Canvas(tokens, 5, torch.arange(3))
+    results = [first_hitting(d, schedule, canvas) for d in (sparse, dense)]
+    for row in range(3):
+        alone = Canvas(tokens[row : row + 1], 5, torch.tensor([row]))
+        results.append(first_hitting(sparse, schedule, alone))
+    assert torch.equal(results[0].tokens, results[1].tokens)
+    assert torch.equal(results[0].tokens, torch.cat([r.tokens for r in results[2:]]))
+    log_prob = torch.cat([r.log_prob for r in results[2:]])
+    torch.testing.assert_close(results[0].log_prob, results[1].log_prob)
+    torch.testing.assert_close(results[0].log_prob, log_prob)

@@ -97,10 +97,17 @@ def test_a_greedy_tail_takes_the_most_probable_posterior():
 
 
 def test_the_start_is_uniform():
-    """A denoiser of the uniform law leaves tokens uniform."""
-    canvas = Canvas.blank(20_000, L, V)
-    result = uniform_state(lambda z, t: torch.zeros(*z.shape, V), LogLinear(0.0), canvas, steps=3)
-    assert_follows(result.tokens, torch.full((V**L,), 1 / V**L, dtype=torch.float64), V)
+    """What the denoiser sees first, and what one that knows nothing leaves."""
+    seen = []
+
+    def denoiser(z, t):
+        seen.append(z)
+        return torch.zeros(*z.shape, V)
+
+    result = uniform_state(denoiser, LogLinear(0.0), Canvas.blank(20_000, L, V), steps=3)
+    uniform = torch.full((V**L,), 1 / V**L, dtype=torch.float64)
+    assert_follows(seen[0], uniform, V)
+    assert_follows(result.tokens, uniform, V)
 
 
 @pytest.mark.parametrize("mask_id", [-2, V, 99])

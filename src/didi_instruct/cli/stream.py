@@ -64,13 +64,11 @@ class TerminalStream:
         """Masks as light blocks, new tokens in green, dim what the output will leave out."""
         from rich.text import Text
 
-        from didi_instruct.sampling.chain import PAD
         from didi_instruct.sampling.trace_text import find_end, token_texts, visible
 
-        hidden = {self._mask_id, PAD}
-        end = find_end(row, self._tokenizer.eot_id, hidden)
+        end = find_end(row, self._tokenizer.eot_id, self._mask_id)
         text = Text()
-        for i, piece in enumerate(token_texts(row, self._tokenizer.decode, hidden)):
+        for i, piece in enumerate(token_texts(row, self._tokenizer.decode, self._mask_id)):
             if row[i] == self._mask_id:
                 text.append(self._mask, MASK_STYLE)
             elif row[i] == self._tokenizer.eot_id and end is not None and i >= end:
@@ -92,6 +90,7 @@ class TerminalStream:
         shown = [Text(header, HEADER_STYLE), *lines[:room]]
         if len(lines) > room:
             shown.append(Text(f"… {len(lines) - room} more lines", HEADER_STYLE))
+            shown[-1].truncate(self._console.width)
         return Text("\n").join(shown)
 
 

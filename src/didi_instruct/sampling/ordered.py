@@ -77,23 +77,25 @@ def ordered(
     lowest = _lowest(steps, order, threshold)
     most = max([1, *canvas.open.sum(1).tolist()]) if steps is None else steps
     chain = Chain(denoiser, canvas, settings or Draw(), steps=most, callback=callback)
-    step = 0
-    while chain.masked.any() if steps is None else step < steps:
+    nfe = 0
+    for n in range(most):
         masked, share = chain.masked, chain.share
+        if steps is None and not masked.any():
+            break
         keep = masked
         if masked.any():
-            token, log_p, value = candidates(chain, masked, order, step)
-            first = rank(value, masked)
+            token, log_p, value = candidates(chain, masked, order, n)
+            place = rank(value, masked)
             if steps is None:
-                keep = masked & ((value >= lowest) | (first < 1))
+                keep = masked & ((value >= lowest) | (place < 1))
             else:
                 left = masked.sum(1, keepdim=True)
-                keep = masked & (first < -(-left // (steps - step)))
+                keep = masked & (place < -(-left // (steps - n)))
             kept = keep[masked]
             chain.put(keep, token[kept], log_p[kept])
         chain.tell(share, keep)
-        step += 1
-    return chain.samples(nfe=step, exact_path=False)
+        nfe += 1
+    return chain.samples(nfe=nfe, exact_path=False)
 
 
 def candidates(chain: Chain, masked: Tensor, order: str, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,14 +134,13 @@ class Trace:
         }
 
     def _sample(self, sample: TracedSample, decode: Decode) -> dict[str, Any]:
-        hidden = {self.mask_id, PAD}
         start, *rows = sample.rows(self.mask_id)
         final = rows[-1]
-        pieces = token_texts(final, decode, hidden)
+        pieces = token_texts(final, decode, self.mask_id)
         steps = []
         for step, row in zip(sample.steps, rows, strict=True):
             settled = all(row[i] == final[i] for i in step.revealed)
-            texts = pieces if settled else token_texts(row, decode, hidden)
+            texts = pieces if settled else token_texts(row, decode, self.mask_id)
             steps.append(
                 {
                     "time": step.time,
@@ -152,8 +151,8 @@ class Trace:
                     "masked": step.masked,
                 }
             )
-        end = find_end(final, self.eot_id, hidden)
-        output = [t for t in final[:end] if t not in hidden]
+        end = find_end(final, self.eot_id, self.mask_id)
+        output = [t for t in final[:end] if t not in (self.mask_id, PAD)]
         while output and output[0] == self.eot_id:
             output = output[1:]
         return {
@@ -162,7 +161,7 @@ class Trace:
             "pieces": pieces,
             "end": end,
             "start": start,
-            "start_pieces": token_texts(start, decode, hidden),
+            "start_pieces": token_texts(start, decode, self.mask_id),
             "steps": steps,
         }
 

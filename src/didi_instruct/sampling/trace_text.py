@@ -4,7 +4,9 @@ A token on its own says little: a byte-level one may hold half of a character, o
 space to the neighbour. So texts are cut out of the decoded whole.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+
+from didi_instruct.sampling.chain import PAD
 
 Decode = Callable[[Sequence[int]], str]
 """Ids to text, such as `Tokenizer.decode`."""
@@ -19,21 +21,19 @@ def visible(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def token_texts(
-    ids: Sequence[int], decode: Decode, hidden: Collection[int] = frozenset()
-) -> list[str]:
+def token_texts(ids: Sequence[int], decode: Decode, mask_id: int | None = None) -> list[str]:
     """Text of each position; joined, they are the decoded text.
 
-    A character that needs several tokens belongs to the last of them; the others have "". Hidden
-    ids (masks, padding) have "" too, and the rest is decoded as if they were not there.
+    A character that needs several tokens belongs to the last of them; the others have "". Masks
+    and padding have "" too, and the rest is decoded as if they were not there.
     """
-    shown = [i for i, token in enumerate(ids) if token not in hidden]
+    shown = [i for i, token in enumerate(ids) if token not in (mask_id, PAD)]
     tokens = [ids[i] for i in shown]
     texts = [""] * len(ids)
     if not tokens:
         return texts
-    # After a hidden token comes what a word looks like inside a text, not at its start.
-    lead = tokens[:1] if shown[0] > 0 else []
+    # After a mask a word looks as it does inside a text, not as at its start.
+    lead = tokens[:1] if mask_id in ids[: shown[0]] else []
     for i, text in zip(shown, _cut([*lead, *tokens], decode)[len(lead) :], strict=True):
         texts[i] = text
     return texts
@@ -66,11 +66,11 @@ def _agreement(a: str, b: str) -> int:
     return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))
 
 
-def find_end(row: Sequence[int], eot_id: int | None, hidden: Collection[int]) -> int | None:
+def find_end(row: Sequence[int], eot_id: int | None, mask_id: int) -> int | None:
     """Position of the end-of-text token where the output is cut: the first that follows text."""
     begun = False
     for i, token in enumerate(row):
         if token == eot_id and begun:
             return i
-        begun = begun or (token != eot_id and token not in hidden)
+        begun = begun or token not in (eot_id, mask_id, PAD)
     return None
