@@ -64,6 +64,11 @@ def test_a_mistake_is_named_with_its_remedy(values, message):
     assert str(error.value).endswith(message)
 
 
+def test_exponents_may_be_whole_numbers():
+    values = apply_overrides({"must": "x"}, ["inner.group_size=1e3"])
+    assert parse(Outer, values, where="r").inner.group_size == 1000
+
+
 def test_on_and_off_are_words():
     """YAML 1.1 reads them as booleans."""
     values = apply_overrides({"must": "x"}, ["inner.compile=off"])

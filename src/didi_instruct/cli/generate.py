@@ -51,6 +51,7 @@ def command(
         raise UserError("Name a model: a folder that `didi pretrain` wrote.")
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
+    from didi_instruct.api.samplers import find_sampler
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
     from didi_instruct.sampling.trace import Trace, check_path
@@ -63,6 +64,7 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
     )  # fmt: skip
     model = load(source, device=device)
+    name = find_sampler(sampler, model.config.kind).name
     if model.tokenizer is None:
         raise UserError(f"{source} has no tokenizer, so its samples are no text: use Python.")
     recorded = (
@@ -71,7 +73,7 @@ def command(
         else Trace(
             model.mask_symbol,
             model.tokenizer.eot_id,
-            about={"sampler": sampler or "plain", "steps": steps, "seed": seed},
+            about={"sampler": name, "seed": seed},
         )
     )
     with TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream:
@@ -84,7 +86,7 @@ def command(
         drawn = model.request(request, callback=watch)
     texts = model.texts(drawn.tokens, open_ended=request.open_ended)
     if as_json:
-        typer.echo(json.dumps(_facts(texts, drawn, request), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(_facts(name, texts, drawn, request), indent=1, ensure_ascii=False))
     else:
         for text in texts:
             typer.echo(text if num * len(prompt or [""]) == 1 else f"{text}\n")
@@ -93,10 +95,10 @@ def command(
         typer.echo(f"Wrote {trace}", err=True)
 
 
-def _facts(texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
+def _facts(sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
     paths = [None] * len(texts) if drawn.log_prob is None else drawn.log_prob.tolist()
     return {
-        "sampler": request.sampler,
+        "sampler": sampler,
         "steps": request.steps,
         "nfe": drawn.nfe,
         "passes": drawn.passes,

@@ -129,7 +129,7 @@ def _scalar(hint: type, value: Any, where: str, name: str) -> Any:
     elif hint is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        if isinstance(value, (float, str)) and re.fullmatch(r"\d+(\.0*)?(e\+?\d+)?", str(value)):
+        if isinstance(value, str) and re.fullmatch(r"\d+(\.0*)?e\+?\d+", value):
             return int(float(value))  # `1e3`: text to YAML 1.1, a whole number to people
     elif isinstance(value, hint):
         return value
