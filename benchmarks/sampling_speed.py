@@ -95,6 +95,11 @@ def main() -> None:
     for steps in map(int, arguments.steps.split(",")):
         row = compare(model, arguments.num, steps, arguments.repeats)
         rows.append(row)
+        if (
+            abs(row["dense_nats"] - row["ours_nats"])
+            > 4 * (row["dense_nats_se"] ** 2 + row["ours_nats_se"] ** 2) ** 0.5
+        ):
+            raise SystemExit(f"{steps} steps: the two laws differ by more than 4 standard errors")
         print(
             f"{steps:5} {row['dense_seconds']:8.3f} {row['ours_seconds']:8.3f} "
             f"{row['speed_up']:9.2f} {row['passes']:7.2f}   "

@@ -38,12 +38,16 @@ def make(tokenizer, kind="mdlm", discriminator=False):
 MASKED = ["ancestral", "confidence", "entropy", "margin", "remasking", "blocks", "first-hitting"]
 
 
+def steps_of(sampler):
+    return {} if sampler in ("first-hitting", "autoregressive") else {"steps": 4}
+
+
 @pytest.mark.parametrize("sampler", MASKED)
 def test_every_sampler_keeps_what_is_given(tokenizer, sampler):
     model = make(tokenizer)
     before, after = tokenizer.encode(["once upon a time", " every day"])
     drawn = model.sample(
-        num=3, steps=4, sampler=sampler, prompt="once upon a time", suffix=" every day"
+        num=3, sampler=sampler, prompt="once upon a time", suffix=" every day", **steps_of(sampler)
     )
     assert drawn.shape == (3, 40)
     assert drawn[:, : len(before)].tolist() == [before] * 3
@@ -52,10 +56,11 @@ def test_every_sampler_keeps_what_is_given(tokenizer, sampler):
     assert int(drawn.min()) >= 0
 
 
-@pytest.mark.parametrize("sampler", MASKED)
+@pytest.mark.parametrize("sampler", [*MASKED, "rgas", "uniform-state", "autoregressive"])
 def test_a_sample_is_the_same_in_any_batch(tokenizer, sampler):
-    model = make(tokenizer)
-    wish = {"num": 5, "steps": 4, "sampler": sampler, "seed": 2, "length": 20}
+    kind = {"uniform-state": "duo", "autoregressive": "ar"}.get(sampler, "mdlm")
+    model = make(tokenizer, kind, discriminator=kind == "mdlm")
+    wish = {"num": 5, "sampler": sampler, "seed": 2, "length": 20, **steps_of(sampler)}
     assert torch.equal(model.sample(**wish), model.sample(**wish, batch_size=2))
 
 
@@ -81,6 +86,8 @@ def test_prompts_of_different_lengths_share_a_batch(tokenizer):
     for row, given in zip(together.tolist(), [ids[0], ids[0], ids[1], ids[1]], strict=True):
         assert row[: len(given)] == given
     assert torch.equal(together[:2], model.sample(num=2, steps=4, prompt="once", length=24))
+    more = model.sample(num=3, steps=4, prompt=prompts, length=24)
+    assert torch.equal(together[2:], more[3:5])  # sample i of a prompt is the same among any number
 
 
 def test_padding_is_never_attended(tokenizer):
@@ -114,16 +121,31 @@ def test_fixed_tokens_anywhere(tokenizer):
     assert drawn[:, [3, 7]].tolist() == [[5, 6]] * 2
 
 
-def test_text_ends_at_end_of_text(tokenizer):
+def test_text_ends_at_the_end_of_text_that_was_written(tokenizer):
+    model, eot = make(tokenizer), tokenizer.eot_id
+    once, upon = tokenizer.encode(["once", " upon"])
+    row = torch.tensor([[eot, *once, eot, *upon, -1]])
+    assert model.texts(row) == ["once"]
+    prompt = torch.zeros_like(row, dtype=torch.bool)
+    prompt[0, len(once) + 2 :] = True  # an end of text inside the prompt ends nothing
+    assert model.texts(row, prompt) == ["once upon"]
+    closed = torch.ones_like(row, dtype=torch.bool)
+    closed[0, -2:] = False  # what is given at the end belongs to the text
+    assert model.texts(row, closed) == ["once upon"]
+
+
+def test_choosing_a_gap_costs_passes(tokenizer):
     model = make(tokenizer)
-    ids = [tokenizer.eot_id, *tokenizer.encode(["once"])[0], tokenizer.eot_id, 5, 6, -1]
-    assert model.texts(torch.tensor([ids])) == ["once"]
+    wish = {"num": 2, "steps": 1, "infill": "once ___ time"}
+    fixed = model.draw(**wish, gap="3").passes
+    chosen = model.draw(**wish, gap="auto:1-6").passes
+    assert chosen >= fixed + 6 / 2 - 0.5
 
 
 @pytest.mark.parametrize("kind", ["duo", "ar"])
 def test_other_kinds_have_their_own_sampler(tokenizer, kind):
     model = make(tokenizer, kind)
-    drawn = model.draw(num=2, steps=4, prompt="once", length=12)
+    drawn = model.draw(num=2, prompt="once", length=12, **({} if kind == "ar" else {"steps": 4}))
     given = tokenizer.encode(["once"])[0]
     assert drawn.tokens[:, : len(given)].tolist() == [given] * 2
     assert int(drawn.tokens.max()) < tokenizer.size
@@ -140,6 +162,12 @@ def test_other_kinds_have_their_own_sampler(tokenizer, kind):
         ({"infill": "no gap here"}, "no gap"),
         ({"infill": "a ___", "prompt": "b"}, "leave out prompt"),
         ({"infill": TEXT + " ___ " + TEXT}, "the model reads 40"),
+        ({"infill": "a ___", "length": 9}, "leave out length"),
+        ({"gap": "3"}, "give infill too"),
+        ({"sampler": "first-hitting", "steps": 3}, "leave out steps"),
+        ({"sampler": "confidence", "steps": 3, "options": {"threshold": 0.5}}, "leave out one"),
+        ({"sampler": "first-hitting", "options": {"grid": "x"}}, "has no options"),
+        ({"num": 2.0}, "whole number"),
         ({"tokens": torch.tensor([9999])}, "ids of 0"),
         ({"options": {"gird": "cosine"}}, "Did you mean `grid`"),
         ({"temprature": 0.5}, "Did you mean `temperature`"),
@@ -171,7 +199,7 @@ def test_the_gpu_draws_what_the_cpu_draws(tokenizer, sampler):
     """Same noise; float32 products differ in the last bits, which may flip a rare token."""
     kind = {"uniform-state": "duo", "autoregressive": "ar"}.get(sampler, "mdlm")
     model = make(tokenizer, kind, discriminator=kind == "mdlm")
-    wish = {"num": 8, "steps": 4, "sampler": sampler, "prompt": "once", "length": 24}
+    wish = {"num": 8, "sampler": sampler, "prompt": "once", "length": 24, **steps_of(sampler)}
     on_cpu = model.sample(**wish)
     model.network.cuda()
     if model.discriminator is not None:
@@ -179,3 +207,11 @@ def test_the_gpu_draws_what_the_cpu_draws(tokenizer, sampler):
     on_gpu = model.sample(**wish).cpu()
     same_rows = (on_cpu == on_gpu).all(1).float().mean()
     assert same_rows >= 0.75
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("duo", "give gap as 8"), ("ar", "cannot fill gaps")]
+)
+def test_models_that_cannot_choose_a_gap_say_so(tokenizer, kind, message):
+    with pytest.raises(UserError, match=message):
+        make(tokenizer, kind).sample(infill="once ___ time")

@@ -78,10 +78,16 @@ def test_gaps_are_filled(didi, model):
 @pytest.mark.parametrize("suffix", ["html", "json"])
 def test_a_trace_is_written(didi, model, tmp_path, suffix):
     file = tmp_path / f"trace.{suffix}"
-    code, _, err = didi(model, "--steps", 3, "--trace", file)
+    code, out, err = didi(model, "--steps", 3, "--trace", file)
     assert code == 0
     assert str(file) in err
-    assert file.stat().st_size > 500
+    content = file.read_text()
+    if suffix == "json":
+        sample = json.loads(content)["samples"][0]
+        assert sample["text"] + "\n" == out
+        assert len(sample["steps"]) == 3
+    else:
+        assert content.rstrip().endswith("</html>")
 
 
 @pytest.mark.parametrize(

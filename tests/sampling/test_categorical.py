@@ -84,6 +84,15 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     )
 
 
+def test_top_k_keeps_k_even_of_equals():
+    assert int((restrict(torch.zeros(1, 5), top_k=2).exp() > 0).sum()) == 2
+
+
+def test_greedy_does_not_choose_among_no_numbers():
+    assert restrict(torch.tensor([[1.0, float("nan")]]), temperature=0.0).isnan().any()
+    assert restrict(torch.tensor([[1.0, 2.0]]), temperature=1e-310).exp().tolist() == [[0.0, 1.0]]
+
+
 def test_top_k_keeps_k():
     result = restrict(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), top_k=2).exp()
     assert (result > 0).tolist() == [[False, False, True, True]]

@@ -27,6 +27,8 @@ def test_infill_texts_are_cut_at_their_gaps():
     assert split_infill("___b____c") == ["", "b", "c"]
     with pytest.raises(UserError, match="no gap"):
         split_infill("Once upon __ a time")
+    with pytest.raises(UserError, match="two gaps in a row"):
+        split_infill("Once ___ ___ time")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,11 @@ def test_rows_hold_given_tokens_and_masks_and_are_padded_at_the_end():
 
 
 def test_gaps_shrink_to_the_window():
-    template = [[1, 2], Gap(1, 9), [5], Gap(2, 9)]
-    assert fit(template, 10) == [[1, 2], Gap(1, 3), [5], Gap(2, 4)]
-    assert fit(template, 6) == [[1, 2], Gap(1, 1), [5], Gap(2, 2)]
+    template = [[1, 2], Gap(1, 9, chosen=True), [5], Gap(2, 9, chosen=True)]
+    assert fit(template, 10) == [[1, 2], Gap(1, 3, chosen=True), [5], Gap(2, 4, chosen=True)]
+    assert fit(template, 6) == [[1, 2], Gap(1, 1, chosen=True), [5], Gap(2, 2, chosen=True)]
+    with pytest.raises(UserError, match="may have 11 tokens, the model reads 10"):
+        fit([[1, 2], Gap(1, 9)], 10)
     with pytest.raises(UserError, match="has 6 tokens or more, the model reads 5"):
         fit(template, 5)
 
@@ -69,21 +73,27 @@ def test_a_model_chooses_the_length_that_fits_what_follows(right):
     """Tokens after the gap are right in one place only."""
     following = [(2 + right + i) % 7 for i in range(3)]
     template = [[0, 1], Gap(1, 6, chosen=True), following]
-    lengths = gap_lengths(template, counting, MASK, 0, torch.arange(20))
+    lengths, passes = gap_lengths(template, counting, MASK, 0, torch.arange(20))
     assert lengths == [[right]] * 20
+    assert passes == 6
 
 
 def test_a_ranged_gap_is_drawn_evenly_and_belongs_to_the_sample():
     """4 lengths, 4,000 samples: binomial, 4.5 standard errors (7e-6 each)."""
     template = [[0], Gap(2, 5), [1]]
-    lengths = gap_lengths(template, counting, MASK, 3, torch.arange(4000))
+    lengths, passes = gap_lengths(template, counting, MASK, 3, torch.arange(4000))
+    assert passes == 0
     counts = torch.bincount(torch.tensor(lengths).flatten())[2:]
     assert ((counts - 1000).abs() < 4.5 * (4000 * 0.25 * 0.75) ** 0.5).all()
-    assert gap_lengths(template, counting, MASK, 3, torch.tensor([17])) == [lengths[17]]
+    assert gap_lengths(template, counting, MASK, 3, torch.tensor([17]))[0] == [lengths[17]]
 
 
 def test_several_gaps_and_none_after_the_last():
-    template = [Gap(2, 2), [3], Gap(1, 4, chosen=True)]
-    lengths = gap_lengths(template, counting, MASK, 0, torch.arange(50))
+    """After the last gap the end of text testifies; without one the length is drawn evenly."""
+    template = [Gap(2, 2), [3], Gap(1, 4, chosen=True), []]
+    lengths, _ = gap_lengths(template, counting, MASK, 0, torch.arange(50))
     assert {a for a, _ in lengths} == {2}
     assert {b for _, b in lengths} == {1, 2, 3, 4}
+    lengths, passes = gap_lengths(template, counting, MASK, 0, torch.arange(50), eot_id=6)
+    assert {b for _, b in lengths} == {3}
+    assert passes == 4

@@ -111,6 +111,10 @@ class TestTexts:
         assert find_end([9, 9, 1, 2, 9, 3, 9], 9, 8) == 4
         assert find_end([PAD, 8, 9, 1], 9, 8) is None
         assert find_end([1, 2], None, 8) is None
+        given = [True, True, False, False, False]
+        written = [not g for g in given]
+        assert find_end([1, 9, 2, 9, 3], 9, 8, written) == 3  # not the one in the prompt
+        assert find_end([1, 9, 2, 9, 3], 9, 8, [True, True, True, True, False]) is None
 
 
 class TestCollecting:

@@ -1,7 +1,7 @@
 """From a wish ("four stories, 16 steps, beginning so") to canvases, a sampler and samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.sampling.chain import PAD, Callback, Canvas, Denoiser, Draw, Samples, join
 from didi_instruct.sampling.prompts import (
+    Gap,
     Template,
     fit,
     gap_lengths,
@@ -21,6 +22,7 @@ from didi_instruct.sampling.prompts import (
     split_infill,
     stack,
 )
+from didi_instruct.sampling.trace_text import output_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +31,8 @@ class Request:
 
     num: int = 1
     """Samples; with several prompts, samples of each."""
-    steps: int = 16
+    steps: int | None = None
+    """Steps of the sampler, 16 if not said; some samplers take as many as there are tokens."""
     length: int | None = None
     """Tokens of the window, what is given included; by default all the model can read."""
     sampler: str | None = None
@@ -40,8 +43,8 @@ class Request:
     """Text that ends the window."""
     infill: str | None = None
     """Text with gaps, `Once ___ time`; the window is then as long as the text."""
-    gap: str = "auto"
-    """Tokens of a gap: `8`, `4-12`, or `auto`, `auto:4-12` for the model to choose."""
+    gap: str | None = None
+    """Tokens of a gap: `8`, `4-12`; `auto` (the default) or `auto:4-12` for the model to choose."""
     tokens: Tensor | None = None
     """Given tokens anywhere, (L,) or (B, L), the mask's id where to write."""
     temperature: float = 1.0
@@ -54,18 +57,27 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse wishes that contradict themselves."""
-        for name in ("num", "steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: use 1 or more.")
+        for name in ("num", "steps", "length", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UserError(f"{name} is {value}: use a whole number, 1 or more.")
+        if self.gap is not None and self.infill is None:
+            raise UserError("gap says how long the gaps of infill are: give infill too.")
+        if self.length is not None and (self.infill is not None or self.tokens is not None):
+            raise UserError("The length follows from what is given: leave out length.")
         if self.infill is not None and (self.prompt is not None or self.suffix is not None):
             raise UserError("infill holds all that is given: leave out prompt and suffix.")
         if self.tokens is not None and (self.infill or self.prompt or self.suffix):
             raise UserError("tokens hold all that is given: leave out prompt, suffix and infill.")
 
-    @property
-    def open_ended(self) -> bool:
-        """Whether nothing is given after what is written, so that a text may end early."""
-        return self.suffix is None and self.infill is None and self.tokens is None
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Samples, and which of their positions were written rather than given."""
+
+    samples: Samples
+    written: Tensor
+    """(B, L)."""
 
 
 def generate(
@@ -76,7 +88,7 @@ def generate(
     *,
     device: torch.device,
     callback: Callback | None = None,
-) -> Samples:
+) -> Generated:
     """Draw what is asked for, batch by batch."""
     sampler = find_sampler(request.sampler, config.kind)
     mask_id = mask_symbol(config)
@@ -86,20 +98,32 @@ def generate(
         top_p=request.top_p,
         top_k=request.top_k,
     )
-    rows = list(_rows(request, config, tokenizer, engine.denoiser, device))
-    parts = []
+    rows, extra = _rows(request, config, tokenizer, engine.denoiser, device)
+    parts, starts = [], []
     for first in range(0, len(rows), request.batch_size):
         chunk = rows[first : first + request.batch_size]
-        samples = torch.arange(first, first + len(chunk), device=device)
-        canvas = Canvas(stack(chunk, device), mask_id, samples)
+        samples = torch.tensor([index for index, _ in chunk], device=device)
+        canvas = Canvas(stack([row for _, row in chunk], device), mask_id, samples)
         call = Call(engine, canvas, settings, request.steps, callback)
-        parts.append(sampler(call, request.options))
-    return join(_same_width(parts))
+        part = sampler(call, request.options)
+        parts.append(replace(part, passes=part.passes + extra / len(rows)))
+        starts.append(canvas.open)
+    width = max(p.tokens.shape[1] for p in parts)
+    tokens = [_widen(p.tokens, width, PAD) for p in parts]
+    drawn = join([replace(p, tokens=t) for p, t in zip(parts, tokens, strict=True)])
+    return Generated(drawn, torch.cat([_widen(start, width, False) for start in starts]))
 
 
 def mask_symbol(config: ModelConfig) -> int:
     """The id that marks a position to write; uniform-state models have no mask to lend it."""
     return config.vocab_size if config.mask_id is None else config.mask_id
+
+
+Row = tuple[int, list[int]]
+"""Index of a sample within the seed, and its given tokens and masks."""
+
+PROMPT_STRIDE = 1 << 32
+"""Sample i of prompt k has index i + k * PROMPT_STRIDE, however many samples there are."""
 
 
 def _rows(
@@ -108,37 +132,60 @@ def _rows(
     tokenizer: Tokenizer | None,
     denoiser: Denoiser,
     device: torch.device,
-) -> Iterator[list[int]]:
-    """One row of given tokens and masks per sample."""
-    mask_id = mask_symbol(config)
-    length = config.length if request.length is None else request.length
-    if not 1 <= length <= config.length:
-        raise UserError(f"length is {length}: this model writes 1 to {config.length} tokens.")
+) -> tuple[list[Row], int]:
+    """One row per sample, and the forward passes it took to choose them."""
     if request.tokens is not None:
-        yield from _given(request.tokens, request.num, config, mask_id)
-        return
+        return list(_given(request.tokens, request.num, config)), 0
     if request.infill is not None:
-        template = fit(_template(request, tokenizer), config.length)
-        samples = torch.arange(request.num, device=device)
-        for lengths in gap_lengths(template, denoiser, mask_id, request.seed, samples):
-            yield lay_out(template, lengths, mask_id)
-        return
+        return _filled(request, config, tokenizer, denoiser, device)
+    return list(_framed(request, config, tokenizer)), 0
+
+
+def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[Row]:
+    """Masks after a prompt and before a suffix."""
+    length = config.length if request.length is None else request.length
+    if length > config.length:
+        raise UserError(f"length is {length}: this model writes 1 to {config.length} tokens.")
     prompts = [request.prompt] if isinstance(request.prompt, str) else (request.prompt or [""])
     after = _encode(request.suffix or "", tokenizer)
-    for text in prompts:
+    for k, text in enumerate(prompts):
         before = _encode(text, tokenizer)
         if len(before) + len(after) >= length:
             raise UserError(
                 f"The prompt has {len(before) + len(after)} tokens, the window {length}: "
                 "nothing is left to write. Shorten it or raise length."
             )
-        masks = [mask_id] * (length - len(before) - len(after))
-        yield from [[*before, *masks, *after]] * request.num
+        masks = [mask_symbol(config)] * (length - len(before) - len(after))
+        for i in range(request.num):
+            yield i + k * PROMPT_STRIDE, [*before, *masks, *after]
 
 
-def _template(request: Request, tokenizer: Tokenizer | None) -> Template:
-    gap = parse_gap(request.gap)
-    pieces = [_encode(piece, tokenizer) for piece in split_infill(request.infill or "")]
+def _filled(
+    request: Request,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    denoiser: Denoiser,
+    device: torch.device,
+) -> tuple[list[Row], int]:
+    """Texts with gaps."""
+    if config.kind == "ar":
+        raise UserError("An AR model writes from left to right and cannot fill gaps: use prompt.")
+    gap = parse_gap(request.gap or "auto")
+    if config.kind == "duo" and gap.chosen:
+        raise UserError(
+            "A uniform-state model cannot choose the length of a gap: give gap as 8 or 4-12."
+        )
+    template = fit(_template(request.infill or "", gap, tokenizer), config.length)
+    samples = torch.arange(request.num, device=device)
+    eot_id = None if tokenizer is None else tokenizer.eot_id
+    mask_id = mask_symbol(config)
+    chosen, passes = gap_lengths(template, denoiser, mask_id, request.seed, samples, eot_id)
+    rows = [(i, lay_out(template, lengths, mask_id)) for i, lengths in enumerate(chosen)]
+    return rows, passes
+
+
+def _template(infill: str, gap: Gap, tokenizer: Tokenizer | None) -> Template:
+    pieces = [_encode(piece, tokenizer) for piece in split_infill(infill)]
     template: Template = [pieces[0]]
     for piece in pieces[1:]:
         template += [gap, piece]
@@ -150,44 +197,33 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         return []
     if tokenizer is None:
         raise UserError("This model has no tokenizer: give token ids as `tokens`.")
-    return tokenizer.encode([text])[0]
+    try:
+        return tokenizer.encode([text])[0]
+    except Exception as error:  # whatever the tokenizer's own library raises
+        raise UserError(f"The tokenizer cannot read {text!r}: {error}.") from error
 
 
-def _given(tokens: Tensor, num: int, config: ModelConfig, mask_id: int) -> Iterator[list[int]]:
+def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[Row]:
+    mask_id = mask_symbol(config)
     table = tokens if tokens.ndim == 2 else tokens[None]
-    outside = (table != PAD) & ((table < 0) | (table > mask_id))
-    if table.ndim != 2 or not 1 <= table.shape[1] <= config.length or bool(outside.any()):
+    fits = table.ndim == 2 and table.numel() and table.shape[1] <= config.length
+    if not fits or bool(((table != PAD) & ((table < 0) | (table > mask_id))).any()):
         raise UserError(
             f"tokens are (L,) or (B, L) ids of 0..{mask_id} with L up to {config.length}."
         )
-    for row in table.tolist():
-        yield from [row] * num
+    for k, row in enumerate(table.tolist()):
+        for i in range(num):
+            yield i + k * PROMPT_STRIDE, row
 
 
-def _same_width(parts: list[Samples]) -> list[Samples]:
-    """Pad the tokens of batches of other widths."""
-    width = max(p.tokens.shape[1] for p in parts)
+def _widen(table: Tensor, width: int, value: int | bool) -> Tensor:
+    return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=value)
+
+
+def to_text(tokens: Tensor, tokenizer: Tokenizer, written: Tensor | None = None) -> list[str]:
+    """Decode samples: what was written ends at its first end-of-text, if nothing is given after."""
+    marks = [None] * len(tokens) if written is None else written.tolist()
     return [
-        Samples(
-            torch.nn.functional.pad(p.tokens, (0, width - p.tokens.shape[1]), value=PAD),
-            p.log_prob,
-            p.nfe,
-            p.passes,
-            p.disc_calls,
-        )
-        for p in parts
+        tokenizer.decode(output_ids(row, tokenizer.eot_id, mark))
+        for row, mark in zip(tokens.tolist(), marks, strict=True)
     ]
-
-
-def to_text(tokens: Tensor, tokenizer: Tokenizer, *, open_ended: bool = True) -> list[str]:
-    """Decode samples without padding; an open-ended one stops at end-of-text, once begun."""
-    texts = []
-    for row in tokens.tolist():
-        ids = [token for token in row if token != PAD]
-        if open_ended:
-            while ids and ids[0] == tokenizer.eot_id:
-                ids = ids[1:]
-        else:
-            ids = [token for token in ids if token != tokenizer.eot_id]
-        texts.append(tokenizer.decode(ids, stop_at_eot=open_ended))
-    return texts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from didi_instruct.api.generation import Request, generate, mask_symbol, to_text
+from didi_instruct.api.generation import Generated, Request, generate, mask_symbol, to_text
 from didi_instruct.api.samplers import Engine
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest
@@ -98,12 +98,12 @@ class Model:
 
     def generate(self, num: int = 1, **settings: Any) -> list[str]:
         """Draw texts, each up to its end-of-text; settings are the fields of `Request`."""
-        request = self._wish(num, settings)
-        return self.texts(self.request(request).tokens, open_ended=request.open_ended)
+        done = self.request(self._wish(num, settings))
+        return self.texts(done.samples.tokens, done.written)
 
     def draw(self, num: int = 1, *, callback: Callback | None = None, **settings: Any) -> Samples:
         """Draw sequences together with the log-probability of their paths and what they cost."""
-        return self.request(self._wish(num, settings), callback=callback)
+        return self.request(self._wish(num, settings), callback=callback).samples
 
     def _wish(self, num: int, settings: dict[str, Any]) -> Request:
         names = [f.name for f in fields(Request)]
@@ -112,7 +112,7 @@ class Model:
                 raise UserError(f"`{name}` is not a setting of sampling.{nearest(name, names)}")
         return Request(num=num, **settings)
 
-    def request(self, request: Request, *, callback: Callback | None = None) -> Samples:
+    def request(self, request: Request, *, callback: Callback | None = None) -> Generated:
         """Draw what a request asks for; the callback sees every step."""
         guide = None
         if self.discriminator is not None:
@@ -123,11 +123,11 @@ class Model:
             request, self.config, self.tokenizer, engine, device=self.device, callback=callback
         )
 
-    def texts(self, tokens: Tensor, *, open_ended: bool = True) -> list[str]:
-        """Decode samples; an open-ended text stops at its end-of-text."""
+    def texts(self, tokens: Tensor, written: Tensor | None = None) -> list[str]:
+        """Decode samples; `written` (B, L) tells what was written from what was given."""
         if self.tokenizer is None:
             raise UserError("This model has no tokenizer: use `sample` for token ids.")
-        return to_text(tokens, self.tokenizer, open_ended=open_ended)
+        return to_text(tokens, self.tokenizer, written)
 
     @property
     def mask_symbol(self) -> int:

@@ -1,7 +1,7 @@
 """Samplers by name: which models they are for, their options, how they are called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from didi_instruct.sampling.ordered import ordered
 from didi_instruct.sampling.remasking import remasking
 from didi_instruct.sampling.uniform_state import uniform_state
 
+USUAL_STEPS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -41,8 +43,14 @@ class Call:
     engine: Engine
     canvas: Canvas
     settings: Draw
-    steps: int
+    wanted: int | None
+    """Steps asked for; None: the usual number."""
     callback: Callback | None
+
+    @property
+    def steps(self) -> int:
+        """Steps to take."""
+        return USUAL_STEPS if self.wanted is None else self.wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +66,13 @@ class AncestralOptions:
     """`uniform`, `cosine`, or steps + 1 times falling from 1 to 0."""
     greedy_tail: bool = False
     """Take the most probable tokens in the last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuidedOptions(Guidance):
+    """Options of `rgas`."""
+
+    grid: str | tuple[float, ...] = "uniform"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +92,7 @@ class RemaskingOptions:
     strategy: str = "cap"
     """`cap`: at most eta; `rescale`: eta times the most that is possible."""
     grid: str | tuple[float, ...] = "uniform"
+    greedy_tail: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +109,7 @@ class BlockOptions:
 class TailOptions:
     """Options of `uniform-state`."""
 
+    grid: str | tuple[float, ...] = "uniform"
     greedy_tail: bool = False
     """Take the most probable tokens in the last step."""
 
@@ -110,9 +127,7 @@ def _ancestral(call: Call, options: AncestralOptions) -> Samples:
     )
 
 
-def _guided(call: Call, options: Guidance) -> Samples:
-    if call.engine.guide is None:
-        raise UserError("This sampler needs a discriminator, and the model has none.")
+def _guided(call: Call, options: GuidedOptions) -> Samples:
     return rgas(
         call.engine.denoiser,
         call.engine.schedule,
@@ -121,12 +136,15 @@ def _guided(call: Call, options: Guidance) -> Samples:
         steps=call.steps,
         settings=call.settings,
         guidance=options,
+        grid=options.grid,
         callback=call.callback,
     )
 
 
 def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
     def run(call: Call, options: OrderedOptions) -> Samples:
+        if options.threshold is not None and call.wanted is not None:
+            raise UserError("A threshold decides the number of steps: leave out one of the two.")
         return ordered(
             call.engine.denoiser,
             call.canvas,
@@ -150,6 +168,7 @@ def _remasking(call: Call, options: RemaskingOptions) -> Samples:
         eta=options.eta,
         strategy=options.strategy,
         grid=options.grid,
+        greedy_tail=options.greedy_tail,
         callback=call.callback,
     )
 
@@ -186,6 +205,7 @@ def _uniform_state(call: Call, options: TailOptions) -> Samples:
         call.canvas,
         steps=call.steps,
         settings=call.settings,
+        grid=options.grid,
         greedy_tail=options.greedy_tail,
         callback=call.callback,
     )
@@ -210,10 +230,15 @@ class Sampler:
     kind: Kind
     options: type
     run: Callable[[Call, Any], Samples]
-    needs_guide: bool = False
+    counts_tokens: bool = False
+    """Whether it takes as many steps as there are tokens, whatever is asked for."""
 
     def __call__(self, call: Call, options: Mapping[str, Any]) -> Samples:
         """Run with options by name, checked."""
+        if self.counts_tokens and call.wanted is not None:
+            raise UserError(f"`{self.name}` takes a step per token: leave out steps.")
+        if options and not fields(self.options):
+            raise UserError(f"`{self.name}` has no options.")
         parsed: Any = parse(self.options, dict(options), where=f"sampler {self.name}")
         return self.run(call, parsed)
 
@@ -222,15 +247,15 @@ SAMPLERS = {
     s.name: s
     for s in (
         Sampler("ancestral", "mdlm", AncestralOptions, _ancestral),
-        Sampler("rgas", "mdlm", Guidance, _guided, needs_guide=True),
+        Sampler("rgas", "mdlm", GuidedOptions, _guided),
         Sampler("confidence", "mdlm", OrderedOptions, _ordered("confidence")),
         Sampler("entropy", "mdlm", OrderedOptions, _ordered("entropy")),
         Sampler("margin", "mdlm", OrderedOptions, _ordered("margin")),
         Sampler("remasking", "mdlm", RemaskingOptions, _remasking),
         Sampler("blocks", "mdlm", BlockOptions, _blocks),
-        Sampler("first-hitting", "mdlm", NoOptions, _first_hitting),
+        Sampler("first-hitting", "mdlm", NoOptions, _first_hitting, counts_tokens=True),
         Sampler("uniform-state", "duo", TailOptions, _uniform_state),
-        Sampler("autoregressive", "ar", NoOptions, _autoregressive),
+        Sampler("autoregressive", "ar", NoOptions, _autoregressive, counts_tokens=True),
     )
 }
 PLAIN = {"mdlm": "ancestral", "duo": "uniform-state", "ar": "autoregressive"}

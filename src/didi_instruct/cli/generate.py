@@ -13,7 +13,9 @@ def command(
     source: Annotated[
         str | None, typer.Argument(help="The model: a folder written by didi.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Passes of the model per sample.")] = 16,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps per sample (of a block, with blocks); 16 if not said.")
+    ] = None,
     num: Annotated[int, typer.Option(help="Samples (of each prompt).")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens, what is given included.")] = None,
     prompt: Annotated[
@@ -23,7 +25,9 @@ def command(
     infill: Annotated[
         str | None, typer.Option(help='Text with gaps to fill: "Once ___ time".')
     ] = None,
-    gap: Annotated[str, typer.Option(help="Tokens of a gap: 8, 4-12, auto or auto:4-12.")] = "auto",
+    gap: Annotated[
+        str | None, typer.Option(help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12.")
+    ] = None,
     sampler: Annotated[
         str | None,
         typer.Option(
@@ -83,10 +87,14 @@ def command(
             if recorded is not None:
                 recorded(step)
 
-        drawn = model.request(request, callback=watch)
-    texts = model.texts(drawn.tokens, open_ended=request.open_ended)
+        done = model.request(request, callback=watch)
+    texts = model.texts(done.samples.tokens, done.written)
     if as_json:
-        typer.echo(json.dumps(_facts(name, texts, drawn, request), indent=1, ensure_ascii=False))
+        typer.echo(
+            json.dumps(
+                _facts(source, name, texts, done.samples, request), indent=1, ensure_ascii=False
+            )
+        )
     else:
         for text in texts:
             typer.echo(text if num * len(prompt or [""]) == 1 else f"{text}\n")
@@ -95,9 +103,10 @@ def command(
         typer.echo(f"Wrote {trace}", err=True)
 
 
-def _facts(sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
+def _facts(source: str, sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
     paths = [None] * len(texts) if drawn.log_prob is None else drawn.log_prob.tolist()
     return {
+        "model": source,
         "sampler": sampler,
         "steps": request.steps,
         "nfe": drawn.nfe,
@@ -105,9 +114,10 @@ def _facts(sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str
         "disc_calls": drawn.disc_calls,
         "temperature": request.temperature,
         "top_p": request.top_p,
+        "top_k": request.top_k,
         "seed": request.seed,
         "samples": [
-            {"text": text, "tokens": row, "log_prob": path}
+            {"text": text, "tokens": [t for t in row if t >= 0], "log_prob": path}
             for text, row, path in zip(texts, drawn.tokens.tolist(), paths, strict=True)
         ],
     }

@@ -57,16 +57,17 @@ class TerminalStream:
             self._mask = mask_text(self._tokenizer)
             self._live = Live(console=self._console, transient=True, auto_refresh=False)
             self._live.start()
-        text = self.text(step.tokens[0].tolist(), step.revealed[0].tolist())
+        written = None if step.open is None else step.open[0].tolist()
+        text = self.text(step.tokens[0].tolist(), step.revealed[0].tolist(), written)
         self._live.update(self._page(f"step {step.index + 1}/{step.steps}", text), refresh=True)
 
-    def text(self, row: list[int], new: list[bool]) -> "Text":
+    def text(self, row: list[int], new: list[bool], written: list[bool] | None = None) -> "Text":
         """Masks as light blocks, new tokens in green, dim what the output will leave out."""
         from rich.text import Text
 
         from didi_instruct.sampling.trace_text import find_end, token_texts, visible
 
-        end = find_end(row, self._tokenizer.eot_id, self._mask_id)
+        end = find_end(row, self._tokenizer.eot_id, self._mask_id, written)
         text = Text()
         for i, piece in enumerate(token_texts(row, self._tokenizer.decode, self._mask_id)):
             if row[i] == self._mask_id:

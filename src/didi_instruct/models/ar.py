@@ -76,8 +76,12 @@ class ARModel(nn.Module):
         if self.position_embed is not None:
             self.position_embed.embedding.normal_(0, INIT_STD)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, *, last_only: bool = False
+    ) -> Tensor:
         """Return logits of the token after each of `tokens`: (B, L) -> (B, L, num_tokens).
+
+        With `last_only`, of the token after the last alone: (B, 1, num_tokens).
 
         With a cache the tokens continue those read before, and are added to it; keys and values are
         not differentiated through, so decode without gradients.
@@ -100,7 +104,9 @@ class ARModel(nn.Module):
             x = block(x, cos, sin, mask=mask, causal=causal, extend=extend)
         if cache is not None:
             cache.position += length
-        logits: Tensor = self.output_layer(x, num=self.config.num_tokens)
+        logits: Tensor = self.output_layer(
+            x[:, -1:] if last_only else x, num=self.config.num_tokens
+        )
         return logits
 
     def log_prob(self, tokens: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import torch
 
 from didi_instruct.process.masking import reveal_probability
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.categorical import restrict
 from didi_instruct.sampling.chain import Callback, Canvas, Chain, Denoiser, Draw, Purpose, Samples
 from didi_instruct.sampling.grids import Grid, time_grid
 
@@ -37,8 +36,7 @@ def ancestral(
         if reveal.any():
             logits = chain.logits(times[n], reveal)
             greedy = greedy_tail and n == steps - 1
-            log_p = restrict(logits, temperature=0.0) if greedy else chain.law(logits)
-            chain.write(reveal, log_p, Purpose.TOKEN, n)
+            chain.write(reveal, logits, Purpose.TOKEN, n, greedy=greedy)
         chain.tell(times[n], reveal)
     return chain.samples(nfe=steps)
 

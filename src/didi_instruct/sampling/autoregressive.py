@@ -45,7 +45,7 @@ def autoregressive(
         masked, share = chain.masked, chain.share
         if not masked.any():
             break
-        logits = model(unread[runs], cache)[:, -1]
+        logits = model(unread[runs], cache, last_only=True)[:, -1]
         chain.passes += float(runs.double().mean())
         here = masked & (columns == column)
         if here.any():

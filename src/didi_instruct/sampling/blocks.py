@@ -35,7 +35,7 @@ def blocks(
     columns = torch.arange(length, device=canvas.tokens.device)
     to_write = canvas.open.any(0)
     numbers = sorted(set((columns[to_write] // block_length).tolist()))
-    watcher = None if callback is None else _Watcher(callback, blocks=len(numbers))
+    watcher = None if callback is None else _Watcher(callback, canvas.open, blocks=len(numbers))
     parts: list[Samples] = []
     tokens = canvas.tokens
     for number in numbers:
@@ -74,8 +74,8 @@ def _total(parts: list[Samples], batch: int, device: torch.device) -> Tensor | N
 class _Watcher:
     """Shows a callback the steps of all blocks as one run."""
 
-    def __init__(self, callback: Callback, blocks: int) -> None:
-        self.callback, self.left = callback, blocks
+    def __init__(self, callback: Callback, written: Tensor, blocks: int) -> None:
+        self.callback, self.open, self.left = callback, written, blocks
         self.done = 0
         self.confidence: Tensor | float = 0.0
         self.last: Step | None = None
@@ -87,6 +87,7 @@ class _Watcher:
             steps=self.done + step.steps * self.left,
             # Each block knows its own positions only.
             confidence=self.confidence + step.confidence,
+            open=self.open,
         )
         self.callback(self.last)
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from didi_instruct.errors import UserError
 
+GREEDY = 1e-8
+"""Temperatures below it are 0: logits over them would not be numbers."""
+
 
 def restrict(
     logits: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
@@ -29,13 +32,14 @@ def restrict(
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k is {top_k}: use 1 or more.")
     logits = logits.double()
-    if temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+    if temperature < GREEDY:
+        best, place = logits.max(-1, keepdim=True)
+        # `best - best` is 0, or NaN where the logits are: that must not pass for a choice.
+        return torch.full_like(logits, -torch.inf).scatter_(-1, place, best - best)
     log_p = torch.log_softmax(logits / temperature, -1)
     if top_k is not None and top_k < log_p.shape[-1]:
-        least = log_p.topk(top_k, -1).values[..., -1:]
-        log_p = log_p.masked_fill(log_p < least, -torch.inf).log_softmax(-1)
+        kept, place = log_p.topk(top_k, -1)
+        log_p = torch.full_like(log_p, -torch.inf).scatter_(-1, place, kept).log_softmax(-1)
     if top_p < 1:
         ordered, index = log_p.sort(-1, descending=True)
         before = ordered.exp().cumsum(-1) - ordered.exp()

@@ -107,6 +107,8 @@ class Step:
     """(B, L) positions written by this step."""
     confidence: Tensor
     """(B, L) probability that the denoiser gave to the token written last, 0 elsewhere."""
+    open: Tensor | None = None
+    """(B, L) positions that were to write; None: all."""
 
 
 Callback = Callable[[Step], None]
@@ -196,10 +198,14 @@ class Chain:
         s = self.settings
         return restrict(logits, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k)
 
-    def write(self, where: Tensor, log_p: Tensor, *stream: int) -> None:
-        """Draw a token for each selected position, in order, from log_p (R, V)."""
-        token = draw(log_p, self.uniforms(*stream)[where])
-        self.put(where, token, log_p.gather(-1, token[:, None]).squeeze(-1))
+    def write(self, where: Tensor, logits: Tensor, *stream: int, greedy: bool = False) -> None:
+        """Draw a token for each selected position, in order, from the law of logits (R, V)."""
+        tokens, log_ps = [], []
+        for part, numbers in in_parts(logits, self.uniforms(*stream)[where]):
+            log_p = restrict(part, temperature=0.0) if greedy else self.law(part)
+            tokens.append(draw(log_p, numbers))
+            log_ps.append(log_p.gather(-1, tokens[-1][:, None]).squeeze(-1))
+        self.put(where, torch.cat(tokens), torch.cat(log_ps))
 
     def put(self, where: Tensor, token: Tensor, log_p: Tensor) -> None:
         """Write tokens (R,) that had these log-probabilities (R,)."""
@@ -215,7 +221,7 @@ class Chain:
     def tell(self, time: float, revealed: Tensor) -> None:
         """End a step."""
         if self.callback is not None:
-            step = Step(self._index, self.steps, time, self.z, revealed, self.confidence)
+            step = Step(self._index, self.steps, time, self.z, revealed, self.confidence, self.open)
             self.callback(step)
         self._index += 1
 

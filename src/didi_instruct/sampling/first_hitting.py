@@ -41,6 +41,6 @@ def first_hitting(
         share = chain.share
         reveal = chain.masked & (columns == position[:, n, None])
         logits = chain.logits(times[:, n], reveal)
-        chain.write(reveal, chain.law(logits), Purpose.TOKEN, n)
+        chain.write(reveal, logits, Purpose.TOKEN, n)
         chain.tell(share, reveal)
     return chain.samples(nfe=nfe)

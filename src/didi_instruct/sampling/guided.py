@@ -141,7 +141,7 @@ def rgas(
                     assert guide is not None
                     logits = tilted_logits(chain, guide, times[n], reveal, h, guidance.clamp)
                     calls += reveal.any(1)
-                chain.write(reveal, chain.law(logits), Purpose.TOKEN, n)
+                chain.write(reveal, logits, Purpose.TOKEN, n)
         chain.tell(times[n], reveal)
     disc_calls = max(calls.tolist(), default=0)
     return chain.samples(nfe=steps, exact_path=not reranks, disc_calls=disc_calls)

@@ -53,20 +53,28 @@ def split_infill(text: str) -> list[str]:
     pieces = GAP.split(text)
     if len(pieces) < 2:
         raise UserError(f"--infill {text!r} has no gap: mark it with ___.")
+    if not all(pieces[1:-1]):
+        raise UserError(f"--infill {text!r} has two gaps in a row: make them one.")
     return pieces
 
 
 def fit(template: Template, length: int) -> Template:
-    """Shorten the longest lengths of gaps so that any choice fits into `length` positions."""
+    """Shorten what the model may choose so that any choice fits into `length` positions."""
     gaps = [part for part in template if isinstance(part, Gap)]
     given = sum(len(part) for part in template if not isinstance(part, Gap))
     room = length - given - sum(gap.shortest for gap in gaps)
     if room < 0:
         raise UserError(f"The text has {length - room} tokens or more, the model reads {length}.")
-    each = room // len(gaps)
+    drawn = sum(gap.longest - gap.shortest for gap in gaps if not gap.chosen)
+    if drawn > room:
+        raise UserError(
+            f"The text may have {length - room + drawn} tokens, the model reads {length}: "
+            "use shorter gaps."
+        )
+    each = (room - drawn) // max(1, sum(gap.chosen for gap in gaps))
     return [
         replace(part, longest=min(part.longest, part.shortest + each))
-        if isinstance(part, Gap)
+        if isinstance(part, Gap) and part.chosen
         else part
         for part in template
     ]
@@ -89,17 +97,27 @@ def stack(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> 
 
 
 def gap_lengths(
-    template: Template, denoiser: Denoiser, mask_id: int, seed: int, samples: Tensor
-) -> list[list[int]]:
-    """Lengths of a template's gaps, for each sample.
+    template: Template,
+    denoiser: Denoiser,
+    mask_id: int,
+    seed: int,
+    samples: Tensor,
+    eot_id: int | None = None,
+) -> tuple[list[list[int]], int]:
+    """Lengths of a template's gaps, for each sample, and the forward passes that took.
 
     A gap drawn evenly takes one uniform per sample. A chosen one is drawn from
     p(length) proportional to the probability of the first given tokens after it, all masked in one
-    pass per candidate: text that comes too early or too late is improbable where it stands.
+    pass per candidate: text that comes too early or too late is improbable where it stands. After
+    a last gap that token is the end of text; without one the length is drawn evenly.
     """
+    if isinstance(template[-1], Gap) or not template[-1]:
+        template = [*(part for part in template if part), [] if eot_id is None else [eot_id]]
     gaps = [part for part in template if isinstance(part, Gap)]
     drawn = uniforms(seed, samples, (Purpose.START,), len(gaps)).tolist()
     laws = [_length_law(template, k, denoiser, mask_id, samples.device) for k in range(len(gaps))]
+    asks = (gap.chosen and _witnesses(template, k) for k, gap in enumerate(gaps))
+    passes = sum(len(law) for law, asked in zip(laws, asks, strict=True) if asked and len(law) > 1)
     result = []
     for numbers in drawn:
         row = []
@@ -107,7 +125,7 @@ def gap_lengths(
             index = int(torch.searchsorted(law, u, right=True).clamp(max=len(law) - 1))
             row.append(gap.shortest + index)
         result.append(row)
-    return result
+    return result, passes
 
 
 def _length_law(
@@ -132,7 +150,7 @@ def _length_law(
             selected.append([i in hidden for i in range(len(row))])
         z = stack(rows, device)
         where = stack(selected, device) == 1
-        time = ((z == mask_id).sum() / (z != PAD).sum()).item()
+        time = (z == mask_id).sum(1) / (z != PAD).sum(1)
         log_p = logits_at(denoiser, z, time, where).double().log_softmax(-1).cpu()
         scores = log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1)
     return scores.softmax(0).cumsum(0)

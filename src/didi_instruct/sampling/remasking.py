@@ -10,7 +10,6 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import reveal_chances
-from didi_instruct.sampling.categorical import restrict
 from didi_instruct.sampling.chain import Callback, Canvas, Chain, Denoiser, Draw, Purpose, Samples
 from didi_instruct.sampling.grids import Grid, time_grid
 
@@ -53,8 +52,7 @@ def remasking(
         if reveal.any():
             logits = chain.logits(times[n], reveal)
             greedy = greedy_tail and n == steps - 1
-            log_p = restrict(logits, temperature=0.0) if greedy else chain.law(logits)
-            chain.write(reveal, log_p, Purpose.TOKEN, n)
+            chain.write(reveal, logits, Purpose.TOKEN, n, greedy=greedy)
         chain.erase(remask)
         chain.tell(times[n], reveal)
     return chain.samples(nfe=steps, exact_path=eta == 0)

@@ -11,7 +11,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.sampling import trace_gif, trace_html
 from didi_instruct.sampling.chain import PAD, Step
-from didi_instruct.sampling.trace_text import Decode, find_end, token_texts
+from didi_instruct.sampling.trace_text import Decode, find_end, output_ids, token_texts
 
 FORMAT = "didi-trace-1"
 
@@ -38,6 +38,8 @@ class TracedSample:
 
     start: list[int]
     """Tokens before the first step."""
+    written: list[bool] | None = None
+    """Which positions were to write; None: all."""
     steps: list[TracedStep] = field(default_factory=list)
 
     def rows(self, mask_id: int) -> list[list[int]]:
@@ -84,7 +86,8 @@ class Trace:
         confidence = step.confidence[: self._count].tolist()
         if step.index == 0:
             self._last = [self._before(*pair) for pair in zip(tokens, revealed, strict=True)]
-            self.samples += [TracedSample(row) for row in self._last]
+            written = [None] * self._count if step.open is None else step.open.tolist()
+            self.samples += [TracedSample(*pair) for pair in zip(self._last, written, strict=False)]
         for i, row in enumerate(tokens):
             change = self._change(step.time, self._last[i], row, revealed[i], confidence[i])
             self.samples[self._first + i].steps.append(change)
@@ -151,12 +154,10 @@ class Trace:
                     "masked": step.masked,
                 }
             )
-        end = find_end(final, self.eot_id, self.mask_id)
-        output = [t for t in final[:end] if t not in (self.mask_id, PAD)]
-        while output and output[0] == self.eot_id:
-            output = output[1:]
+        end = find_end(final, self.eot_id, self.mask_id, sample.written)
+        output = output_ids(final, self.eot_id, sample.written)
         return {
-            "text": decode(output),
+            "text": decode([token for token in output if token != self.mask_id]),
             "tokens": final,
             "pieces": pieces,
             "end": end,

@@ -66,11 +66,31 @@ def _agreement(a: str, b: str) -> int:
     return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))
 
 
-def find_end(row: Sequence[int], eot_id: int | None, mask_id: int) -> int | None:
-    """Position of the end-of-text token where the output is cut: the first that follows text."""
+def find_end(
+    row: Sequence[int],
+    eot_id: int | None,
+    mask_id: int | None,
+    written: Sequence[bool] | None = None,
+) -> int | None:
+    """Position of the end-of-text token at which the output is cut, or None.
+
+    It is the first that was written (not given) and follows text. Where the last position was
+    given, what is given ends the text and nothing is cut. `written` is None where all was.
+    """
+    ids = [i for i, token in enumerate(row) if token != PAD]
+    if written is not None and ids and not written[ids[-1]]:
+        return None
     begun = False
-    for i, token in enumerate(row):
-        if token == eot_id and begun:
+    for i in ids:
+        if row[i] == eot_id and begun and (written is None or written[i]):
             return i
-        begun = begun or token not in (eot_id, mask_id, PAD)
+        begun = begun or row[i] not in (eot_id, mask_id)
     return None
+
+
+def output_ids(
+    row: Sequence[int], eot_id: int | None, written: Sequence[bool] | None = None
+) -> list[int]:
+    """The tokens of a finished row that make the text people get: no padding, no end-of-text."""
+    end = find_end(row, eot_id, None, written)
+    return [token for token in row[:end] if token not in (PAD, eot_id)]
