@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--iterations", type=int, default=1500)
+    parser.add_argument("--only", help="Names of settings, separated by semicolons.")
     a = parser.parse_args()
     device, language = torch.device(a.device), OracleLanguage.default()
     started, rows = time.monotonic(), []
@@ -208,6 +209,8 @@ def main() -> None:
         replace(base, name="long, anchor 0.03", iterations=3 * a.iterations, anchor=0.03, seed=2),
     ]
     for settings in plan:
+        if a.only and settings.name not in a.only.split(";"):
+            continue
         if time.monotonic() - started > 60 * a.minutes:
             break
         student = distil(teacher, settings, lambda text: print(text, flush=True))

@@ -11,6 +11,7 @@ import yaml
 
 from didi_instruct import __version__
 from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.config.pretrain import OptimConfig, PretrainConfig, TrainConfig
 from didi_instruct.config.recipes import load_recipe
@@ -81,7 +82,7 @@ def pretrain(
             with no_space_as_user_error(folder):
                 recipe_text = yaml.safe_dump(asdict(config), sort_keys=False)
                 write_atomic(folder / RECIPE, recipe_text.encode())
-        for note in _notes(config, world):
+        for note in _notes(config, task.model_config, data, world):
             shown.say(note)
         outcome = loop.run(start)
         if outcome.signal is None:
@@ -90,9 +91,16 @@ def pretrain(
     return PretrainResult(folder, outcome, world.is_main)
 
 
-def _notes(config: PretrainConfig, world: World) -> Iterator[str]:
-    """Say which settings have no effect here."""
+def _notes(
+    config: PretrainConfig, model: ModelConfig, data: TokenSource, world: World
+) -> Iterator[str]:
+    """Say what has no effect here."""
     train = config.train
+    if data.length < model.length:
+        yield (
+            f"The data has rows of {data.length} tokens and model.length is {model.length}: "
+            "longer texts will be new to the model."
+        )
     if train.strategy == "fsdp" and world.size == 1:
         yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
     elif train.checkpoints == "sharded" and train.strategy == "ddp":

@@ -1,7 +1,7 @@
 """Samplers by name: which models they are for, their options, how they are called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -51,6 +51,16 @@ class Call:
     def steps(self) -> int:
         """Steps to take."""
         return USUAL_STEPS if self.wanted is None else self.wanted
+
+    @property
+    def reverse(self) -> tuple[Denoiser, Schedule, Canvas]:
+        """What samplers of a reverse process begin with."""
+        return self.engine.denoiser, self.engine.schedule, self.canvas
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Arguments that every sampler has."""
+        return {"settings": self.settings, "callback": self.callback}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,29 +125,20 @@ class TailOptions:
 
 
 def _ancestral(call: Call, options: AncestralOptions) -> Samples:
-    return ancestral(
-        call.engine.denoiser,
-        call.engine.schedule,
-        call.canvas,
-        steps=call.steps,
-        settings=call.settings,
-        grid=options.grid,
-        greedy_tail=options.greedy_tail,
-        callback=call.callback,
-    )
+    return ancestral(*call.reverse, steps=call.steps, **asdict(options), **call.shared)
 
 
 def _guided(call: Call, options: GuidedOptions) -> Samples:
+    denoiser, schedule, canvas = call.reverse
     return rgas(
-        call.engine.denoiser,
-        call.engine.schedule,
+        denoiser,
+        schedule,
         call.engine.guide,
-        call.canvas,
+        canvas,
         steps=call.steps,
-        settings=call.settings,
         guidance=options,
         grid=options.grid,
-        callback=call.callback,
+        **call.shared,
     )
 
 
@@ -151,75 +152,37 @@ def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
             steps=None if options.threshold is not None else call.steps,
             order=order,
             threshold=options.threshold,
-            settings=call.settings,
-            callback=call.callback,
+            **call.shared,
         )
 
     return run
 
 
 def _remasking(call: Call, options: RemaskingOptions) -> Samples:
-    return remasking(
-        call.engine.denoiser,
-        call.engine.schedule,
-        call.canvas,
-        steps=call.steps,
-        settings=call.settings,
-        eta=options.eta,
-        strategy=options.strategy,
-        grid=options.grid,
-        greedy_tail=options.greedy_tail,
-        callback=call.callback,
-    )
+    return remasking(*call.reverse, steps=call.steps, **asdict(options), **call.shared)
 
 
 def _blocks(call: Call, options: BlockOptions) -> Samples:
-    engine = call.engine
-    inner: Callable[..., Samples] = partial(ancestral, engine.denoiser, engine.schedule)
+    denoiser, schedule, canvas = call.reverse
+    inner: Callable[..., Samples] = partial(ancestral, denoiser, schedule)
     if options.inner != "ancestral":
-        inner = partial(ordered, engine.denoiser, order=options.inner)
-    return blocks(
-        inner,
-        call.canvas,
-        block_length=options.block_length,
-        steps=call.steps,
-        settings=call.settings,
-        callback=call.callback,
-    )
+        inner = partial(ordered, denoiser, order=options.inner)
+    length = options.block_length
+    return blocks(inner, canvas, block_length=length, steps=call.steps, **call.shared)
 
 
 def _first_hitting(call: Call, options: NoOptions) -> Samples:
-    return first_hitting(
-        call.engine.denoiser,
-        call.engine.schedule,
-        call.canvas,
-        settings=call.settings,
-        callback=call.callback,
-    )
+    return first_hitting(*call.reverse, **call.shared)
 
 
 def _uniform_state(call: Call, options: TailOptions) -> Samples:
-    return uniform_state(
-        call.engine.denoiser,
-        call.engine.schedule,
-        call.canvas,
-        steps=call.steps,
-        settings=call.settings,
-        grid=options.grid,
-        greedy_tail=options.greedy_tail,
-        callback=call.callback,
-    )
+    return uniform_state(*call.reverse, steps=call.steps, **asdict(options), **call.shared)
 
 
 def _autoregressive(call: Call, options: NoOptions) -> Samples:
-    assert isinstance(call.engine.network, ARModel)
-    return autoregressive(
-        call.engine.network,
-        call.canvas,
-        settings=call.settings,
-        eot_id=call.engine.eot_id,
-        callback=call.callback,
-    )
+    network, eot_id = call.engine.network, call.engine.eot_id
+    assert isinstance(network, ARModel)
+    return autoregressive(network, call.canvas, eot_id=eot_id, **call.shared)
 
 
 @dataclass(frozen=True, slots=True)
