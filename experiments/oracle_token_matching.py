@@ -165,6 +165,22 @@ def distil(teacher: DiT, settings: Settings, report: Callable[[str], None]) -> D
     return average
 
 
+def plan_of(iterations: int, only: str | None) -> list[Settings]:
+    """Students to train, all or some of them by name."""
+    base = Settings(name="base", iterations=iterations)
+    students = [
+        base,
+        replace(base, name="aux x4", aux_steps=4),
+        replace(base, name="anchor 0.1", anchor=0.1),
+        replace(base, name="budget 4 only", budgets=(4,)),
+        replace(base, name="lr 4e-4", lr=4e-4, aux_lr=1e-3),
+        replace(base, name="seed 1", seed=1),
+        replace(base, name="long", iterations=3 * iterations, aux_steps=3),
+        replace(base, name="long, anchor 0.03", iterations=3 * iterations, anchor=0.03, seed=2),
+    ]
+    return [s for s in students if only is None or s.name in only.split(";")]
+
+
 def main() -> None:
     """Teacher, controls, students; a table, and JSON after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -197,20 +213,7 @@ def main() -> None:
             row("teacher", **path_kl(teacher, language, steps, a.samples, **draw))
         for top_p in (0.98, 0.95, 0.9, 0.8):
             row("teacher", **path_kl(teacher, language, steps, a.samples, top_p=top_p))
-    base = Settings(name="base", iterations=a.iterations)
-    plan = [
-        base,
-        replace(base, name="aux x4", aux_steps=4),
-        replace(base, name="anchor 0.1", anchor=0.1),
-        replace(base, name="budget 4 only", budgets=(4,)),
-        replace(base, name="lr 4e-4", lr=4e-4, aux_lr=1e-3),
-        replace(base, name="seed 1", seed=1),
-        replace(base, name="long", iterations=3 * a.iterations, aux_steps=3),
-        replace(base, name="long, anchor 0.03", iterations=3 * a.iterations, anchor=0.03, seed=2),
-    ]
-    for settings in plan:
-        if a.only and settings.name not in a.only.split(";"):
-            continue
+    for settings in plan_of(a.iterations, a.only):
         if time.monotonic() - started > 60 * a.minutes:
             break
         student = distil(teacher, settings, lambda text: print(text, flush=True))

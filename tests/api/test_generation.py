@@ -165,7 +165,7 @@ def test_other_kinds_have_their_own_sampler(tokenizer, kind):
         ({"infill": "a ___", "length": 9}, "leave out length"),
         ({"gap": "3"}, "give infill too"),
         ({"sampler": "first-hitting", "steps": 3}, "leave out steps"),
-        ({"sampler": "confidence", "steps": 3, "options": {"threshold": 0.5}}, "leave out one"),
+        ({"sampler": "confidence", "steps": 3, "options": {"threshold": 0.5}}, "leave out steps"),
         ({"sampler": "first-hitting", "options": {"grid": "x"}}, "has no options"),
         ({"num": 2.0}, "whole number"),
         ({"tokens": torch.tensor([9999])}, "ids of 0"),

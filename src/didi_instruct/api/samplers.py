@@ -53,14 +53,18 @@ class Call:
         return USUAL_STEPS if self.wanted is None else self.wanted
 
     @property
-    def reverse(self) -> tuple[Denoiser, Schedule, Canvas]:
-        """What samplers of a reverse process begin with."""
-        return self.engine.denoiser, self.engine.schedule, self.canvas
-
-    @property
     def shared(self) -> dict[str, Any]:
         """Arguments that every sampler has."""
-        return {"settings": self.settings, "callback": self.callback}
+        return {"canvas": self.canvas, "settings": self.settings, "callback": self.callback}
+
+    @property
+    def reverse(self) -> dict[str, Any]:
+        """Arguments that every sampler of a masked or uniform-state process has."""
+        return {
+            "denoiser": self.engine.denoiser,
+            "schedule": self.engine.schedule,
+            **self.shared,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,31 +129,24 @@ class TailOptions:
 
 
 def _ancestral(call: Call, options: AncestralOptions) -> Samples:
-    return ancestral(*call.reverse, steps=call.steps, **asdict(options), **call.shared)
+    return ancestral(steps=call.steps, **asdict(options), **call.reverse)
 
 
 def _guided(call: Call, options: GuidedOptions) -> Samples:
-    denoiser, schedule, canvas = call.reverse
-    return rgas(
-        denoiser,
-        schedule,
-        call.engine.guide,
-        canvas,
-        steps=call.steps,
-        guidance=options,
-        grid=options.grid,
-        **call.shared,
-    )
+    guide, grid = call.engine.guide, options.grid
+    return rgas(steps=call.steps, guide=guide, guidance=options, grid=grid, **call.reverse)
 
 
 def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
     def run(call: Call, options: OrderedOptions) -> Samples:
-        if options.threshold is not None and call.wanted is not None:
-            raise UserError("A threshold decides the number of steps: leave out one of the two.")
+        steps: int | None = call.steps
+        if options.threshold is not None:
+            if call.wanted is not None:
+                raise UserError("A threshold decides the number of steps: leave out steps.")
+            steps = None
         return ordered(
             call.engine.denoiser,
-            call.canvas,
-            steps=None if options.threshold is not None else call.steps,
+            steps=steps,
             order=order,
             threshold=options.threshold,
             **call.shared,
@@ -159,30 +156,29 @@ def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
 
 
 def _remasking(call: Call, options: RemaskingOptions) -> Samples:
-    return remasking(*call.reverse, steps=call.steps, **asdict(options), **call.shared)
+    return remasking(steps=call.steps, **asdict(options), **call.reverse)
 
 
 def _blocks(call: Call, options: BlockOptions) -> Samples:
-    denoiser, schedule, canvas = call.reverse
-    inner: Callable[..., Samples] = partial(ancestral, denoiser, schedule)
+    denoiser = call.engine.denoiser
+    inner: Callable[..., Samples] = partial(ancestral, denoiser, call.engine.schedule)
     if options.inner != "ancestral":
         inner = partial(ordered, denoiser, order=options.inner)
-    length = options.block_length
-    return blocks(inner, canvas, block_length=length, steps=call.steps, **call.shared)
+    return blocks(inner, block_length=options.block_length, steps=call.steps, **call.shared)
 
 
 def _first_hitting(call: Call, options: NoOptions) -> Samples:
-    return first_hitting(*call.reverse, **call.shared)
+    return first_hitting(**call.reverse)
 
 
 def _uniform_state(call: Call, options: TailOptions) -> Samples:
-    return uniform_state(*call.reverse, steps=call.steps, **asdict(options), **call.shared)
+    return uniform_state(steps=call.steps, **asdict(options), **call.reverse)
 
 
 def _autoregressive(call: Call, options: NoOptions) -> Samples:
-    network, eot_id = call.engine.network, call.engine.eot_id
+    network = call.engine.network
     assert isinstance(network, ARModel)
-    return autoregressive(network, call.canvas, eot_id=eot_id, **call.shared)
+    return autoregressive(network, eot_id=call.engine.eot_id, **call.shared)
 
 
 @dataclass(frozen=True, slots=True)
