@@ -1,6 +1,7 @@
 """Tokenizers: what they encode they decode, and a saved one is the same one."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -146,11 +147,23 @@ def test_a_name_that_cannot_be_downloaded_suggests_a_directory(monkeypatch) -> N
         raise OSError("We couldn't connect to the hub.\nCheck your connection.")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [])
     with pytest.raises(
         UserError, match=r"`user/name`.*couldn't connect.*local directory"
     ) as caught:
         Tokenizer.load("user/name")
     assert "\n" not in str(caught.value)
+
+
+def test_without_a_network_it_says_so_at_once(monkeypatch) -> None:
+    def unknown(host: str, port: None) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    monkeypatch.delenv("https_proxy", raising=False)
+    with pytest.raises(UserError, match="`user/no-such-name`.*no network"):
+        Tokenizer.load("user/no-such-name")
 
 
 def test_a_downloaded_tokenizer_keeps_its_end_of_text(tmp_path: Path, monkeypatch) -> None:

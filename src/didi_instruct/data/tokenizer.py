@@ -3,11 +3,14 @@
 import hashlib
 import json
 import logging
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -218,6 +221,7 @@ def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
             try:  # what was downloaded before needs no network
                 loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
             except (OSError, ValueError):
+                _require_network()
                 loaded = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a network, a repository and a file format can fail in any way
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -231,6 +235,19 @@ def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
     if eot is None and backend.token_to_id(loaded.eos_token or "") is not None:
         eot = loaded.eos_token
     return Tokenizer(Backend.from_str(backend.to_str()), eot)
+
+
+def _require_network() -> None:
+    """Fail at once where the hub's name cannot be looked up, not after a minute of retries."""
+    from huggingface_hub.constants import ENDPOINT
+
+    host = urlsplit(ENDPOINT).hostname
+    if host is None or getproxies().get("https"):
+        return  # a proxy looks names up itself
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        raise ConnectionError("no network: its name cannot be looked up") from None
 
 
 @contextmanager
