@@ -46,6 +46,16 @@ def test_the_denoiser_speaks_of_real_tokens_at_any_time():
     assert not torch.allclose(a[1], b[1])
 
 
+def test_the_real_time_can_be_told_to_a_model_trained_without(tmp_path):
+    make().save(tmp_path)
+    tokens = torch.full((1, 32), 64)
+    plain, timed = didi.load(tmp_path), didi.load(tmp_path, time_conditioning=True)
+    assert torch.equal(plain.denoiser(tokens, 0.3), plain.denoiser(tokens, 0.9))
+    assert not torch.allclose(timed.denoiser(tokens, 0.3), timed.denoiser(tokens, 0.9))
+    # At t = 0 sigma is 0, which is what a model without time conditioning is always told.
+    torch.testing.assert_close(timed.denoiser(tokens, 0.0), plain.denoiser(tokens, 0.0))
+
+
 def test_a_seed_and_an_index_give_a_sample_whatever_the_batch():
     model = make()
     whole = model.sample(num=5, steps=4, seed=3)

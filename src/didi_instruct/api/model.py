@@ -1,7 +1,7 @@
 """A model as its users see it: tokens, text, likelihood, files."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +163,17 @@ class Model:
         return tokens.to(self.device)
 
 
-def load(source: str | Path, *, device: str | None = None) -> Model:
-    """Open a model written by `didi`: a run's folder, or one of its checkpoints."""
+def load(
+    source: str | Path, *, device: str | None = None, time_conditioning: bool | None = None
+) -> Model:
+    """Open a model written by `didi`: a run's folder, or one of its checkpoints.
+
+    `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct sampler
+    tells its student the real time although the teacher was trained without.
+    """
     loaded = load_model(Path(source), device=str(pick_device(device)))
-    return Model(
-        loaded.model, loaded.config, loaded.tokenizer, loaded.discriminator, loaded.provenance
-    )
+    config = loaded.config
+    if time_conditioning is not None and isinstance(loaded.model, DiT):
+        config = replace(config, time_conditioning=time_conditioning)
+        loaded.model.config = config
+    return Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
