@@ -168,7 +168,7 @@ def load(
 ) -> Model:
     """Open a model written by `didi`: a run's folder, or one of its checkpoints.
 
-    `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct sampler
+    `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
     tells its student the real time although the teacher was trained without.
     """
     loaded = load_model(Path(source), device=str(pick_device(device)))
