@@ -6,8 +6,8 @@ import torch
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.chain import PAD, Canvas, Draw
-from didi_instruct.sampling.ordered import masked_share, ordered, rank
+from didi_instruct.sampling.chain import PAD, Canvas, Draw, masked_share
+from didi_instruct.sampling.ordered import ordered, rank
 
 from .enumeration import assert_follows, index
 

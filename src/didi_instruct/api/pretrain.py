@@ -185,7 +185,7 @@ def _evaluator(
                 task.model_config,
                 valid.ordered,
                 sequences=count,
-                batch_size=config.train.micro_batch or 64,
+                batch_size=task.rows_per_pass,
                 device=task.world.device,
             )
         half = (result.ci95[1] - result.ci95[0]) / 2

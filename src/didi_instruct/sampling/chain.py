@@ -244,6 +244,11 @@ def logits_at(denoiser: Denoiser, z: Tensor, t: float | Tensor, where: Tensor) -
     return logits
 
 
+def masked_share(z: Tensor, mask_id: int) -> Tensor:
+    """Part of each text that is masked, padding not counted: (B, L) -> (B,)."""
+    return (z == mask_id).sum(1) / (z != PAD).sum(1).clamp(min=1)
+
+
 def in_parts(logits: Tensor, *companions: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows of logits (R, V) and of what belongs to them (R, ...), as many at a time as fit."""
     rows = max(1, PART_ELEMENTS // logits.shape[1])

@@ -14,7 +14,6 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chain import (
-    PAD,
     Callback,
     Canvas,
     Chain,
@@ -23,6 +22,7 @@ from didi_instruct.sampling.chain import (
     Purpose,
     Samples,
     in_parts,
+    masked_share,
 )
 
 
@@ -121,11 +121,6 @@ def rank(value: Tensor, masked: Tensor) -> Tensor:
     value = value.masked_fill(~masked, -math.inf)
     highest = value.argsort(dim=1, descending=True, stable=True)
     return highest.argsort(1)
-
-
-def masked_share(z: Tensor, mask_id: int) -> Tensor:
-    """Part of each text that is masked, padding not counted: (B, L) -> (B,)."""
-    return (z == mask_id).sum(1) / (z != PAD).sum(1).clamp(min=1)
 
 
 def _lowest(steps: int | None, order: str, threshold: float | None) -> float:

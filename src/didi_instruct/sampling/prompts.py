@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_at
+from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_at, masked_share
 from didi_instruct.sampling.noise import uniforms
 
 GAP = re.compile(r" *_{3,}")
@@ -150,7 +150,7 @@ def _length_law(
             selected.append([i in hidden for i in range(len(row))])
         z = stack(rows, device)
         where = stack(selected, device) == 1
-        time = (z == mask_id).sum(1) / (z != PAD).sum(1)
+        time = masked_share(z, mask_id)
         log_p = logits_at(denoiser, z, time, where).double().log_softmax(-1).cpu()
         scores = log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1)
     return scores.softmax(0).cumsum(0)

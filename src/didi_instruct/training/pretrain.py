@@ -92,7 +92,7 @@ class PretrainTask:
         )
         torch.manual_seed(mix(train.seed, "dropout", step, self.world.rank))
         share = self.world.share(train.batch_size)
-        size = train.micro_batch or self._default_micro_batch(len(share))
+        size = self.rows_per_pass
         total = torch.zeros((), device=self.world.device)
         for first in range(share.start, share.stop, size):
             rows = slice(first, min(first + size, share.stop))
@@ -104,8 +104,16 @@ class PretrainTask:
             total += loss.detach()
         return {"loss": self.world.sum(total), "grad_norm": self.updater.update(step)}
 
-    def _default_micro_batch(self, share: int) -> int:
-        """All at once on a GPU; on a CPU little at a time, which is no slower and fits a laptop."""
+    @property
+    def rows_per_pass(self) -> int:
+        """Sequences of a forward pass of this process, as the recipe says.
+
+        By default its whole share of the batch on a GPU; on a CPU little at a time, which is no
+        slower and fits a laptop.
+        """
+        if self.config.train.micro_batch is not None:
+            return self.config.train.micro_batch
+        share = len(self.world.share(self.config.train.batch_size))
         if self.world.device.type == "cuda":
             return share
         return max(1, min(share, CPU_TOKENS // self.data.length))
@@ -131,7 +139,9 @@ class PretrainTask:
         }
         if self.world.device.type == "cuda":
             # A backward pass costs twice its forward pass.
-            flops = 3 * flops_per_token(self.model_config, self.objective.head_fraction)
+            flops = 3 * flops_per_token(
+                self.model_config, self.objective.head_fraction, self.data.length
+            )
             values["mfu"] = rate * flops / (self.world.size * matmul_rate(self.world.device))
         return values
 
