@@ -2,36 +2,24 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from didi_instruct import __version__
+from didi_instruct.api.runs import RECIPE, check_folder, write_recipe
 from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.parse import parse, read_yaml
-from didi_instruct.config.pretrain import OptimConfig, PretrainConfig, TrainConfig
+from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
-from didi_instruct.data.files import no_space_as_user_error, write_atomic
-from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.pretrain import PretrainTask
 from didi_instruct.training.reporting import Reporter, SilentReporter
 from didi_instruct.training.world import World, open_world
-
-RECIPE = "recipe.yaml"
-
-FREE_TO_CHANGE = {
-    "": {"reproduces", "expect"},
-    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema"},
-    "optim": {f.name for f in fields(OptimConfig)},
-}
-"""Settings that a resumed run may change: they alter what is done next, not what has been done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +54,7 @@ def pretrain(
         if isinstance(recipe, PretrainConfig)
         else load_recipe(PretrainConfig, recipe, overrides)
     )
-    check_folder(folder, config, resume)
+    check_folder(folder, config, resume, verb="didi pretrain {recipe}")
     # A shape that no model can have is refused before a corpus is tokenised for it.
     vocab_size = config.model.vocab_size
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
@@ -78,10 +66,7 @@ def pretrain(
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
         start = loop.resume() if resume else 0
         if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            with no_space_as_user_error(folder):
-                recipe_text = yaml.safe_dump(asdict(config), sort_keys=False)
-                write_atomic(folder / RECIPE, recipe_text.encode())
+            write_recipe(folder, config)
         for note in _notes(config, task.model_config, data, world):
             shown.say(note)
         outcome = loop.run(start)
@@ -105,39 +90,6 @@ def _notes(
         yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
     elif train.checkpoints == "sharded" and train.strategy == "ddp":
         yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
-
-
-def check_folder(folder: Path, config: PretrainConfig, resume: bool) -> None:
-    """Refuse to write over another run, or to resume one that was set up otherwise."""
-    begun = (folder / RECIPE).exists() or (folder / "checkpoints").exists()
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: give a folder with --out.")
-    if not resume and begun:
-        raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
-    if not resume and folder.exists() and any(p.name != "data" for p in folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose another --out.")
-    if resume and not begun:
-        raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
-    if resume and (folder / RECIPE).exists():
-        before = parse(PretrainConfig, read_yaml(folder / RECIPE), where=str(folder / RECIPE))
-        for name, old, new in _differences(asdict(before), asdict(config)):
-            raise UserError(
-                f"{folder} was begun with {name} = {old}, now it is {new}: "
-                f"resume as it began (didi pretrain {folder / RECIPE} --out {folder} --resume), "
-                "or choose another --out."
-            )
-
-
-def _differences(
-    before: Mapping[str, Any], after: Mapping[str, Any], section: str = ""
-) -> list[tuple[str, Any, Any]]:
-    found = []
-    for name, old in before.items():
-        if isinstance(old, dict):
-            found += _differences(old, after[name], f"{section}{name}.")
-        elif old != after[name] and name not in FREE_TO_CHANGE.get(section.rstrip("."), set()):
-            found.append((f"{section}{name}", old, after[name]))
-    return found
 
 
 def _open_data_together(

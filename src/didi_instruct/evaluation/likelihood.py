@@ -43,7 +43,6 @@ def evaluation_config(config: ModelConfig) -> ModelConfig:
     return config
 
 
-@torch.no_grad()
 def likelihood(
     loss: Callable[[Batch], torch.Tensor],
     config: ModelConfig,
@@ -58,11 +57,52 @@ def likelihood(
 ) -> Likelihood:
     """Estimate nats per token over `sequences` rows of `data(start, count)`.
 
+    The arguments are those of `nats_per_token`. The interval comes from the spread between
+    sequences, which overstates the error a little, since their times are stratified.
+    """
+    values = nats_per_token(
+        loss,
+        config,
+        data,
+        sequences=sequences,
+        draws=draws,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        progress=progress,
+    )
+    mean = values.mean().item()
+    half = 1.96 * values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Likelihood(
+        nats_per_token=mean,
+        ci95=(mean - half, mean + half),
+        ppl=perplexity(mean),
+        ppl_ci95=(perplexity(mean - half), perplexity(mean + half)),
+        sequences=len(values),
+        draws=1 if config.kind == "ar" else draws,
+        bound=config.kind != "ar",
+    )
+
+
+@torch.no_grad()
+def nats_per_token(
+    loss: Callable[[Batch], torch.Tensor],
+    config: ModelConfig,
+    data: Callable[[int, int], torch.Tensor],
+    *,
+    sequences: int,
+    draws: int = 1,
+    batch_size: int = 64,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> torch.Tensor:
+    """Nats per token of each of `sequences` rows of `data(start, count)`: (sequences,), float64.
+
     `loss` is the network's part of the objective: batch -> nats per token of each sequence.
 
-    Times are stratified over chunks of sequences and all their draws, so the estimate varies less
-    than with independent ones; the interval comes from the spread between sequences, which
-    overstates the error a little for that reason. The batch size changes nothing but memory.
+    Times are stratified over chunks of sequences and all their draws, so the mean varies less than
+    with independent ones. The batch size changes nothing but memory.
     """
     objective = make_objective(evaluation_config(config))
     draws = 1 if config.kind == "ar" else draws
@@ -81,18 +121,7 @@ def likelihood(
             means.append(total / draws)
             if progress is not None:
                 progress(start + first + len(tokens))
-    values = torch.cat(means)
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return Likelihood(
-        nats_per_token=mean,
-        ci95=(mean - half, mean + half),
-        ppl=perplexity(mean),
-        ppl_ci95=(perplexity(mean - half), perplexity(mean + half)),
-        sequences=len(values),
-        draws=draws,
-        bound=config.kind != "ar",
-    )
+    return torch.cat(means)
 
 
 def perplexity(nats_per_token: float) -> float:

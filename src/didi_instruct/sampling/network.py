@@ -26,12 +26,7 @@ class NetworkDenoiser:
     def rows(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
         """Logits (R, V) at the selected positions: the output layer runs on those alone."""
         tokens, attended = split_padding(z)
-        sigma = self.schedule.sigma(t)
-        hidden = self.network.trunk(tokens, sigma, attended)[where]
-        condition = self.network.condition(sigma)
-        if condition.shape[0] > 1:
-            condition = condition[where.nonzero()[:, 0]]
-        return self.network.head(hidden, condition, self.network.config.num_tokens)
+        return selected_logits(self.network, tokens, self.schedule.sigma(t), where, attended)
 
 
 class NetworkGuide:
@@ -55,6 +50,20 @@ class NetworkGuide:
         return self.discriminator(
             None, self.schedule.sigma(t), embeddings=embeddings, attention_mask=attended
         )
+
+
+def selected_logits(
+    network: DiT, tokens: Tensor, sigma: Tensor, where: Tensor, attended: Tensor | None = None
+) -> Tensor:
+    """Logits (R, V) of the positions that `where` (B, L) selects, in order.
+
+    The output layer runs on those alone. Shapes: tokens (B, L), sigma (B,), attended as `where`.
+    """
+    hidden = network.trunk(tokens, sigma, attended)[where]
+    condition = network.condition(sigma)
+    if condition.shape[0] > 1:
+        condition = condition[where.nonzero()[:, 0]]
+    return network.head(hidden, condition, network.config.num_tokens)
 
 
 def split_padding(z: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -44,6 +44,11 @@ def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
     return config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
 
 
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Whether networks are compiled."""
+    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+
+
 class PretrainTask:
     """One optimizer step is one global batch of the stream under fresh noise."""
 
@@ -56,11 +61,8 @@ class PretrainTask:
         torch.manual_seed(mix(config.train.seed, "init"))
         self.model = build_model(model_config).to(world.device)
         self.objective = make_objective(model_config)
-        compiles = config.train.compile == "on" or (
-            config.train.compile == "auto" and world.device.type == "cuda"
-        )
         fsdp = config.train.strategy == "fsdp" and world.size > 1
-        if compiles:
+        if compiles(config.train, world.device):
             compile_network(self.model, by_block=fsdp)
             self.objective.compile()
         module = LossModule(self.model, self.objective)

@@ -41,6 +41,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rows of all processes, in the order of their ranks; all have as many."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts)
+
     def largest(self, number: int) -> int:
         """Return the largest of all processes' numbers. All must call."""
         if self.size == 1:

@@ -1,0 +1,78 @@
+"""A run's folder: its recipe, whether it may be begun or resumed, what may change meanwhile."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from didi_instruct.config.parse import parse, read_yaml
+from didi_instruct.config.pretrain import OptimConfig, TrainConfig
+from didi_instruct.data.files import no_space_as_user_error, write_atomic
+from didi_instruct.errors import UserError
+
+RECIPE = "recipe.yaml"
+
+FREE_TO_CHANGE = {
+    "": {"reproduces", "expect"},
+    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema"},
+    "optim": {f.name for f in fields(OptimConfig)},
+    "watch": {"budgets", "samples", "min_entropy"},
+}
+"""Settings that a resumed run may change: they alter what is done next, not what has been done."""
+
+T = TypeVar("T")
+
+
+def check_folder(
+    folder: Path, config: Any, resume: bool, *, verb: str, own: tuple[str, ...] = ("data",)
+) -> None:
+    """Refuse to write over another run, or to resume one that was set up otherwise.
+
+    `own`: what a run prepares in its folder before it has begun.
+    """
+    begun = (folder / RECIPE).exists() or (folder / "checkpoints").exists()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give a folder with --out.")
+    if not resume and begun:
+        raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
+    if not resume and folder.exists() and any(p.name not in own for p in folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another --out.")
+    if resume and not begun:
+        raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
+    if resume and (folder / RECIPE).exists():
+        before = parse(type(config), read_yaml(folder / RECIPE), where=str(folder / RECIPE))
+        for name, old, new in _differences(asdict(before), asdict(config)):
+            raise UserError(
+                f"{folder} was begun with {name} = {old}, now it is {new}: "
+                f"resume as it began ({verb.format(recipe=folder / RECIPE)} --out {folder} "
+                "--resume), or choose another --out."
+            )
+
+
+def write_recipe(folder: Path, config: Any) -> None:
+    """Write the settings in force."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with no_space_as_user_error(folder):
+        text = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
+        write_atomic(folder / RECIPE, text.encode())
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists: what YAML can write."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], section: str = ""
+) -> list[tuple[str, Any, Any]]:
+    found = []
+    for name, old in before.items():
+        if isinstance(old, dict):
+            found += _differences(old, after[name], f"{section}{name}.")
+        elif old != after[name] and name not in FREE_TO_CHANGE.get(section.rstrip("."), set()):
+            found.append((f"{section}{name}", old, after[name]))
+    return found

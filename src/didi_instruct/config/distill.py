@@ -1,0 +1,263 @@
+"""Settings of a distillation run: the sections of a recipe for `didi distill`."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
+from didi_instruct.errors import UserError
+
+Method = Literal["didi", "token-matching"]
+Grouping = Literal["batch", "tau", "state"]
+KL = Literal["forward", "backward", "jeffreys"]
+
+
+def _at_least(section: str, settings: object, least: float, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not least <= value < math.inf:
+            raise UserError(f"{section}.{name} is {value}: use {least:g} or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DidiConfig:
+    """Algorithm 1 of the paper and its variants: the student's side."""
+
+    pi: tuple[int, int] = (1, 1)
+    """Parameters of the Beta law of τ; (2, 5) prefers small times, (5, 2) large ones."""
+    omega: Literal["constant", "schedule"] = "constant"
+    """Weight of a time: 1, or -α'/(1 - α), which is 1/τ for the log-linear schedule."""
+    omega_min_time: float = 0.05
+    """Times below it weigh no more than it does: 1/τ has no bound."""
+    importance_weighting: bool = False
+    """Divide the weight by the density of τ, so that `pi` changes the noise alone."""
+    score_decomposition: bool = True
+    """Go through z_τ; without it, one step from all masks to text."""
+    coupled_time: bool = True
+    """Compare texts at the τ the student passed through; without it, at a time of their own."""
+    rollout_steps: int = 1
+    """Student steps from all masks to z_τ; K = 1 in the paper."""
+    score_steps: Literal["all", "last"] = "all"
+    """Steps whose log-probability is trained: all, or only the jump from z_τ to text."""
+    log_prob: Literal["mean", "sum"] = "mean"
+    """Log-probability of a text as a mean over its scored tokens, or as their sum."""
+    grouping: Grouping = "batch"
+    """Texts that share a baseline: the batch, each with a τ of its own (the paper); `group_size`
+    with the same τ; `group_size` with the same z_τ and the same corruption mask."""
+    group_size: int = 4
+    """G of the groupings `tau` and `state`, and texts per prompt."""
+    baseline: Literal["mean", "leave-one-out"] = "mean"
+    scale: Literal["group", "batch", "none"] = "group"
+    """Whose standard deviation divides the centred rewards."""
+    advantage_eps: float = 1e-6
+    advantage_clip: float = 5.0
+    """Largest advantage; 0 does not clip."""
+    regularisation: bool = True
+    """The two terms below."""
+    kl: KL = "forward"
+    """KL(teacher ‖ student), KL(student ‖ teacher), or their mean."""
+    kl_weight: float = 0.05
+    entropy_weight: float = 0.0005
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        if len(self.pi) != 2 or min(self.pi) < 1:
+            raise UserError(f"didi.pi is {list(self.pi)}: two whole numbers, 1 or more.")
+        if self.group_size < 2:
+            raise UserError(
+                f"didi.group_size is {self.group_size}, but an advantage compares rollouts within "
+                "a group: use 2 or more."
+            )
+        if not 0 < self.omega_min_time < 1:
+            raise UserError(f"didi.omega_min_time is {self.omega_min_time}: between 0 and 1.")
+        _at_least("didi", self, 1, ["rollout_steps"])
+        _at_least(
+            "didi", self, 0, ["advantage_eps", "advantage_clip", "kl_weight", "entropy_weight"]
+        )
+        if self.grouping == "state" and not self.score_decomposition:
+            raise UserError("didi.grouping=state shares z_τ: it needs didi.score_decomposition.")
+        if self.grouping == "state" and self.score_steps == "all":
+            raise UserError(
+                "didi.grouping=state shares the steps before z_τ, so their advantages cancel: "
+                "use didi.score_steps=last."
+            )
+        if not self.score_decomposition and self.score_steps == "last":
+            raise UserError(
+                "didi.score_steps=last scores the jump from z_τ: it needs didi.score_decomposition."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiscriminatorConfig:
+    """The network that tells the teacher's text from the student's."""
+
+    lr: float = 1e-6
+    trainable_blocks: int | None = 4
+    """Last blocks that train beside the head; null: the whole network."""
+    label_smoothing: float = 0.1
+    """Targets are 1 - this and this."""
+    positions: Literal["all", "masked"] = "all"
+    """Where the cross-entropy is taken; re-ranking by `sum` needs all."""
+    steps: int = 1
+    """Updates per iteration, each on fresh text."""
+    warmup: int = 0
+    """Iterations before the student begins to learn."""
+    chance: float = 0.52
+    """Accuracy below which the student waits: its reward is noise."""
+    saturation: float = 0.95
+    """Accuracy above which the discriminator waits for the student."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot train."""
+        if not self.lr > 0:
+            raise UserError(f"discriminator.lr is {self.lr}: use more than 0.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UserError(
+                f"discriminator.label_smoothing is {self.label_smoothing}: 0 or more, below 0.5."
+            )
+        if self.trainable_blocks is not None:
+            _at_least("discriminator", self, 0, ["trainable_blocks"])
+        _at_least("discriminator", self, 1, ["steps"])
+        _at_least("discriminator", self, 0, ["warmup"])
+        if not 0 <= self.chance < self.saturation:
+            raise UserError("discriminator.chance is below discriminator.saturation.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceConfig:
+    """Where the teacher's text comes from."""
+
+    source: Literal["bank", "online", "data"] = "bank"
+    """Teacher samples drawn once and kept; drawn for every iteration; or training text."""
+    steps: int = 128
+    """Steps of the teacher's sampler; with `online` 1 is the paper's literal algorithm."""
+    rows: int = 8192
+    """Texts of a bank."""
+    bank: str | None = None
+    """Folder of the bank, to share it between runs; by default inside the run's own."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty reference."""
+        _at_least("reference", self, 1, ["steps", "rows"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenMatchingConfig:
+    """Token-level matching: an auxiliary denoiser learns what the student would write."""
+
+    budgets: tuple[int, ...] = (4, 8)
+    """Step counts N whose paths the student learns on."""
+    contexts: int = 1
+    """Draws of the next tokens that share a state."""
+    aux_lr: float = 5e-4
+    aux_steps: int = 2
+    """Updates of the auxiliary denoiser per iteration, each on fresh text."""
+    warmup: int = 100
+    """Iterations in which the auxiliary denoiser alone learns."""
+    ratio_clip: float = 5.0
+    """Largest log-ratio of auxiliary over teacher; 0 does not clip."""
+    anchor: float = 0.0
+    """Weight of the KL to the teacher at the states the student sees."""
+    kl: KL = "forward"
+    completion: float = 0.0
+    """Weight of the REINFORCE term for what shown tokens do to the hidden ones."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot train."""
+        if not self.budgets or min(self.budgets) < 1:
+            raise UserError(
+                f"token_matching.budgets is {list(self.budgets)}: step counts, 1 or more."
+            )
+        if not self.aux_lr > 0:
+            raise UserError(f"token_matching.aux_lr is {self.aux_lr}: use more than 0.")
+        _at_least("token_matching", self, 1, ["contexts", "aux_steps"])
+        _at_least("token_matching", self, 0, ["warmup", "ratio_clip", "anchor", "completion"])
+        if self.completion and self.contexts < 2:
+            raise UserError(
+                f"token_matching.contexts is {self.contexts}, but the completion term compares "
+                "draws that share a state: use 2 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """Quick evaluations on the way, and when to give up."""
+
+    budgets: tuple[int, ...] = (4, 8)
+    """Step counts of the quick evaluation, every `train.eval_every` iterations and at the end."""
+    samples: int = 256
+    min_entropy: float = 0.5
+    """Stop when the entropy of the student's draws falls below this share of its start; 0: never.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse evaluations that cannot run."""
+        if self.budgets and min(self.budgets) < 1:
+            raise UserError(f"watch.budgets is {list(self.budgets)}: step counts, 1 or more.")
+        _at_least("watch", self, 2, ["samples"])
+        if not 0 <= self.min_entropy < 1:
+            raise UserError(f"watch.min_entropy is {self.min_entropy}: a share, 0 to 1.")
+
+
+def _optim() -> OptimConfig:
+    return OptimConfig(lr=1e-6, beta2=0.999, weight_decay=0.01, schedule="linear")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillConfig:
+    """One distillation run."""
+
+    reproduces: str = ""
+    """What this recipe reproduces, and where that is published."""
+    expect: str = ""
+    """The number to expect."""
+    method: Method = "didi"
+    student: str | None = None
+    """A model to start from; by default a copy of the teacher."""
+    prompt: int = 0
+    """First tokens of every text that are given, from `data`; 0: nothing is given."""
+    didi: DidiConfig = field(default_factory=DidiConfig)
+    discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    token_matching: TokenMatchingConfig = field(default_factory=TokenMatchingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text for prompts, for `reference.source=data` and for held-out likelihood."""
+    optim: OptimConfig = field(default_factory=_optim)
+    """Of the student; the paper's by default."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse sections that contradict each other."""
+        if self.prompt < 0:
+            raise UserError(f"prompt is {self.prompt}: use 0 (nothing given) or more.")
+        needs = [
+            (self.prompt > 0, "prompt gives the first tokens of real text"),
+            (
+                self.method == "didi" and self.reference.source == "data",
+                "reference.source=data compares with real text",
+            ),
+        ]
+        for needed, why in needs:
+            if needed and not self.data.source:
+                raise UserError(f"{why}: name it with --set data.source=...")
+        if self.train.batch_size % self.group_size:
+            raise UserError(
+                f"train.batch_size is {self.train.batch_size}, which is not a multiple of the "
+                f"group of {self.group_size}."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Texts that belong together: they must not be split over processes or passes."""
+        if self.method == "token-matching":
+            return self.token_matching.contexts
+        return self.didi.group_size if self.didi.grouping != "batch" or self.prompt else 1
+
+    @property
+    def warmup(self) -> int:
+        """Iterations before the student begins to learn."""
+        if self.method == "token-matching":
+            return self.token_matching.warmup
+        return self.discriminator.warmup

@@ -1,0 +1,1 @@
+"""Distillation: a teacher of many steps becomes a student of few."""

@@ -1,0 +1,381 @@
+"""DiDi-Instruct: Algorithm 1 of the paper, with the switches of its ablations and beyond.
+
+An iteration has two acts. First, without gradient, the student writes texts and they are corrupted
+beside the teacher's; the discriminator takes a step, and its log-ratios become advantages over the
+whole batch. Then the student scores the same tokens with gradient, part by part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.distillation.hosting import Tensors
+from didi_instruct.distillation.monitor import Totals, unique_ngrams
+from didi_instruct.distillation.rewards import advantages, rewards
+from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout, walk
+from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.errors import UserError
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.dit import DiT
+from didi_instruct.process.divergences import divergence, entropy
+from didi_instruct.process.masking import mask
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.process.weighting import beta_density, beta_times, omega
+from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.network import selected_logits
+from didi_instruct.seeding import mix
+from didi_instruct.training.world import World
+
+References = Callable[[int, int], Tensor]
+"""Texts start .. start + count - 1 of an endless stream: (count, L)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Student texts of a part, and reference texts, at the same noise level."""
+
+    rollout: Rollout
+    tau: Tensor
+    """(B,) where the student stopped on its way."""
+    t: Tensor
+    """(B,) where it is compared; τ itself if the times are coupled."""
+    z: Tensor
+    """(B, L) the student's texts at t."""
+    t_reference: Tensor
+    """(R,)."""
+    z_reference: Tensor
+    """(R, L)."""
+    written_reference: Tensor
+    """(R, L) positions that were not given."""
+
+
+class DidiTask(DistillTask):
+    """Student and discriminator, in turns."""
+
+    critic_name = "discriminator"
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        world: World,
+        *,
+        references: References | None = None,
+        data: TokenSource | None = None,
+    ) -> None:
+        torch.manual_seed(mix(config.train.seed, "discriminator"))
+        discriminator = Discriminator.from_denoiser(teacher.network).requires_grad_(True)
+        blocks = config.discriminator.trainable_blocks
+        if blocks is not None:
+            if blocks > len(discriminator.blocks):
+                raise UserError(
+                    f"discriminator.trainable_blocks is {blocks}, but the teacher has "
+                    f"{len(discriminator.blocks)} blocks: use that many, or null for all weights."
+                )
+            discriminator.freeze_lower(blocks)
+        lr = config.discriminator.lr
+        super().__init__(config, teacher, student, discriminator, lr, world, data)
+        self.references = references or self._teacher_now
+
+    def step(self, step: int) -> Tensors:
+        """One iteration of Algorithm 1."""
+        didi = self.config.didi
+        for turn in range(self.config.discriminator.steps):
+            parts = [self.compare(step, turn, indices) for indices in self.parts()]
+            numbers = self.teach_discriminator(step, parts)
+        accuracy = self.accuracy.add(float(numbers["disc_accuracy"]))
+
+        reward = self.world.gather(torch.cat([self.reward(part) for part in parts]))
+        advantage = advantages(
+            reward,
+            len(reward) if didi.grouping == "batch" else didi.group_size,
+            baseline=didi.baseline,
+            scale=didi.scale,
+            eps=didi.advantage_eps,
+            clip=didi.advantage_clip,
+        )
+        learns = self.learns(step) and accuracy >= self.config.discriminator.chance
+        if learns:
+            share = self.world.share(len(reward))
+            numbers |= self.teach_student(step, parts, advantage.values[share.start : share.stop])
+        else:
+            nothing = torch.zeros((), dtype=torch.float64)
+            numbers |= dict.fromkeys(STUDENT_NUMBERS, nothing)
+        self.remember_entropy(numbers["path_entropy"])
+        return numbers | {
+            "student_waits": torch.tensor(float(not learns)),
+            "advantage_std": advantage.values.std(correction=0),
+            "advantage_max": advantage.values.abs().max(),
+            "clip_fraction": advantage.clip_fraction,
+            "unique_4gram": self._unique(parts),
+            "kl_start": self.kl_at_start(),
+        }
+
+    # First act: texts, and the discriminator's view of them
+
+    @torch.no_grad()
+    def compare(self, step: int, turn: int, indices: Tensor) -> Compared:
+        """Roll the student out, take reference texts, corrupt both to the same time."""
+        config, didi = self.config, self.config.didi
+        noise, group = self.noise(step, turn, indices), didi.group_size
+        shares_state = didi.grouping == "state"
+        tau = self._times(noise, 0)
+        reference, owner = self._reference(step, turn, indices)
+        texts = rollout(
+            self.student_rows,
+            self.schedule,
+            self.starts(reference if config.prompt else None),
+            owner,
+            tau if didi.score_decomposition else None,
+            noise,
+            self.mask_id,
+            steps=didi.rollout_steps,
+            shared=group if shares_state else 1,
+        )
+        t = tau if didi.coupled_time else self._times(noise, 1)
+        coins = noise.of_groups(group) if shares_state else noise
+        numbers = coins.uniforms(self.length, Purpose.REMASK, 0)
+        numbers = numbers.repeat_interleave(len(tau) // len(numbers), 0)
+        t_reference = t[:: len(t) // len(reference)]
+        written = texts.written[:: len(t) // len(reference)]
+        of_reference = Noise(noise.seed, indices[:: len(t) // len(reference)])
+        other = of_reference.uniforms(self.length, Purpose.REMASK, 1)
+        return Compared(
+            texts,
+            tau,
+            t,
+            self._corrupt(texts.x, texts.written, t, numbers),
+            t_reference,
+            self._corrupt(reference, written, t_reference, other),
+            written,
+        )
+
+    def _times(self, noise: Noise, which: int) -> Tensor:
+        """τ ~ π for each text, or one for each group."""
+        didi = self.config.didi
+        a, b = didi.pi
+        size = 1 if didi.grouping == "batch" else didi.group_size
+        source = noise if size == 1 else noise.of_groups(size)
+        return beta_times(a, b, source.uniforms(a + b - 1, Purpose.START, which)).repeat_interleave(
+            size
+        )
+
+    def _reference(self, step: int, turn: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Reference texts of a part (R, L), and which start each student text has (B,).
+
+        As many as the student writes; with prompts, one for each group, whose prompt it gives.
+        """
+        each = self.config.didi.group_size if self.config.prompt else 1
+        total = self.config.train.batch_size // each
+        number = step * self.config.discriminator.steps + turn
+        first = number * total + int(indices[0]) // each
+        reference = self.references(first, len(indices) // each).to(self.world.device)
+        count = torch.arange(len(indices), device=self.world.device)
+        return reference, count // each if self.config.prompt else torch.zeros_like(count)
+
+    def _teacher_now(self, start: int, count: int) -> Tensor:
+        """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
+        indices = torch.arange(start, start + count, device=self.world.device)
+        noise = Noise(mix(self.config.train.seed, "teacher"), indices)
+        prompts = None
+        if self.config.prompt:
+            assert self.data is not None
+            prompts = self.data.rows(start, count).to(self.world.device)
+        begin = self.starts(prompts)
+        steps = self.config.reference.steps
+        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
+        owner = torch.arange(count, device=self.world.device) if prompts is not None else (
+            torch.zeros(count, dtype=torch.long, device=self.world.device)
+        )  # fmt: skip
+        return walk(
+            self.teacher,
+            self.schedule,
+            begin,
+            owner,
+            times.expand(count, -1),
+            noise,
+            self.mask_id,
+        ).z
+
+    def _corrupt(self, x: Tensor, written: Tensor, t: Tensor, numbers: Tensor) -> Tensor:
+        """Corrupt text to time t; what was given stays."""
+        z = mask(x, self.schedule.alpha(t)[:, None], self.mask_id, numbers)
+        return torch.where(written, z, x)
+
+    def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> Tensors:
+        """Balanced cross-entropy, Eq. (10), teacher = 1; wait instead if it is saturated."""
+        settings, batch = self.config.discriminator, self.config.train.batch_size
+        counts = sum(len(p.z_reference) for p in parts) * self.world.size
+        totals = Totals()
+        network = self.critic.network.train()
+        for part in parts:
+            last = part is parts[-1]
+            ratio = self._log_ratio(part, last)
+            fake, real = ratio[: len(part.z)], ratio[len(part.z) :]
+            where = self._where(part.z, part.rollout.written)
+            where_real = self._where(part.z_reference, part.written_reference)
+            loss = (
+                smooth_bce(fake, where, settings.label_smoothing).sum() / batch
+                + smooth_bce(real, where_real, 1 - settings.label_smoothing).sum() / counts
+            ) / 2
+            self.critic.backward(loss, sync=last)
+            r_fake = rewards(fake.detach(), part.z == self.mask_id, part.rollout.written)
+            r_real = rewards(
+                real.detach(), part.z_reference == self.mask_id, part.written_reference
+            )
+            totals.add(
+                disc_loss=loss,
+                disc_accuracy=(r_fake < 0).sum() / (2 * batch) + (r_real > 0).sum() / (2 * counts),
+                reward_student=r_fake.sum() / batch,
+                reward_reference=r_real.sum() / counts,
+                path_entropy=-(part.rollout.log_prob / part.rollout.written.sum(1)).sum() / batch,
+            )
+        network.eval()
+        numbers = self.summed(totals)
+        saturated = self._is_saturated(float(numbers["disc_accuracy"]))
+        if saturated:
+            # The remedy: it waits until the student has caught up.
+            self.critic_updater.optimizer.zero_grad(set_to_none=True)
+            norm = torch.zeros((), dtype=torch.float64)
+        else:
+            norm = self.critic_updater.update(step)
+        waits = torch.tensor(float(saturated))
+        return numbers | {"disc_grad_norm": norm, "disc_waits": waits}
+
+    def _is_saturated(self, accuracy_now: float) -> bool:
+        before, weight = self.accuracy.state.tolist()
+        usual = before / weight if weight else 0.5
+        return min(usual, accuracy_now) > self.config.discriminator.saturation
+
+    def _log_ratio(self, part: Compared, sync: bool) -> Tensor:
+        z = torch.cat([part.z, part.z_reference])
+        t = torch.cat([part.t, part.t_reference])
+
+        def forward(network: Discriminator) -> Tensors:
+            return {"ratio": network(z, self.schedule.sigma(t))}
+
+        return self.critic.run(forward, sync=sync)["ratio"]
+
+    def _where(self, z: Tensor, written: Tensor) -> Tensor:
+        if self.config.discriminator.positions == "masked":
+            return z == self.mask_id
+        return written
+
+    @torch.no_grad()
+    def reward(self, part: Compared) -> Tensor:
+        """Rewards of the student's texts under the discriminator as it is now: (B,)."""
+
+        def forward(network: Discriminator) -> Tensors:
+            return {"ratio": network(part.z, self.schedule.sigma(part.t))}
+
+        ratio = self.critic.run(forward)["ratio"]
+        return rewards(ratio, part.z == self.mask_id, part.rollout.written)
+
+    # Second act: the student
+
+    def teach_student(self, step: int, parts: Sequence[Compared], advantage: Tensor) -> Tensors:
+        """Policy gradient with KL and entropy terms; advantage (B,) of this process's texts."""
+        didi, batch = self.config.didi, self.config.train.batch_size
+        totals = Totals()
+        for part, own in zip(parts, torch.split(advantage, [len(p.z) for p in parts]), strict=True):
+            last = part is parts[-1]
+            scores = self._scores(part, sync=last)
+            weighted = self.weight(part.tau) * own * scores["log_prob"]
+            policy = -weighted.sum() / batch
+            kl, entropy = scores["kl"].sum() / batch, scores["entropy"].sum() / batch
+            loss = policy
+            if didi.regularisation:
+                loss = loss + didi.kl_weight * kl - didi.entropy_weight * entropy
+            self.student.backward(loss, sync=last)
+            totals.add(loss=loss, policy_loss=policy, kl=kl, entropy=entropy)
+        numbers = self.summed(totals)
+        return numbers | {"grad_norm": self.updater.update(step - self.config.warmup)}
+
+    def _scores(self, part: Compared, sync: bool) -> Tensors:
+        didi = self.config.didi
+        jumps = part.rollout.jumps if didi.score_steps == "all" else part.rollout.jumps[-1:]
+        laws = [self._teacher_law(jump) if didi.regularisation else None for jump in jumps]
+
+        def forward(network: DiT) -> Tensors:
+            x = part.rollout.x
+            return score(network, self.schedule, jumps, x, self.mask_id, laws, didi.kl)
+
+        scores = self.student.run(forward, sync=sync)
+        if didi.log_prob == "mean":
+            tokens = torch.stack([jump.where.sum(1) for jump in jumps]).sum(0)
+            scores["log_prob"] = scores["log_prob"] / tokens.clamp(min=1)
+        return scores
+
+    def weight(self, tau: Tensor) -> Tensor:
+        """ω(τ), or ω(τ) / π(τ)."""
+        didi = self.config.didi
+        weight = omega(self.schedule, tau, didi.omega, didi.omega_min_time)
+        return weight / beta_density(*didi.pi, tau) if didi.importance_weighting else weight
+
+    @torch.no_grad()
+    def _teacher_law(self, jump: Jump) -> Tensor:
+        """Teacher's log-probabilities at the masks of a jump's states; kept for all masks."""
+        if len(jump.z) == 1 and not self.config.prompt:
+            return self.teacher_at_start()
+        return self.teacher(jump.z, jump.t, jump.z == self.mask_id)
+
+    def _unique(self, parts: Sequence[Compared]) -> Tensor:
+        x = self.world.gather(torch.cat([part.rollout.x for part in parts]))
+        return unique_ngrams(x, torch.ones_like(x, dtype=torch.bool))
+
+
+STUDENT_NUMBERS = ("loss", "policy_loss", "kl", "entropy", "grad_norm")
+
+
+def smooth_bce(log_ratio: Tensor, where: Tensor, target: float) -> Tensor:
+    """Cross-entropy against one target, mean over the selected positions of each text.
+
+    Shapes: log_ratio (B, L), where (B, L) -> (B,); 0 where nothing is selected.
+    """
+    losses = F.binary_cross_entropy_with_logits(
+        log_ratio, torch.full_like(log_ratio, target), reduction="none"
+    )
+    return torch.where(where, losses, 0.0).sum(1) / where.sum(1).clamp(min=1)
+
+
+def score(
+    network: DiT,
+    schedule: Schedule,
+    jumps: Sequence[Jump],
+    x: Tensor,
+    mask_id: int,
+    laws: Sequence[Tensor | None],
+    kind: str = "forward",
+) -> Tensors:
+    """Score the tokens of x under the student, with gradient; each distinct state is read once.
+
+    Returns for each text (B,): `log_prob` of its drawn tokens over all jumps; `kl` to the teacher's
+    `laws` (log-probabilities at the masks of each jump's states, or None), mean over masks, summed
+    over jumps; `entropy`, mean over masks and jumps.
+    """
+    texts = len(x)
+    log_prob = torch.zeros(texts, dtype=torch.float64, device=x.device)
+    total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
+    for jump, law in zip(jumps, laws, strict=True):
+        selected = jump.needed if law is None else jump.z == mask_id
+        logits = selected_logits(network, jump.z, schedule.sigma(jump.t), selected)
+        log_p = logits.float().log_softmax(-1)
+        drawn = log_p[jump.places(selected), x[jump.where]]
+        log_prob = log_prob.index_add(0, jump.where.nonzero()[:, 0], drawn.double())
+        total_entropy = total_entropy + _state_means(entropy(log_p), selected)[jump.owner]
+        if law is not None:
+            total_kl = total_kl + _state_means(divergence(kind, law, log_p), selected)[jump.owner]
+    return {"log_prob": log_prob, "kl": total_kl, "entropy": total_entropy / len(jumps)}
+
+
+def _state_means(values: Tensor, selected: Tensor) -> Tensor:
+    """Mean over the selected positions of each state: values (R,), selected (U, L) -> (U,)."""
+    sums = torch.zeros(len(selected), dtype=torch.float64, device=values.device)
+    sums = sums.index_add(0, selected.nonzero()[:, 0], values.double())
+    return sums / selected.sum(1).clamp(min=1)

@@ -1,0 +1,91 @@
+"""Networks of a distillation, each alone, replicated (DDP) or sharded (FSDP2), called one way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.distillation.rollout import Rows
+from didi_instruct.models.dit import DiT, Trunk
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.network import selected_logits
+from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
+from didi_instruct.training.pretrain import compiles, uses_bf16
+from didi_instruct.training.world import World
+
+Tensors = dict[str, Tensor]
+
+
+class _Root(nn.Module):
+    """What DDP and FSDP wrap: calls a function with the network.
+
+    Everything else a function needs is in its closure, where no wrapper casts or copies it.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, function: Callable[[Any], Tensors]) -> Tensors:
+        return function(self.network)
+
+
+class Host:
+    """One network; every pass goes through `run`, on all processes alike.
+
+    Networks stay in evaluation mode but for the discriminator's own updates: a student that drops
+    units would not have the log-probabilities that its text was drawn with.
+    """
+
+    def __init__(self, network: Trunk, train: TrainConfig, world: World) -> None:
+        self.network = network.to(world.device).eval()
+        self.device, self.bf16 = world.device, uses_bf16(train, world.device)
+        self._processes = world.size
+        fsdp = train.strategy == "fsdp" and world.size > 1
+        if compiles(train, world.device):
+            compile_network(self.network, by_block=fsdp)
+        root: nn.Module = _Root(self.network)
+        if fsdp or any(p.requires_grad for p in network.parameters()):
+            root = parallelise(root, self.network.blocks, train.strategy, world, bf16=self.bf16)
+        self._root = root
+
+    def run(self, function: Callable[[Any], Tensors], *, sync: bool = True) -> Tensors:
+        """Call a function of the network that gives named tensors.
+
+        `sync`: whether the backward pass of what it gives exchanges gradients (the last one does).
+        """
+        with gradient_sync(self._root, sync), self.autocast():
+            result: Tensors = self._root(function)
+        return result
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        """Accumulate the gradients of this process's share of a loss."""
+        with gradient_sync(self._root, sync):
+            # DDP and FSDP average over processes; the shares are already parts of a sum.
+            (loss * self._processes).backward()  # type: ignore[no-untyped-call]
+
+    def autocast(self) -> torch.autocast:
+        """The precision of passes."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+
+def law(schedule: Schedule, z: Tensor, t: Tensor, where: Tensor) -> Callable[[DiT], Tensors]:
+    """What to run for log-probabilities (R, V), float32, of the selected positions: `log_p`."""
+
+    def forward(network: DiT) -> Tensors:
+        logits = selected_logits(network, z, schedule.sigma(t), where)
+        return {"log_p": logits.float().log_softmax(-1)}
+
+    return forward
+
+
+def rows_of(host: Host, schedule: Schedule) -> Rows:
+    """A hosted denoiser as the rows that rollouts ask for; no gradient."""
+
+    @torch.no_grad()
+    def rows(z: Tensor, t: Tensor, where: Tensor) -> Tensor:
+        return host.run(law(schedule, z, t, where))["log_p"]
+
+    return rows

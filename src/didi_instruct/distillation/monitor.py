@@ -1,0 +1,61 @@
+"""Numbers that tell how a distillation is doing, and the memory its gates need."""
+
+import torch
+from torch import Tensor
+
+
+def unique_ngrams(tokens: Tensor, visible: Tensor, n: int = 4) -> Tensor:
+    """Distinct n-grams of a batch over all of them, where every token is visible; 1 if none is.
+
+    Falls towards 0 when texts repeat themselves or each other.
+
+    Shapes: tokens (B, L), visible (B, L) -> 0-d float64.
+    """
+    if tokens.shape[1] < n:
+        return torch.ones((), dtype=torch.float64, device=tokens.device)
+    base = int(tokens.max()) + 1
+    windows = tokens.shape[1] - n + 1
+    ids, whole = tokens[:, :windows], visible[:, :windows]
+    for k in range(1, n):
+        # Pairs (n-gram so far, next token) are numbered anew, so ids stay small and exact.
+        pairs = ids * base + tokens[:, k : k + windows]
+        ids = torch.unique(pairs, return_inverse=True)[1]
+        whole = whole & visible[:, k : k + windows]
+    kept = ids[whole]
+    return torch.tensor(
+        len(torch.unique(kept)) / len(kept) if len(kept) else 1.0,
+        dtype=torch.float64,
+        device=tokens.device,
+    )
+
+
+class RunningMean:
+    """Mean that forgets: weights 1, m, m², … backwards; saved with a checkpoint."""
+
+    def __init__(self, memory: float = 0.95) -> None:
+        self.memory = memory
+        self.state = torch.zeros(2, dtype=torch.float64)
+        """Weighted sum, sum of the weights."""
+
+    def add(self, value: float) -> float:
+        """Take one more number in; return the mean."""
+        now = torch.tensor([value, 1.0], dtype=torch.float64)
+        self.state.mul_(self.memory).add_(now, alpha=1 - self.memory)
+        return float(self.state[0] / self.state[1])
+
+
+class Totals:
+    """Sums of named numbers over the parts of a batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, **values: Tensor) -> None:
+        """Add 0-d tensors to what there is."""
+        for name, value in values.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def stacked(self) -> tuple[list[str], Tensor]:
+        """Names, and their sums as one vector."""
+        return list(self._sums), torch.stack(list(self._sums.values()))

@@ -1,0 +1,209 @@
+"""Student trajectories: from all masks (or a prompt) to text, and what is needed to score them.
+
+Which positions a step reveals does not depend on the tokens, so one uniform number per position
+fixes the whole order beforehand: a position is revealed by the time s at which the number falls
+below (alpha_s - alpha_1) / (1 - alpha_1), the share of masks revealed until s.
+
+Texts often start a step from the same state: all of them from all masks, the members of a group
+from one prompt or one z_τ. A `Jump` keeps the distinct states, so the network reads each one once,
+in drawing and in scoring, gradient included; the result is that of reading every copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from didi_instruct.process.masking import reveal_probability
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.categorical import draw, restrict
+from didi_instruct.sampling.chain import PART_ELEMENTS, Purpose
+from didi_instruct.sampling.noise import uniforms
+
+Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random numbers of some texts, each a function of (seed, index of the text, purpose)."""
+
+    seed: int
+    indices: Tensor
+    """(B,) of the texts, over all processes."""
+
+    def uniforms(self, count: int, *stream: int) -> Tensor:
+        """(B, count) float64 numbers in [0, 1)."""
+        return uniforms(self.seed, self.indices, stream, count)
+
+    def of_groups(self, size: int) -> "Noise":
+        """The noise of the groups that consecutive texts form, one index for each."""
+        return Noise(self.seed, self.indices[::size] // size)
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Tokens that are drawn at once: where, and from which states."""
+
+    z: Tensor
+    """(U, L) distinct states."""
+    t: Tensor
+    """(U,) their times."""
+    owner: Tensor
+    """(B,) the state that each text starts from."""
+    where: Tensor
+    """(B, L) positions drawn."""
+
+    @property
+    def needed(self) -> Tensor:
+        """(U, L) positions of the states that some text draws."""
+        count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.z.device)
+        return count.index_add_(0, self.owner, self.where.int()) > 0
+
+    def places(self, selected: Tensor) -> Tensor:
+        """Where each drawn token's law is among the rows that `selected` (U, L) picks: (R,)."""
+        row = (selected.flatten().cumsum(0) - 1).view_as(selected)
+        text, position = self.where.nonzero(as_tuple=True)
+        return row[self.owner[text], position]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Texts, and the jumps that wrote them."""
+
+    x: Tensor
+    """(B, L)."""
+    jumps: tuple[Jump, ...]
+    """In order, the last one from z_τ to x."""
+    log_prob: Tensor
+    """(B,) float64, of all drawn tokens along the path."""
+    written: Tensor
+    """(B, L) positions that were not given."""
+
+
+@torch.no_grad()
+def draw_jump(rows: Rows, jump: Jump, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw the tokens of a jump: numbers (B, L) in [0, 1) -> tokens (R,), log-probabilities (R,).
+
+    States from which nothing is drawn are not read; one is read even if none is needed, so that
+    all processes of a sharded network make the same calls.
+    """
+    needed = jump.needed
+    active = needed.any(1)
+    active[0] |= ~active.any()
+    laws = rows(jump.z[active], jump.t[active], needed[active])
+    return draw_from(laws, jump, needed, numbers)
+
+
+@torch.no_grad()
+def draw_from(laws: Tensor, jump: Jump, selected: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw the tokens of a jump from laws (R', V) of the positions `selected` (U, L) of its states.
+
+    Float64 laws of all drawn tokens at once may not fit into memory, so they are made in pieces.
+    """
+    size = max(1, PART_ELEMENTS // laws.shape[1])
+    pieces = torch.split(jump.places(selected), size), torch.split(numbers[jump.where], size)
+    tokens, log_ps = [], []
+    for place, number in zip(*pieces, strict=True):
+        log_p = restrict(laws[place])
+        tokens.append(draw(log_p, number) if len(place) else place)
+        log_ps.append(log_p.gather(-1, tokens[-1][:, None]).squeeze(-1))
+    return torch.cat(tokens), torch.cat(log_ps)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Texts on their way."""
+
+    z: Tensor
+    """(W, L) where they stand."""
+    jumps: tuple[Jump, ...]
+    log_prob: Tensor
+    """(W,) of the tokens drawn so far."""
+    order: Tensor
+    """(W, L) numbers that decide when a position is revealed."""
+
+
+def walk(
+    rows: Rows,
+    schedule: Schedule,
+    start: Tensor,
+    owner: Tensor,
+    times: Tensor,
+    noise: Noise,
+    mask_id: int,
+) -> Walk:
+    """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
+
+    A text whose time stands still takes no step. Shapes: start (U, L), owner (W,) in 0..U-1,
+    times (W, K + 1) float64 falling from 1.
+    """
+    z = start[owner]
+    order = noise.uniforms(z.shape[1], Purpose.REVEAL)
+    shares = revealed_shares(schedule, times)
+    log_prob = torch.zeros(len(z), dtype=torch.float64, device=z.device)
+    jumps = []
+    for k in range(times.shape[1] - 1):
+        where = revealed_between(order, shares[:, k], shares[:, k + 1]) & (start == mask_id)[owner]
+        if k == 0:
+            jump = Jump(start, times.new_ones(len(start)), owner, where)
+        else:
+            jump = Jump(z, times[:, k], torch.arange(len(z), device=z.device), where)
+        token, log_p = draw_jump(rows, jump, noise.uniforms(z.shape[1], Purpose.TOKEN, k))
+        z = z.masked_scatter(where, token)
+        log_prob.index_add_(0, where.nonzero()[:, 0], log_p)
+        jumps.append(jump)
+    return Walk(z, tuple(jumps), log_prob, order)
+
+
+def revealed_shares(schedule: Schedule, times: Tensor) -> Tensor:
+    """Share of the masks of time 1 that is revealed by each time; 1 at time 0."""
+    alpha = schedule.alpha(times)
+    share = reveal_probability(alpha, schedule.alpha(torch.ones_like(times)))
+    return torch.where(times <= 0, torch.ones_like(share), share)
+
+
+def revealed_between(order: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Positions (W, L) whose number lies in [low, high): both (W,)."""
+    return (order >= low[:, None]) & (order < high[:, None])
+
+
+def rollout(
+    rows: Rows,
+    schedule: Schedule,
+    start: Tensor,
+    owner: Tensor,
+    tau: Tensor | None,
+    noise: Noise,
+    mask_id: int,
+    *,
+    steps: int = 1,
+    shared: int = 1,
+) -> Rollout:
+    """Go from `start` to z_τ in `steps` steps, then draw all that is left at once (Algorithm 1).
+
+    Without τ there is no stop: one step from the start to text ("w/o score decomposition"). With
+    `shared` > 1 the members of each group of that many texts stand at the same z_τ, and only their
+    last jumps differ.
+
+    Shapes: start (U, L), owner (B,), tau (B,) float64, the same within a shared group.
+    """
+    written = (start == mask_id)[owner]
+    if tau is None:
+        last = Jump(start, start.new_ones(len(start), dtype=torch.float64), owner, written)
+        before: tuple[Jump, ...] = ()
+        log_prob = torch.zeros(len(owner), dtype=torch.float64, device=start.device)
+    else:
+        own = noise.of_groups(shared) if shared > 1 else noise
+        fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=tau.device)
+        times = 1 + (tau[::shared, None] - 1) * fractions
+        path = walk(rows, schedule, start, owner[::shared], times, own, mask_id)
+        group = torch.arange(len(owner), device=start.device) // shared
+        last = Jump(path.z, tau[::shared], group, (path.z == mask_id)[group])
+        before, log_prob = path.jumps, path.log_prob[group]
+    numbers = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
+    token, log_p = draw_jump(rows, last, numbers)
+    x = last.z[last.owner].masked_scatter(last.where, token)
+    log_prob = log_prob.index_add(0, last.where.nonzero()[:, 0], log_p)
+    return Rollout(x, (*before, last), log_prob, written)

@@ -1,0 +1,250 @@
+"""What all methods of distillation share: the networks, their state, the batch and its parts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.distillation.hosting import Host, rows_of
+from didi_instruct.distillation.monitor import RunningMean, Totals
+from didi_instruct.distillation.rollout import Noise, Rows
+from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import DiT, Trunk
+from didi_instruct.process.divergences import kl
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.seeding import mix
+from didi_instruct.training.optim import Updater, learning_rate
+from didi_instruct.training.pretrain import CPU_TOKENS
+from didi_instruct.training.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher:
+    """The model to be distilled."""
+
+    network: DiT
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    """Of its weights."""
+    rows: Rows | None = None
+    """A denoiser to follow instead of the network: an exact one, say."""
+
+
+class DistillTask(ABC):
+    """One iteration is one global batch of student rollouts; see `training.loop.Task`.
+
+    Everything random is a function of (seed, iteration, index of the text in the batch), so
+    processes and passes may share a batch as they like.
+    """
+
+    critic_name: str
+    """What the second network is called in a checkpoint."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        critic: Trunk,
+        critic_lr: float,
+        world: World,
+        data: TokenSource | None = None,
+    ) -> None:
+        self.config, self.world, self.data, self.tokenizer = config, world, data, teacher.tokenizer
+        self.model_config = student.config
+        self.schedule = make_schedule(student.config.schedule)
+        mask_id = student.config.mask_id
+        assert mask_id is not None, "the student of a masked teacher has a mask"
+        self.mask_id, self.length = mask_id, self._length()
+        self._check_batch()
+        train = config.train
+        self.student = Host(student.requires_grad_(True), train, world)
+        self.critic = Host(critic, train, world)
+        if teacher.rows is None:
+            self.teacher = rows_of(
+                Host(teacher.network.requires_grad_(False), train, world),
+                make_schedule(teacher.network.config.schedule),
+            )
+        else:
+            self.teacher = teacher.rows
+        self.student_rows = rows_of(self.student, self.schedule)
+        self.updater = Updater(student, config.optim, train.steps - config.warmup, train.ema)
+        critic_optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
+        self.critic_updater = Updater(critic, critic_optim, train.steps, ema=0.0)
+        # Moments exist from the start: a checkpoint may come before a network's first update.
+        self.prepare_to_load()
+        self.sharded = (
+            train.strategy == "fsdp" and world.size > 1 and train.checkpoints == "sharded"
+        )
+        self.accuracy = RunningMean()
+        self.entropy_at_start = torch.zeros(1, dtype=torch.float64)
+        """Of the first iteration, nats per token: what a collapse is told from."""
+        self._teacher_id = teacher.fingerprint
+        self._teacher_at_start: Tensor | None = None
+
+    def _length(self) -> int:
+        if self.data is None:
+            return self.model_config.length
+        if self.data.length > self.model_config.length:
+            raise UserError(
+                f"The data has rows of {self.data.length} tokens, but the teacher reads at most "
+                f"{self.model_config.length}: prepare it with --length {self.model_config.length}."
+            )
+        if self.config.prompt >= self.data.length:
+            raise UserError(
+                f"prompt is {self.config.prompt}, but texts have {self.data.length} tokens: "
+                "nothing would be left to write."
+            )
+        return self.data.length
+
+    def _check_batch(self) -> None:
+        size, group = self.config.train.batch_size, self.config.group_size
+        if size % (self.world.size * group):
+            raise UserError(
+                f"train.batch_size is {size}, which {self.world.size} processes cannot share in "
+                f"whole groups of {group}."
+            )
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, Tensor]:
+        """Update the networks once."""
+
+    def learns(self, step: int) -> bool:
+        """Whether the student's turn has come."""
+        return step >= self.config.warmup
+
+    # The batch
+
+    def parts(self) -> list[Tensor]:
+        """Indices of the texts of each pass of this process: whole groups, as many as fit."""
+        share = self.world.share(self.config.train.batch_size)
+        group, size = self.config.group_size, self.config.train.micro_batch
+        if size is None and self.world.device.type == "cuda":
+            size = len(share)
+        elif size is None:
+            size = CPU_TOKENS // self.length
+        size = max(group, size // group * group)
+        indices = torch.arange(share.start, share.stop, device=self.world.device)
+        return list(torch.split(indices, size))
+
+    def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
+        """Random numbers of some texts of an iteration's batch; `turn` counts its batches."""
+        return Noise(mix(self.config.train.seed, self.config.method, step, turn), indices)
+
+    def starts(self, prompts: Tensor | None) -> Tensor:
+        """Where texts start: one row of masks, or a row for each prompt (U, L)."""
+        if prompts is None:
+            return torch.full((1, self.length), self.mask_id, device=self.world.device)
+        masks = torch.full_like(prompts[:, self.config.prompt :], self.mask_id)
+        return torch.cat([prompts[:, : self.config.prompt], masks], 1)
+
+    # The teacher at the state that all texts share
+
+    def teacher_at_start(self) -> Tensor:
+        """Log-probabilities (L, V) of the teacher where all is masked: a constant of the run."""
+        if self._teacher_at_start is None:
+            start = self.starts(None)
+            time = torch.ones(1, dtype=torch.float64, device=start.device)
+            self._teacher_at_start = self.teacher(start, time, start == self.mask_id)
+        return self._teacher_at_start
+
+    @torch.no_grad()
+    def kl_at_start(self) -> Tensor:
+        """KL(teacher ‖ student) per token where all is masked."""
+        start = self.starts(None)
+        time = torch.ones(1, dtype=torch.float64, device=start.device)
+        student = self.student_rows(start, time, start == self.mask_id)
+        return kl(self.teacher_at_start(), student).mean()
+
+    def summed(self, totals: Totals) -> dict[str, Tensor]:
+        """Numbers added up over the processes, together."""
+        names, values = totals.stacked()
+        return dict(zip(names, self.world.sum(values), strict=True))
+
+    def remember_entropy(self, value: Tensor) -> None:
+        """Keep the first iteration's entropy."""
+        if not bool(self.entropy_at_start):
+            self.entropy_at_start.fill_(float(value))
+
+    # What the loop asks for
+
+    def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
+        """Learning rate and speed."""
+        train, rate = self.config.train, steps / max(seconds, 1e-9)
+        lr = 0.0
+        if self.learns(step):
+            done = step - self.config.warmup
+            lr = learning_rate(done, train.steps - self.config.warmup, self.config.optim)
+        return {
+            "lr": lr,
+            "iterations_per_second": rate,
+            "tokens_per_second": rate * train.batch_size * self.length,
+        }
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Both networks, the student's average, the moments, the memory of the gates."""
+        return {
+            **{f"student/{n}": t for n, t in self.updater.tensors().items()},
+            **{f"{self.critic_name}/{n}": t for n, t in self.critic_updater.tensors().items()},
+            "watch/accuracy": self.accuracy.state,
+            "watch/entropy_at_start": self.entropy_at_start,
+        }
+
+    def prepare_to_load(self) -> None:
+        """Create the moments of both optimizers."""
+        self.updater.prepare_to_load()
+        self.critic_updater.prepare_to_load()
+
+    def checkpoint_bytes(self) -> int:
+        """Weights, average, moments, and the model to load."""
+        networks = (self.student.network, self.critic.network)
+        return 5 * sum(p.numel() * 4 for network in networks for p in network.parameters())
+
+    def identity(self) -> Mapping[str, Any]:
+        """The teacher, and the data that positions in the stream refer to."""
+        data = None if self.data is None else self.data.fingerprint
+        return {"teacher": self._teacher_id, "data": data}
+
+    @contextmanager
+    def averaged(self) -> Iterator[DiT]:
+        """The student with its averaged weights in place."""
+        network = self.student.network
+        assert isinstance(network, DiT)
+        if self.updater.ema is None:
+            yield network
+        else:
+            with self.updater.ema.applied(network):
+                yield network
+
+    def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
+        """Write the averaged student, and the discriminator if there is one; all call."""
+        with self.averaged() as network:
+            student = _whole(network)
+        discriminator = _whole(self.critic.network) if self.critic_name == "discriminator" else None
+        if self.world.is_main:
+            save_model(
+                folder,
+                student,
+                self.model_config,
+                tokenizer=self.tokenizer,
+                discriminator=discriminator,
+                provenance={"reproduces": self.config.reproduces, **(provenance or {})},
+            )
+
+
+def _whole(network: nn.Module) -> dict[str, Tensor]:
+    """State of a network, gathered from all processes if it is sharded."""
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in network.state_dict().items()
+    }

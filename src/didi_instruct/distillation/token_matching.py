@@ -1,0 +1,284 @@
+"""Token-level matching: the divergence of DiDi-Instruct descended token by token.
+
+The student walks along its own N-step path to a state z and draws the tokens of the next step. Some
+of them are shown (context c), the rest hidden again; an auxiliary denoiser φ learns what the
+student would put there. For a hidden position the context does not depend on the student's own
+token, so the expectation over that token is exact:
+
+    loss = sum_v p_ν(v | z) stopgrad[log p_φ(v | c) - log p_θ(v | c)]
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.distillation.hosting import Tensors, law
+from didi_instruct.distillation.monitor import Totals, unique_ngrams
+from didi_instruct.distillation.rewards import advantages
+from didi_instruct.distillation.rollout import (
+    Jump,
+    Noise,
+    draw_from,
+    revealed_between,
+    revealed_shares,
+    walk,
+)
+from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.models.dit import DiT
+from didi_instruct.process.divergences import divergence, entropy, kl
+from didi_instruct.process.masking import stratified_times
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.chain import Purpose
+from didi_instruct.seeding import mix
+from didi_instruct.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What happens to the texts of a part, known before any network is asked."""
+
+    start: Tensor
+    """(S, L) distinct starts."""
+    owner: Tensor
+    """(U,) the start of each state's walk."""
+    times: Tensor
+    """(U, K + 1) times of the walk; it stands still once it has arrived."""
+    t: Tensor
+    """(U,) where the states are, the start of the step that is learned."""
+    revealed: Tensor
+    """(U, L) positions that this step reveals."""
+    state: Tensor
+    """(B,) the state of each context."""
+    shown: Tensor
+    """(B, L) revealed positions that the context keeps."""
+    t_context: Tensor
+    """(B,) noise level of the contexts."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """(B, L) revealed positions that are hidden again."""
+        return self.revealed[self.state] & ~self.shown
+
+    def rows_of(self, where: Tensor) -> Tensor:
+        """Rows of the student's law that belong to selected positions (B, L): (R,)."""
+        return Jump(self.revealed, self.t, self.state, where).places(self.revealed)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens of a step."""
+
+    z: Tensor
+    """(U, L) the states before it."""
+    x: Tensor
+    """(B, L) the states with the step's tokens written."""
+    context: Tensor
+    """(B, L) the same with some of them hidden again."""
+    log_p: Tensor
+    """(R, V) the student's law at the revealed positions, with its gradient if it learns."""
+    log_prob: Tensor
+    """Log-probability of all drawn tokens, 0-d."""
+
+
+def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
+    """Expected log-ratio under the student, exact over the token: (R, V), (R, V) -> (R,).
+
+    Its gradient is the partial derivative of KL(q_ν(x | c) ‖ p_θ(x | c)) with respect to p_ν(. | z)
+    when the ratio is exact.
+    """
+    return (log_p.exp() * log_ratio).sum(-1)
+
+
+def path_times(
+    schedule: Schedule, budgets: tuple[int, ...], where: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walks to a random step of a random budget, chosen by `where` (U,) in [0, 1).
+
+    Returns the times of the walks (U, K + 1), K the same for all; and start and end of the step
+    that follows, (U,) each.
+    """
+    place = where * len(budgets)
+    which = place.long().clamp(max=len(budgets) - 1)
+    budget = torch.tensor(budgets, device=where.device)[which]
+    done = ((place - which) * budget).long().clamp(max=budget - 1)
+    steps = torch.arange(max(budgets), device=where.device)
+    times = 1 - torch.minimum(steps, done[:, None]) / budget[:, None].double()
+    return times, 1 - done / budget.double(), 1 - (done + 1) / budget.double()
+
+
+class TokenMatchingTask(DistillTask):
+    """Student and auxiliary denoiser, in turns."""
+
+    critic_name = "auxiliary"
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        world: World,
+        *,
+        data: TokenSource | None = None,
+    ) -> None:
+        auxiliary = copy.deepcopy(teacher.network).requires_grad_(True)
+        lr = config.token_matching.aux_lr
+        super().__init__(config, teacher, student, auxiliary, lr, world, data)
+
+    def step(self, step: int) -> Tensors:
+        """Several batches for the auxiliary denoiser; the last one is the student's too."""
+        settings = self.config.token_matching
+        for turn in range(settings.aux_steps):
+            learns = self.learns(step) and turn == settings.aux_steps - 1
+            plans = [self.plan(step, turn, indices) for indices in self.parts()]
+            counts = self._counts(plans)
+            totals = Totals()
+            texts = []
+            for indices, plan in zip(self.parts(), plans, strict=True):
+                noise, last = self.noise(step, turn, indices), plan is plans[-1]
+                texts.append(self._learn(plan, noise, counts, totals, learns=learns, sync=last))
+            aux_norm = self.critic_updater.update(step)
+        numbers = self.summed(totals)
+        norm = torch.zeros((), dtype=torch.float64)
+        if learns:
+            norm = self.updater.update(step - self.config.warmup)
+        self.remember_entropy(numbers["path_entropy"])
+        x = self.world.gather(torch.cat(texts))
+        return numbers | {
+            "grad_norm": norm,
+            "aux_grad_norm": aux_norm,
+            "unique_4gram": unique_ngrams(x, x != self.mask_id),
+            "kl_start": self.kl_at_start(),
+        }
+
+    def _counts(self, plans: list[Plan]) -> Tensor:
+        """Hidden positions of all contexts and revealed positions of all states, over all."""
+        counts = [torch.stack([p.hidden.sum(), p.revealed.sum()]) for p in plans]
+        return self.world.sum(torch.stack(counts).sum(0).double()).clamp(min=1)
+
+    def plan(self, step: int, turn: int, indices: Tensor) -> Plan:
+        """Decide budgets, steps, reveals and contexts of a part; nothing depends on tokens."""
+        settings, size = self.config.token_matching, self.config.token_matching.contexts
+        noise = self.noise(step, turn, indices)
+        states = noise.of_groups(size) if size > 1 else noise
+        seed = mix(self.config.train.seed, "budgets", step, turn)
+        strata = stratified_times(
+            self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
+        ).to(self.world.device)
+        times, t, after = path_times(self.schedule, settings.budgets, strata[states.indices])
+        prompts = self._prompts(step, turn, states.indices)
+        start = self.starts(prompts)
+        count = torch.arange(len(t), device=t.device)
+        owner = torch.zeros_like(count) if prompts is None else count
+        order = states.uniforms(self.length, Purpose.REVEAL)
+        low, high = revealed_shares(self.schedule, torch.stack([t, after]))
+        revealed = revealed_between(order, low, high) & (start == self.mask_id)[owner]
+        state = torch.arange(len(indices), device=t.device) // size
+        # Draws that the completion term compares differ in their tokens alone.
+        coins = states if settings.completion else noise
+        share = coins.uniforms(1, Purpose.SELECT, 0)
+        shown = coins.uniforms(self.length, Purpose.SELECT, 1) < share
+        share = share.repeat_interleave(len(indices) // len(share), 0)
+        shown = shown.repeat_interleave(len(indices) // len(shown), 0) & revealed[state]
+        t_context = self._context_time(t[state], after[state], share.squeeze(1))
+        return Plan(start, owner, times, t, revealed, state, shown, t_context)
+
+    def _context_time(self, t: Tensor, after: Tensor, share: Tensor) -> Tensor:
+        """Time at which as much is masked as in a context that shows a share of a step."""
+        alpha, then = self.schedule.alpha(t), self.schedule.alpha(after.clamp(min=0))
+        return self.schedule.time(alpha + share * (then - alpha))
+
+    def _prompts(self, step: int, turn: int, states: Tensor) -> Tensor | None:
+        if not self.config.prompt:
+            return None
+        assert self.data is not None
+        settings = self.config.token_matching
+        total = self.config.train.batch_size // settings.contexts
+        first = (step * settings.aux_steps + turn) * total + int(states[0])
+        return self.data.rows(first, len(states)).to(self.world.device)
+
+    def _learn(
+        self, plan: Plan, noise: Noise, counts: Tensor, totals: Totals, *, learns: bool, sync: bool
+    ) -> Tensor:
+        """Gradients of one part for the auxiliary denoiser and, if it learns, for the student.
+
+        Returns the states with the tokens of the step written, (B, L).
+        """
+        drawn = self._draw(plan, noise, learns=learns, sync=sync)
+        aux_law = law(self.schedule, drawn.context, plan.t_context, plan.hidden)
+        log_phi = self.critic.run(aux_law, sync=sync)["log_p"]
+        aux_loss = -log_phi.gather(-1, drawn.x[plan.hidden][:, None]).sum() / counts[0]
+        self.critic.backward(aux_loss, sync=sync)
+        totals.add(
+            aux_loss=aux_loss,
+            path_entropy=-drawn.log_prob / (counts[1] * self.config.token_matching.contexts),
+            entropy=entropy(drawn.log_p.detach()).sum() / counts[1],
+        )
+        with torch.set_grad_enabled(learns):
+            loss = self._student_loss(plan, drawn, log_phi.detach(), counts, totals)
+        if learns:
+            self.student.backward(loss, sync=sync)
+        return drawn.x
+
+    def _draw(self, plan: Plan, noise: Noise, *, learns: bool, sync: bool) -> Drawn:
+        """Walk to the states and draw the next step, with the student's law kept for learning."""
+        size = self.config.token_matching.contexts
+        z = walk(
+            self.student_rows,
+            self.schedule,
+            plan.start,
+            plan.owner,
+            plan.times,
+            noise.of_groups(size) if size > 1 else noise,
+            self.mask_id,
+        ).z
+        with torch.set_grad_enabled(learns):
+            student_law = law(self.schedule, z, plan.t, plan.revealed)
+            log_p = self.student.run(student_law, sync=sync)["log_p"]
+        jump = Jump(z, plan.t, plan.state, plan.revealed[plan.state])
+        numbers = noise.uniforms(self.length, Purpose.TOKEN, plan.times.shape[1], Purpose.SELECT)
+        token, log_prob = draw_from(log_p.detach(), jump, plan.revealed, numbers)
+        x = z[plan.state].masked_scatter(jump.where, token)
+        return Drawn(z, x, x.masked_fill(plan.hidden, self.mask_id), log_p, log_prob.sum())
+
+    def _student_loss(
+        self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor, totals: Totals
+    ) -> Tensor:
+        """Matching, anchor and completion terms of one part."""
+        settings, clip = self.config.token_matching, self.config.token_matching.ratio_clip
+        log_theta = self.teacher(drawn.context, plan.t_context, plan.hidden)
+        ratio = log_phi - log_theta
+        clipped = ratio.clamp(-clip, clip) if clip else ratio
+        log_p = drawn.log_p[plan.rows_of(plan.hidden)]
+        loss = matching = matching_loss(log_p, clipped).sum() / counts[0]
+        totals.add(
+            matching_loss=matching,
+            aux_kl=kl(log_phi, log_theta).sum() / counts[0],
+            ratio_clip_fraction=(clipped != ratio).double().mean(-1).sum() / counts[0],
+        )
+        if settings.anchor:
+            reference = self.teacher(drawn.z, plan.t, plan.revealed)
+            distance = divergence(settings.kl, reference, drawn.log_p).sum() / counts[1]
+            loss = loss + settings.anchor * distance
+            totals.add(kl=distance)
+        if settings.completion:
+            gaps = matching_loss(log_phi, clipped)
+            loss = loss + settings.completion * self._completion(plan, drawn, gaps) / counts[0]
+        totals.add(loss=loss)
+        return loss
+
+    def _completion(self, plan: Plan, drawn: Drawn, gaps: Tensor) -> Tensor:
+        """REINFORCE for the shown tokens: they make the hidden ones harder or easier to match.
+
+        The cost of a context is the gap of its hidden positions, gaps (R,); it is compared with the
+        other contexts of the same state, which show other tokens at the same positions.
+        """
+        cost = torch.zeros(len(drawn.x), dtype=torch.float64, device=gaps.device)
+        cost = cost.index_add(0, plan.hidden.nonzero()[:, 0], gaps.double())
+        size = self.config.token_matching.contexts
+        excess = advantages(cost, size, baseline="leave-one-out", scale="none").values
+        log_p = drawn.log_p[plan.rows_of(plan.shown), drawn.x[plan.shown]]
+        return (excess[plan.shown.nonzero()[:, 0]] * log_p).sum()

@@ -1,0 +1,334 @@
+"""A run's `log.jsonl` as a picture: one small panel per group of numbers, over the steps."""
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from didi_instruct.data.files import write_atomic
+from didi_instruct.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, DPI, FONT = 1200, 150, 7.0
+LEFT, RIGHT = 80, 70
+"""Pixels beside each panel, for the numbers of its axes."""
+TITLE, LEGEND, PLOT, GAP, FOOT = 34, 24, 180, 24, 62
+"""Pixels from top to bottom: title, a row of the legend, panel, gap, or instead of the gap the
+steps below the last panel of a column."""
+LEGEND_COLUMNS = 5
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3a8c", "#222222")
+"""Distinguishable for the colour-blind too."""
+GREY, LIGHT = "#555555", "#e6e6e6"
+SMOOTHED = 40
+"""A series of this many points is noise around a running mean; a shorter one is shown as it is."""
+PATH_KL = re.compile(r"path_kl_([1-9]\d*)(_raw)?")
+
+Style = Literal["-", "--"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Numbers that belong into one panel."""
+
+    title: str
+    left: tuple[str, ...]
+    right: tuple[str, ...] = ()
+    """Numbers of another scale: their axis is at the right, and starts at 0."""
+    guides: tuple[float, ...] = ()
+    """Where the right axis has light lines; it then ends at 1."""
+    log: bool = False
+    smooth: bool = True
+
+
+GROUPS = (
+    Group(title="reward", left=("reward_student", "reward_reference")),
+    Group(title="discriminator", left=("disc_loss",), right=("disc_accuracy",), guides=(0.5, 0.95)),
+    Group(title="advantage", left=("advantage_std", "advantage_max"), right=("clip_fraction",)),
+    Group(title="loss", left=("loss", "policy_loss", "matching_loss", "aux_loss")),
+    Group(title="KL to the teacher", left=("kl",)),
+    Group(title="entropy, nats per token", left=("entropy", "path_entropy")),
+    Group(title="gradient norms", left=("grad_norm", "disc_grad_norm", "aux_grad_norm"), log=True),
+    Group(title="unique 4-grams", left=("unique_4gram",)),
+    Group(title="log-ratio", left=("ratio_mean",), right=("ratio_clip_fraction",)),
+    Group(title="learning rate", left=("lr",), smooth=False),
+    Group(title="speed", left=("tokens_per_second",), right=("iterations_per_second",)),
+)
+"""The panels that follow the path KL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One number over the steps."""
+
+    label: str
+    steps: np.ndarray
+    values: np.ndarray
+    colour: str
+    right: bool = False
+    raw: bool = False
+    """Of the weights themselves, where another series is of their average."""
+    errors: np.ndarray | None = None
+    """Standard errors, 0 where none is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What is drawn together."""
+
+    title: str
+    series: tuple[Series, ...]
+    guides: tuple[float, ...] = ()
+    log: bool = False
+    smooth: bool = True
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether some series belong to the left axis and some to the right one."""
+        return len({series.right for series in self.series}) == 2
+
+    def style(self, series: Series) -> Style:
+        """Line style of a series."""
+        return "--" if series.raw or (series.right and self.two_sided) else "-"
+
+    def legend(self) -> list[tuple[str, str, Style]]:
+        """Label, colour and line style of every entry: raw lines share one."""
+        entries: dict[str, tuple[str, str, Style]] = {}
+        for series in self.series:
+            side = " (right)" if series.right and self.two_sided else ""
+            style: Style = "-" if series.raw else self.style(series)
+            entries[series.label] = (series.label + side, series.colour, style)
+        if any(series.raw for series in self.series):
+            entries["raw"] = ("raw", GREY, "--")
+        return list(entries.values())
+
+    @property
+    def legend_rows(self) -> int:
+        """Rows that the legend takes."""
+        return -(-len(self.legend()) // LEGEND_COLUMNS)
+
+
+def draw_curves(log: Path, out: Path, *, title: str = "") -> bool:
+    """Draw the numbers of a run's log into the PNG `out`; False where matplotlib is missing."""
+    panels = panels_of(read_log(log))
+    if not panels:
+        raise UserError(
+            f"{log} holds none of the numbers that curves show: give a run's log.jsonl."
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    boxes, height = _layout(panels, top=TITLE if title else 0)
+    figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
+    canvas = FigureCanvasAgg(figure)
+    _draw(figure, panels, boxes)
+    if title:
+        place = (0.5, 1 - TITLE / 2 / height)
+        figure.text(*place, title, fontsize=FONT + 3, ha="center", va="center", parse_math=False)
+    png = io.BytesIO()
+    canvas.print_png(png)  # type: ignore[no-untyped-call]
+    write_atomic(out, png.getvalue())
+    return True
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """Read the finite numbers of every line that has a `step`; cut lines are left out."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: give a run's log.jsonl.")
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # cut by a kill, or being written now
+        if isinstance(record, dict) and _is_number(record.get("step")):
+            records.append({name: value for name, value in record.items() if _is_number(value)})
+    if not records:
+        raise UserError(f"{path} holds no steps yet: wait until the run has logged one.")
+    return records
+
+
+def panels_of(records: Sequence[Mapping[str, float]]) -> list[Panel]:
+    """Sort what a log holds into panels; numbers of no group are left out."""
+    path_kls = tuple(_path_kls(records))
+    panels = [Panel("path KL, nats per sequence", path_kls, smooth=False)] if path_kls else []
+    for group in GROUPS:
+        series = []
+        for name, colour in zip(group.left + group.right, COLOURS, strict=False):
+            points = _points(records, name)
+            if group.log:
+                points = {step: value for step, value in points.items() if value > 0}
+            if points:
+                series.append(_series(name, points, colour, right=name in group.right))
+        if series:
+            panels.append(Panel(group.title, tuple(series), group.guides, group.log, group.smooth))
+    return panels
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over a centred window of odd width; at both ends, over the part of it that exists."""
+    kernel = np.ones(window)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def _points(records: Sequence[Mapping[str, float]], name: str) -> dict[float, float]:
+    """Step -> value, in the order of steps; of two lines about one step the later counts."""
+    points = {record["step"]: record[name] for record in records if name in record}
+    return dict(sorted(points.items()))
+
+
+def _series(label: str, points: Mapping[float, float], colour: str, **traits: Any) -> Series:
+    return Series(label, np.array(list(points)), np.array(list(points.values())), colour, **traits)
+
+
+def _path_kls(records: Sequence[Mapping[str, float]]) -> Iterator[Series]:
+    """One colour per number of sampling steps, for averaged and raw weights alike."""
+    names = {name for record in records for name in record}
+    found = sorted((int(m[1]), m[2] is not None) for m in map(PATH_KL.fullmatch, names) if m)
+    budgets = sorted({steps for steps, _ in found})
+    for steps, raw in found:
+        name = f"path_kl_{steps}_raw" if raw else f"path_kl_{steps}"
+        points, known = _points(records, name), _points(records, f"{name}_se")
+        errors = np.array([known.get(step, 0.0) for step in points]) if known else None
+        label = "1 step" if steps == 1 else f"{steps} steps"
+        colour = COLOURS[budgets.index(steps) % len(COLOURS)]
+        yield _series(label, points, colour, raw=raw, errors=errors)
+
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, width and height, as parts of the picture."""
+
+
+def _layout(panels: Sequence[Panel], top: int) -> tuple[list[Box], int]:
+    """Places of the panels in two columns, and the height of the picture in pixels."""
+    columns = min(2, len(panels))
+    corners, y = [], top
+    for first in range(0, len(panels), columns):
+        row = panels[first : first + columns]
+        y += TITLE + LEGEND * max(panel.legend_rows for panel in row)
+        corners += [(column * WIDTH // columns + LEFT, y) for column in range(len(row))]
+        y += PLOT + GAP
+    height = y - GAP + FOOT
+    width = (WIDTH // columns - LEFT - RIGHT) / WIDTH
+    boxes = [(x / WIDTH, 1 - (y + PLOT) / height, width, PLOT / height) for x, y in corners]
+    return boxes, height
+
+
+def _draw(figure: "Figure", panels: Sequence[Panel], boxes: Sequence[Box]) -> None:
+    """Draw all panels over one range of steps, named below the last panel of each column."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    first: Axes | None = None
+    for place, (panel, box) in enumerate(zip(panels, boxes, strict=True)):
+        axis = figure.add_axes(box, sharex=first)
+        first = first or axis
+        lowest = place + 2 >= len(panels)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+        axis.tick_params(labelbottom=lowest)
+        if lowest:
+            axis.set_xlabel("step", fontsize=FONT, color=GREY)
+        _draw_panel(axis, panel)
+
+
+def _draw_panel(axis: "Axes", panel: Panel) -> None:
+    """Draw one panel; its title and legend stand above it, where they cover no line."""
+    from matplotlib.lines import Line2D
+
+    right = axis.twinx() if panel.two_sided else axis
+    # The twin lies on top by default, and would hide the main numbers behind the lesser ones.
+    axis.set_zorder(right.get_zorder() + 1)
+    axis.patch.set_visible(False)
+    for series in panel.series:
+        side = right if series.right else axis
+        _draw_series(side, series, panel.style(series), smooth=panel.smooth)
+    for side in {axis, right}:
+        side.yaxis.set_major_formatter(_tick_label)
+        side.tick_params(length=0, labelsize=FONT, labelcolor=GREY)
+        side.spines[:].set_visible(False)
+    axis.grid(color=LIGHT, linewidth=0.6)
+    axis.set_axisbelow(True)
+    if panel.log:
+        _make_logarithmic(axis, panel.series)
+    if tops := [series.values.max() for series in panel.series if series.right]:
+        right.set_ylim(0, 1.08 * max(tops) or 1)
+        if panel.guides:
+            right.set_ylim(0, 1.02)
+            right.set_yticks([0, *panel.guides])
+            for level in panel.guides:
+                right.axhline(level, color=GREY, linewidth=0.7, alpha=0.4, zorder=0)
+    entries = [
+        Line2D([], [], color=colour, linestyle=style, label=label)
+        for label, colour, style in panel.legend()
+    ]
+    axis.legend(
+        handles=entries,
+        title=panel.title,
+        title_fontproperties={"size": FONT + 1, "weight": "bold"},
+        alignment="left",
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderpad=0.2,
+        borderaxespad=0.1,
+        ncols=-(-len(entries) // panel.legend_rows),
+        fontsize=FONT,
+        frameon=False,
+        handlelength=1.6,
+        handletextpad=0.5,
+        columnspacing=1.0,
+    )
+
+
+def _draw_series(axis: "Axes", series: Series, style: Style, *, smooth: bool) -> None:
+    """Draw a short series with its points, a long one as a running mean over a thin raw line."""
+    count, colour = len(series.values), series.colour
+    if smooth and count >= SMOOTHED:
+        axis.plot(series.steps, series.values, color=colour, linewidth=0.5, alpha=0.3)
+        mean = running_mean(series.values, count // 20 | 1)
+        axis.plot(series.steps, mean, style, color=colour, linewidth=1.4)
+        return
+    axis.errorbar(
+        series.steps,
+        series.values,
+        yerr=series.errors,
+        fmt=style if count >= SMOOTHED else f"o{style}",
+        color=colour,
+        linewidth=1.3,
+        elinewidth=0.8,
+        capsize=1.5,
+        markersize=2.5,
+    )
+
+
+def _make_logarithmic(axis: "Axes", series: Sequence[Series]) -> None:
+    """Use a logarithmic scale, unless the values are so close that it would have no ticks."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    values = np.concatenate([s.values for s in series])
+    decades = math.log10(values.max() / values.min())
+    if decades < 1:
+        return
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if decades < 3 else (1.0,)))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(_tick_label)
+
+
+def _tick_label(value: float, _: float) -> str:
+    """Write each number whole: a factor common to all of them would stand where the legend is."""
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"

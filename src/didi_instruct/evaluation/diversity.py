@@ -1,0 +1,234 @@
+"""Diversity of samples: unigram entropy, distinct n-grams, Self-BLEU; bootstrap intervals.
+
+All three count n-grams per sample. N-grams get exact integer ids, order by order: an n-gram is the
+pair (id of its first n - 1 tokens, last token), and one stable sort of the pairs both ranks them
+and lays the occurrences of each n-gram side by side, sample after sample.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from didi_instruct.errors import UserError
+
+Tokens = Tensor | NDArray[np.integer] | Sequence[Any]
+"""Token ids: a table (B, L), or sequences of different lengths."""
+
+EPSILON = 0.1
+"""Matches credited to an order without any ("method 1" of Chen and Cherry, 2014)."""
+
+DRAWS_AT_ONCE = 1 << 22
+"""Indices the bootstrap holds in memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelfBleu:
+    """BLEU of each sample against all others: high where samples resemble each other."""
+
+    mean: float
+    values: NDArray[np.float64]
+    """One per sample, in order."""
+
+
+def unigram_entropy(tokens: Tokens, lengths: ArrayLike | Tensor | None = None) -> Tensor:
+    """Entropy in nats of the token counts of each sequence, in float64 on the CPU.
+
+    `lengths` (B,) counts only the first tokens of each row. An empty sequence has entropy 0.
+
+    Shapes: tokens (B, L) -> (B,).
+    """
+    texts = _texts(tokens, lengths)
+    (counts,) = _count_orders(texts, 1)
+    # H = log m - sum_v c_v log(c_v) / m, for m tokens of which c_v are v.
+    repeats = counts.per_sample(counts.count * np.log(counts.count))
+    m = np.maximum(texts.lengths, 1)
+    return torch.from_numpy(np.maximum(np.log(m) - repeats / m, 0))
+
+
+def unique_ngrams(tokens: Tokens, n: int = 4, lengths: ArrayLike | Tensor | None = None) -> float:
+    """Distinct n-grams over all samples together, divided by n-grams in all samples."""
+    *_, counts = _count_orders(_texts(tokens, lengths), n)
+    total = int(counts.count.sum())
+    if total == 0:
+        raise UserError(f"No sample has {n} tokens, so there are no {n}-grams: use a smaller n.")
+    return counts.distinct / total
+
+
+def self_bleu(sequences: Tokens, n: int = 5, lengths: ArrayLike | Tensor | None = None) -> SelfBleu:
+    """BLEU up to n-grams, equal weights, of each sample with all others as its references.
+
+    The same numbers as NLTK's `sentence_bleu` with smoothing method 1: an order without matches
+    counts as 0.1 matches, an order that does not fit into the sample as one n-gram, a sample that
+    shares no token with the others scores 0, and the brevity penalty looks at the reference
+    closest in length, the shorter of two. NLTK counts every reference anew for every sample; here
+    every sample is counted once.
+    """
+    texts = _texts(sequences, lengths)
+    if len(texts.lengths) < 2:
+        raise UserError("Self-BLEU compares samples with each other: give 2 or more.")
+    log_precision = np.zeros(len(texts.lengths))
+    for order, counts in enumerate(_count_orders(texts, n), start=1):
+        matches = counts.per_sample(counts.matched_elsewhere())
+        if order == 1:
+            shares_a_token = matches > 0
+        matches[matches == 0] = EPSILON
+        log_precision += np.log(matches / np.maximum(texts.lengths - order + 1, 1)) / n
+    values = np.exp(log_precision + _log_brevity_penalty(texts.lengths)) * shares_a_token
+    return SelfBleu(float(values.mean()), values)
+
+
+def bootstrap(
+    values: ArrayLike,
+    *,
+    statistic: Literal["mean"] | Callable[[NDArray[Any]], float] = "mean",
+    samples: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """95% percentile interval of a statistic: `values` are resampled along their first axis.
+
+    A callable gets an array of the same shape as `values`, so a row may hold several numbers (nats
+    and tokens of one text, say). The rows must be independent. Self-BLEU values share references:
+    their interval holds for the other samples as given.
+    """
+    table = np.asarray(values)
+    if table.ndim == 0 or len(table) < 2:
+        raise UserError("A bootstrap interval needs 2 or more values.")
+    if samples < 1:
+        raise UserError(f"samples is {samples}: use 1 or more.")
+    if statistic == "mean" and table.ndim > 1:
+        raise UserError("The mean is of plain numbers: give one per row, or a callable statistic.")
+    generator = np.random.default_rng(seed)
+    at_once = max(1, DRAWS_AT_ONCE // len(table))
+    results: list[float] = []
+    while len(results) < samples:
+        draws = min(at_once, samples - len(results))
+        rows = generator.integers(len(table), size=(draws, len(table)))
+        if callable(statistic):
+            results += [statistic(table[row]) for row in rows]
+        else:
+            results += table[rows].mean(1).tolist()
+    low, high = np.quantile(results, [0.025, 0.975])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Samples, one after another."""
+
+    tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """How often each sample has each n-gram of one order: one entry per pair that occurs."""
+
+    gram: NDArray[np.int64]
+    """0, 1, ..., distinct - 1, ascending."""
+    sample: NDArray[np.int64]
+    count: NDArray[np.int64]
+    distinct: int
+    num_samples: int
+
+    def per_sample(self, weights: NDArray[Any]) -> NDArray[np.float64]:
+        """Sum of the entries' weights, by sample."""
+        sums = np.bincount(self.sample, weights=weights, minlength=self.num_samples)
+        return sums.astype(np.float64)  # they are integers where there are no entries
+
+    def matched_elsewhere(self) -> NDArray[np.int64]:
+        """Each count, clipped to the largest count of the same n-gram in any other sample.
+
+        Only a sample that is alone at the top of an n-gram has more than every other one; it
+        matches as often as the second. All others match fully.
+        """
+        starts = np.flatnonzero(_changes(self.gram))
+        top = np.maximum.reduceat(self.count, starts)[self.gram]
+        at_top = self.count == top
+        alone = np.add.reduceat(at_top, starts, dtype=np.int64)[self.gram] == 1
+        second = np.maximum.reduceat(np.where(at_top, 0, self.count), starts)[self.gram]
+        return np.where(at_top & alone, second, self.count)
+
+
+def _count_orders(texts: _Texts, n: int) -> Iterator[_Counts]:
+    """Counts of 1-grams, 2-grams, ..., n-grams."""
+    if n < 1:
+        raise UserError(f"n is {n}: an n-gram has 1 or more tokens.")
+    num_samples = len(texts.lengths)
+    sample = np.repeat(np.arange(num_samples), texts.lengths)
+    place = np.arange(len(texts.tokens))
+    room = np.cumsum(texts.lengths)[sample] - place
+    counts, word = _count(texts.tokens, sample, num_samples)
+    yield counts
+    words, rank = counts.distinct, word
+    for order in range(2, n + 1):
+        fits = room[place] >= order
+        place, rank = place[fits], rank[fits]
+        # Both factors are below the number of tokens, so the pair's key does not overflow.
+        key = rank * words + word[place + order - 1]
+        counts, rank = _count(key, sample[place], num_samples)
+        yield counts
+
+
+def _count(
+    key: NDArray[np.int64], sample: NDArray[np.int64], num_samples: int
+) -> tuple[_Counts, NDArray[np.int64]]:
+    """Count equal keys per sample (`sample` ascending); also the rank of each key."""
+    order = np.argsort(key, kind="stable")
+    key, sample = key[order], sample[order]
+    new_gram = _changes(key)
+    gram = np.cumsum(new_gram) - 1
+    rank = np.empty_like(gram)
+    rank[order] = gram
+    starts = np.flatnonzero(new_gram | _changes(sample))
+    count = np.diff(starts, append=len(key))
+    distinct = int(np.count_nonzero(new_gram))
+    return _Counts(gram[starts], sample[starts], count, distinct, num_samples), rank
+
+
+def _changes(values: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each entry differs from the one before; the first does."""
+    changes = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes
+
+
+def _log_brevity_penalty(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """min(0, 1 - r/h), for h tokens and r in the other sample closest in length."""
+    distinct, where, holders = np.unique(lengths, return_inverse=True, return_counts=True)
+    shorter = np.concatenate([[-np.inf], distinct[:-1]])
+    longer = np.concatenate([distinct[1:], [np.inf]])
+    neighbour = np.where(distinct - shorter <= longer - distinct, shorter, longer)
+    closest = np.where(holders > 1, distinct, neighbour)
+    # An empty sample shares no token with any other, so its score is 0 without a penalty.
+    return np.minimum(0, 1 - closest / np.maximum(distinct, 1))[where]
+
+
+def _texts(sequences: Tokens, lengths: ArrayLike | Tensor | None) -> _Texts:
+    rows = [_row(row) for row in _on_cpu(sequences)]
+    if lengths is not None:
+        kept = np.asarray(_on_cpu(lengths))
+        if kept.shape != (len(rows),):
+            raise UserError(f"{len(rows)} sequences need {len(rows)} lengths, one for each.")
+        if any(not 0 <= k <= len(row) for row, k in zip(rows, kept, strict=True)):
+            raise UserError("A length is negative or greater than its row: lengths count tokens.")
+        rows = [row[:k] for row, k in zip(rows, kept, strict=True)]
+    tokens = np.concatenate([np.empty(0, np.int64), *rows])
+    if tokens.size and tokens.min() < 0:
+        raise UserError("Token ids below 0 are padding, which is not text: cut it, or set lengths.")
+    return _Texts(tokens, np.array([len(row) for row in rows], dtype=np.int64))
+
+
+def _row(row: ArrayLike | Tensor) -> NDArray[np.int64]:
+    ids = np.asarray(_on_cpu(row))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise UserError("Sequences are rows of integer token ids: (B, L), or a list of lists.")
+    return ids.astype(np.int64)
+
+
+def _on_cpu(values: Any) -> Any:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
