@@ -3,15 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "load", "pretrain"]
+__all__ = ["Model", "__version__", "distill", "load", "pretrain"]
 
 if TYPE_CHECKING:
+    from didi_instruct.api.distill import distill
     from didi_instruct.api.model import Model, load
     from didi_instruct.api.pretrain import pretrain
 
 _HOMES = {
     "Model": "didi_instruct.api.model",
     "load": "didi_instruct.api.model",
+    "distill": "didi_instruct.api.distill",
     "pretrain": "didi_instruct.api.pretrain",
 }
 

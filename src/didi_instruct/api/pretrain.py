@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import RECIPE, check_folder, write_recipe
-from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
+from didi_instruct.api.runs import check_folder, open_data_together, write_recipe
+from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe
@@ -60,7 +60,10 @@ def pretrain(
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
     with open_world(device) as world:
         shown = reporter if world.is_main and reporter else SilentReporter()
-        data, valid = _open_data_together(config, folder, world, data_progress)
+        length, seed = config.model.row_length, config.train.seed
+        data, valid = open_data_together(
+            config.data, folder, world, data_progress, length=length, seed=seed
+        )
         task = PretrainTask(config, config.model.resolve(data.num_tokens), data, world)
         evaluate = _evaluator(task, valid, config) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
@@ -90,38 +93,6 @@ def _notes(
         yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
     elif train.checkpoints == "sharded" and train.strategy == "ddp":
         yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
-
-
-def _open_data_together(
-    config: PretrainConfig,
-    folder: Path,
-    world: World,
-    progress: PrepareBar,
-) -> tuple[TokenSource, TokenSource | None]:
-    """Open the data in every process; the main one goes first, since it may have to prepare it."""
-    prepared, source = folder / "data", config.data
-    if is_prepared(prepared) and (folder / RECIPE).exists():
-        # A run that goes on needs its tokens, not the corpus they were made from.
-        source = replace(source, source=str(prepared))
-
-    def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
-        return open_source(
-            source,
-            length=config.model.row_length,
-            seed=config.train.seed,
-            prepared=prepared,
-            progress=bar,
-        )
-
-    opened, error = None, None
-    if world.is_main:
-        try:
-            opened = open_now(progress)
-        except Exception as problem:
-            error = problem
-    if world.any(error is not None):
-        raise error or SystemExit(2)  # the main process says what is wrong
-    return opened or open_now(nullcontext)
 
 
 def _evaluator(

@@ -1,16 +1,20 @@
 """A run's folder: its recipe, whether it may be begun or resumed, what may change meanwhile."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
+from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
 from didi_instruct.config.parse import parse, read_yaml
-from didi_instruct.config.pretrain import OptimConfig, TrainConfig
+from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
+from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
+from didi_instruct.training.world import World
 
 RECIPE = "recipe.yaml"
 
@@ -21,8 +25,6 @@ FREE_TO_CHANGE = {
     "watch": {"budgets", "samples", "min_entropy"},
 }
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
-
-T = TypeVar("T")
 
 
 def check_folder(
@@ -57,6 +59,35 @@ def write_recipe(folder: Path, config: Any) -> None:
     with no_space_as_user_error(folder):
         text = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
         write_atomic(folder / RECIPE, text.encode())
+
+
+def open_data_together(
+    config: DataConfig,
+    folder: Path,
+    world: World,
+    progress: PrepareBar,
+    *,
+    length: int,
+    seed: int,
+) -> tuple[TokenSource, TokenSource | None]:
+    """Open the data in every process; the main one goes first, since it may have to prepare it."""
+    prepared, source = folder / "data", config
+    if is_prepared(prepared) and (folder / RECIPE).exists():
+        # A run that goes on needs its tokens, not the corpus they were made from.
+        source = replace(source, source=str(prepared))
+
+    def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
+        return open_source(source, length=length, seed=seed, prepared=prepared, progress=bar)
+
+    opened, error = None, None
+    if world.is_main:
+        try:
+            opened = open_now(progress)
+        except Exception as problem:
+            error = problem
+    if world.any(error is not None):
+        raise error or SystemExit(2)  # the main process says what is wrong
+    return opened or open_now(nullcontext)
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from didi_instruct import __version__
-from didi_instruct.cli import data, evaluate, generate, info, pretrain
+from didi_instruct.cli import data, distill, evaluate, generate, info, pretrain
 from didi_instruct.errors import TrainingError, UserError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("pretrain")(pretrain.command)
+app.command("distill")(distill.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
 app.command("info")(info.command)

@@ -59,6 +59,14 @@ class PrepareBar(ProgressBar):
         self.update(stage, progress.done, progress.total or None, progress.unit)
 
 
+class BankBar(ProgressBar):
+    """The progress of drawing a teacher's bank; an open bar is the report that it takes."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show the progress."""
+        self.update("Drawing the teacher's bank", done, total, "texts")
+
+
 class _Bars:
     """Progress as a bar per stage."""
 

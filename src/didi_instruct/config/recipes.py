@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from didi_instruct.config.parse import apply_overrides, parse, read_yaml
 from didi_instruct.errors import UserError
@@ -34,4 +34,29 @@ def find_recipe(recipe: str) -> Path:
 def load_recipe(cls: type[T], recipe: str, overrides: Sequence[str] = ()) -> T:
     """Read a recipe into the settings class `cls`, with `section.key=value` overrides."""
     path = find_recipe(recipe)
-    return parse(cls, apply_overrides(read_yaml(path), overrides), where=path.name)
+    return parse(cls, apply_overrides(read_recipe(path), overrides), where=path.name)
+
+
+def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a recipe on top of the one it names as `base`, if any: a shipped one, or a file."""
+    if path in seen:
+        raise UserError(f"{path}: `base` leads back to itself.")
+    values = read_yaml(path)
+    if "base" not in values:
+        return values
+    base = values.pop("base")
+    if not isinstance(base, str):
+        raise UserError(f"{path}: `base` is {base!r}, but the name of a recipe is needed.")
+    beside = path.parent / base
+    found = beside if beside.is_file() else find_recipe(base)
+    return _merged(read_recipe(found, (*seen, path)), values)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `above` over those of `below`, section by section."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = _merged(old, value) if both else value  # type: ignore[arg-type]
+    return result

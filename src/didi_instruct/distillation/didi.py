@@ -105,11 +105,10 @@ class DidiTask(DistillTask):
             share = self.world.share(len(reward))
             numbers |= self.teach_student(step, parts, advantage.values[share.start : share.stop])
         else:
-            nothing = torch.zeros((), dtype=torch.float64)
-            numbers |= dict.fromkeys(STUDENT_NUMBERS, nothing)
+            numbers |= dict.fromkeys(STUDENT_NUMBERS, self.number(0.0))
         self.remember_entropy(numbers["path_entropy"])
         return numbers | {
-            "student_waits": torch.tensor(float(not learns)),
+            "student_waits": self.number(not learns),
             "advantage_std": advantage.values.std(correction=0),
             "advantage_max": advantage.values.abs().max(),
             "clip_fraction": advantage.clip_fraction,
@@ -209,14 +208,13 @@ class DidiTask(DistillTask):
         return torch.where(written, z, x)
 
     def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> Tensors:
-        """Balanced cross-entropy, Eq. (10), teacher = 1; wait instead if it is saturated."""
+        """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
         settings, batch = self.config.discriminator, self.config.train.batch_size
         counts = sum(len(p.z_reference) for p in parts) * self.world.size
         totals = Totals()
-        network = self.critic.network.train()
         for part in parts:
             last = part is parts[-1]
-            ratio = self._log_ratio(part, last)
+            ratio = self._log_ratio(part, first=part is parts[0], sync=last)
             fake, real = ratio[: len(part.z)], ratio[len(part.z) :]
             where = self._where(part.z, part.rollout.written)
             where_real = self._where(part.z_reference, part.written_reference)
@@ -236,28 +234,29 @@ class DidiTask(DistillTask):
                 reward_reference=r_real.sum() / counts,
                 path_entropy=-(part.rollout.log_prob / part.rollout.written.sum(1)).sum() / batch,
             )
-        network.eval()
         numbers = self.summed(totals)
         saturated = self._is_saturated(float(numbers["disc_accuracy"]))
         if saturated:
             # The remedy: it waits until the student has caught up.
             self.critic_updater.optimizer.zero_grad(set_to_none=True)
-            norm = torch.zeros((), dtype=torch.float64)
+            norm = self.number(0.0)
         else:
             norm = self.critic_updater.update(step)
-        waits = torch.tensor(float(saturated))
-        return numbers | {"disc_grad_norm": norm, "disc_waits": waits}
+        return numbers | {"disc_grad_norm": norm, "disc_waits": self.number(saturated)}
 
     def _is_saturated(self, accuracy_now: float) -> bool:
         before, weight = self.accuracy.state.tolist()
         usual = before / weight if weight else 0.5
         return min(usual, accuracy_now) > self.config.discriminator.saturation
 
-    def _log_ratio(self, part: Compared, sync: bool) -> Tensor:
+    def _log_ratio(self, part: Compared, *, first: bool, sync: bool) -> Tensor:
+        """Log-ratios of student and reference texts; one power iteration per update, not per pass."""
         z = torch.cat([part.z, part.z_reference])
         t = torch.cat([part.t, part.t_reference])
 
         def forward(network: Discriminator) -> Tensors:
+            if first:  # once per update, however many passes it takes
+                network.iterate()
             return {"ratio": network(z, self.schedule.sigma(t))}
 
         return self.critic.run(forward, sync=sync)["ratio"]
@@ -286,7 +285,7 @@ class DidiTask(DistillTask):
         for part, own in zip(parts, torch.split(advantage, [len(p.z) for p in parts]), strict=True):
             last = part is parts[-1]
             scores = self._scores(part, sync=last)
-            weighted = self.weight(part.tau) * own * scores["log_prob"]
+            weighted = self.weight(part.t) * own * scores["log_prob"]
             policy = -weighted.sum() / batch
             kl, entropy = scores["kl"].sum() / batch, scores["entropy"].sum() / batch
             loss = policy
@@ -300,7 +299,9 @@ class DidiTask(DistillTask):
     def _scores(self, part: Compared, sync: bool) -> Tensors:
         didi = self.config.didi
         jumps = part.rollout.jumps if didi.score_steps == "all" else part.rollout.jumps[-1:]
-        laws = [self._teacher_law(jump) if didi.regularisation else None for jump in jumps]
+        laws: list[Tensor | None] = [None] * len(jumps)
+        if didi.regularisation:
+            laws = [self._teacher_law(jump, jump is part.rollout.jumps[0]) for jump in jumps]
 
         def forward(network: DiT) -> Tensors:
             x = part.rollout.x
@@ -312,16 +313,16 @@ class DidiTask(DistillTask):
             scores["log_prob"] = scores["log_prob"] / tokens.clamp(min=1)
         return scores
 
-    def weight(self, tau: Tensor) -> Tensor:
-        """ω(τ), or ω(τ) / π(τ)."""
+    def weight(self, t: Tensor) -> Tensor:
+        """ω(t), or ω(t) / π(t), of the time at which a text is compared (Theorem 3.1)."""
         didi = self.config.didi
-        weight = omega(self.schedule, tau, didi.omega, didi.omega_min_time)
-        return weight / beta_density(*didi.pi, tau) if didi.importance_weighting else weight
+        weight = omega(self.schedule, t, didi.omega, didi.omega_min_time)
+        return weight / beta_density(*didi.pi, t) if didi.importance_weighting else weight
 
     @torch.no_grad()
-    def _teacher_law(self, jump: Jump) -> Tensor:
+    def _teacher_law(self, jump: Jump, from_start: bool) -> Tensor:
         """Teacher's log-probabilities at the masks of a jump's states; kept for all masks."""
-        if len(jump.z) == 1 and not self.config.prompt:
+        if from_start and not self.config.prompt:
             return self.teacher_at_start()
         return self.teacher(jump.z, jump.t, jump.z == self.mask_id)
 

@@ -35,8 +35,8 @@ class _Root(nn.Module):
 class Host:
     """One network; every pass goes through `run`, on all processes alike.
 
-    Networks stay in evaluation mode but for the discriminator's own updates: a student that drops
-    units would not have the log-probabilities that its text was drawn with.
+    Networks stay in evaluation mode: a student that drops units would not have the probabilities
+    that its text was drawn with.
     """
 
     def __init__(self, network: Trunk, train: TrainConfig, world: World) -> None:

@@ -1,4 +1,4 @@
-"""From the discriminator's log-ratios to advantages: Eq. (8) and Eq. (9) of the paper.
+"""From the discriminator's log-ratios to advantages: Eq. (6) and (7) of the paper.
 
 One sign everywhere: log-ratio is teacher over student, so the student maximises its reward.
 """

@@ -70,13 +70,9 @@ class DistillTask(ABC):
         train = config.train
         self.student = Host(student.requires_grad_(True), train, world)
         self.critic = Host(critic, train, world)
-        if teacher.rows is None:
-            self.teacher = rows_of(
-                Host(teacher.network.requires_grad_(False), train, world),
-                make_schedule(teacher.network.config.schedule),
-            )
-        else:
-            self.teacher = teacher.rows
+        self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
+        schedule = make_schedule(teacher.network.config.schedule)
+        self.teacher = teacher.rows or rows_of(self.teacher_host, schedule)
         self.student_rows = rows_of(self.student, self.schedule)
         self.updater = Updater(student, config.optim, train.steps - config.warmup, train.ema)
         critic_optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
@@ -170,6 +166,10 @@ class DistillTask(ABC):
         """Numbers added up over the processes, together."""
         names, values = totals.stacked()
         return dict(zip(names, self.world.sum(values), strict=True))
+
+    def number(self, value: float) -> Tensor:
+        """A plain number among those of an iteration."""
+        return torch.tensor(value, dtype=torch.float64, device=self.world.device)
 
     def remember_entropy(self, value: Tensor) -> None:
         """Keep the first iteration's entropy."""

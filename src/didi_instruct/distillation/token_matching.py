@@ -31,7 +31,6 @@ from didi_instruct.distillation.task import DistillTask, Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy, kl
 from didi_instruct.process.masking import stratified_times
-from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
@@ -93,9 +92,7 @@ def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
     return (log_p.exp() * log_ratio).sum(-1)
 
 
-def path_times(
-    schedule: Schedule, budgets: tuple[int, ...], where: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def path_times(budgets: tuple[int, ...], where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Walks to a random step of a random budget, chosen by `where` (U,) in [0, 1).
 
     Returns the times of the walks (U, K + 1), K the same for all; and start and end of the step
@@ -142,9 +139,7 @@ class TokenMatchingTask(DistillTask):
                 texts.append(self._learn(plan, noise, counts, totals, learns=learns, sync=last))
             aux_norm = self.critic_updater.update(step)
         numbers = self.summed(totals)
-        norm = torch.zeros((), dtype=torch.float64)
-        if learns:
-            norm = self.updater.update(step - self.config.warmup)
+        norm = self.updater.update(step - self.config.warmup) if learns else self.number(0.0)
         self.remember_entropy(numbers["path_entropy"])
         x = self.world.gather(torch.cat(texts))
         return numbers | {
@@ -168,7 +163,7 @@ class TokenMatchingTask(DistillTask):
         strata = stratified_times(
             self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
         ).to(self.world.device)
-        times, t, after = path_times(self.schedule, settings.budgets, strata[states.indices])
+        times, t, after = path_times(settings.budgets, strata[states.indices])
         prompts = self._prompts(step, turn, states.indices)
         start = self.starts(prompts)
         count = torch.arange(len(t), device=t.device)
@@ -265,7 +260,7 @@ class TokenMatchingTask(DistillTask):
             loss = loss + settings.anchor * distance
             totals.add(kl=distance)
         if settings.completion:
-            gaps = matching_loss(log_phi, clipped)
+            gaps = matching_loss(log_p.detach(), clipped)
             loss = loss + settings.completion * self._completion(plan, drawn, gaps) / counts[0]
         totals.add(loss=loss)
         return loss
@@ -273,8 +268,9 @@ class TokenMatchingTask(DistillTask):
     def _completion(self, plan: Plan, drawn: Drawn, gaps: Tensor) -> Tensor:
         """REINFORCE for the shown tokens: they make the hidden ones harder or easier to match.
 
-        The cost of a context is the gap of its hidden positions, gaps (R,); it is compared with the
-        other contexts of the same state, which show other tokens at the same positions.
+        The cost of a context is what its hidden positions lose, the expected log-ratio under the
+        student, gaps (R,); it is compared with the other contexts of the same state, which show
+        other tokens at the same positions.
         """
         cost = torch.zeros(len(drawn.x), dtype=torch.float64, device=gaps.device)
         cost = cost.index_add(0, plan.hidden.nonzero()[:, 0], gaps.double())

@@ -49,12 +49,18 @@ class SpectralLinear(nn.Module):
         self.weight_u.copy_(u)
         self.weight_v.copy_(v)
 
+    def iterate(self) -> None:
+        """Do one power iteration, as a forward pass in training mode does."""
+        weight = upcast(self.weight_orig.detach())
+        with no_autocast(weight.device):
+            self._iterate(weight)
+
     def weight(self) -> Tensor:
         """Return the normalised weight (outputs, inputs), in float32."""
+        if self.training:
+            self.iterate()
         weight = upcast(self.weight_orig)
         with no_autocast(weight.device):
-            if self.training:
-                self._iterate(weight.detach())
             # Clones: the next power iteration must not change what backward needs.
             u = self.weight_u.to(weight.dtype, copy=True)
             v = self.weight_v.to(weight.dtype, copy=True)
@@ -116,6 +122,12 @@ class Discriminator(Trunk):
         self.output_layer.requires_grad_(True)
         for block in self.blocks[len(self.blocks) - trainable_blocks :]:
             block.requires_grad_(True)
+
+    def iterate(self) -> None:
+        """Do one power iteration in the head: for updates in evaluation mode, without dropout."""
+        for layer in self.output_layer.main:
+            if isinstance(layer, SpectralLinear):
+                layer.iterate()
 
     def forward(
         self,

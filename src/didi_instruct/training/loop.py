@@ -50,6 +50,8 @@ class Task(Protocol):
 
 
 Evaluate = Callable[[int], Mapping[str, float]]
+Watch = Callable[[int, Mapping[str, float]], str | None]
+"""Sees the numbers of every log entry; what it returns is why training must stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,11 @@ class Loop:
         *,
         reporter: Reporter | None = None,
         evaluate: Evaluate | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.task, self.config, self.folder, self.world = task, config, folder, world
         self.reporter: Reporter = reporter or SilentReporter()
-        self.evaluate = evaluate
+        self.evaluate, self.watch = evaluate, watch
         self.checkpoints = Checkpoints(folder / "checkpoints", config.keep, world)
         self._pending: list[Numbers] = []
         self._logged_at = 0.0
@@ -155,12 +158,18 @@ class Loop:
         if log is not None:
             log.write({"step": done, **values})
         self.reporter.advance(done, values)
+        trouble = self.watch(done, values) if self.watch is not None else None
+        if trouble is not None:
+            raise TrainingError(f"Stopped at step {done}: {trouble} {self._last_good}")
+
+    @property
+    def _last_good(self) -> str:
+        return f"Last good checkpoint: {self._last_saved or 'none yet'}."
 
     def _stop_at_nan(self, step: int) -> None:
-        kept = self._last_saved or "none yet"
         raise TrainingError(
             f"The loss, its gradient or a weight is not a number at step {step}; nothing was saved "
-            f"since. Last good checkpoint: {kept}. "
+            f"since. {self._last_good} "
             "Try --resume with a lower optim.lr, a lower optim.clip or train.precision=fp32."
         )
 

@@ -1,0 +1,330 @@
+"""Distillation from a recipe and a teacher to a folder that `didi.load` opens."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from didi_instruct import __version__
+from didi_instruct.api.runs import check_folder, open_data_together, write_recipe
+from didi_instruct.api.sources import PrepareBar
+from didi_instruct.config.distill import DistillConfig, Method
+from didi_instruct.config.recipes import load_recipe
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
+from didi_instruct.distillation.didi import DidiTask, References
+from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.distillation.token_matching import TokenMatchingTask
+from didi_instruct.distillation.watch import Watcher
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.curves import draw_curves
+from didi_instruct.evaluation.likelihood import check_data, likelihood
+from didi_instruct.evaluation.paths import Judge, nelbo_judge
+from didi_instruct.evaluation.quick import QuickTest, oracle_judge
+from didi_instruct.models.checkpoint import LoadedModel, load_model
+from didi_instruct.models.dit import DiT
+from didi_instruct.models.manifest import MODEL, read_manifest
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.network import NetworkDenoiser
+from didi_instruct.seeding import mix
+from didi_instruct.training.loop import Loop, Outcome
+from didi_instruct.training.objectives import Batch, make_objective
+from didi_instruct.training.reporting import Reporter, SilentReporter
+from didi_instruct.training.world import World, open_world
+
+CURVES = "curves.png"
+BankBar = Callable[[], Any]
+"""Opens a progress display (`Progress`) for as long as a bank is being drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillResult:
+    """Where a run stands when it returns."""
+
+    folder: Path
+    outcome: Outcome
+    is_main: bool
+    """Whether this is the process that reports."""
+    quick: Mapping[str, float] = field(default_factory=dict)
+    """The last quick evaluation, and the teacher's (`…_teacher`)."""
+    curves: Path | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the student is in `folder`."""
+        return self.outcome.signal is None
+
+
+def distill(
+    recipe: str | DistillConfig,
+    *,
+    teacher: str | Path,
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    method: Method | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    reporter: Reporter | None = None,
+    data_progress: PrepareBar = nullcontext,
+    bank_progress: BankBar = nullcontext,
+) -> DistillResult:
+    """Distil `teacher` as the recipe says, in the folder `out`; under torchrun, all call this."""
+    folder, source = Path(out), Path(teacher)
+    if isinstance(recipe, DistillConfig):
+        config = recipe if method is None else replace(recipe, method=method)
+    else:
+        more = [] if method is None else [f"method={method}"]
+        config = load_recipe(DistillConfig, recipe, [*overrides, *more])
+    verb = f"didi distill {{recipe}} --teacher {source}"
+    check_folder(folder, config, resume, verb=verb, own=("data", "bank"))
+    loaded = load_model(source)
+    student = _student(config, loaded, source)
+    with open_world(device) as world:
+        shown = reporter if world.is_main and reporter else SilentReporter()
+        data, valid = _data(config, loaded, source, folder, world, data_progress)
+        taught = Teacher(
+            network=_denoiser(loaded, source).to(world.device),
+            tokenizer=loaded.tokenizer,
+            fingerprint=read_manifest(source).files[MODEL].sha256,
+        )
+        task = _task(config, taught, student, world, data, folder, bank_progress)
+        test = _quick_test(task, taught, valid, loaded)
+        result: dict[str, float] = {}
+        loop = Loop(
+            task,
+            config.train,
+            folder,
+            world,
+            reporter=shown,
+            evaluate=_evaluator(task, test, valid, result),
+            watch=Watcher(task, shown.say),
+        )
+        start = loop.resume() if resume else 0
+        if world.is_main:
+            write_recipe(folder, config)
+        before = test.measure(task.teacher, "_teacher") if config.watch.budgets else {}
+        outcome = loop.run(start)
+        curves = None
+        if outcome.signal is None:
+            task.write_model(folder, _provenance(config, taught, outcome, {**before, **result}))
+            if world.is_main and draw_curves(
+                folder / "log.jsonl", folder / CURVES, title=f"{config.method}: {folder.name}"
+            ):
+                curves = folder / CURVES
+            world.wait()
+    return DistillResult(folder, outcome, world.is_main, {**before, **result}, curves)
+
+
+def _denoiser(loaded: LoadedModel, source: Path) -> DiT:
+    """The network of a model that these methods can distil."""
+    if not isinstance(loaded.model, DiT) or loaded.config.kind != "mdlm":
+        raise UserError(
+            f"{source} is a model of kind `{loaded.config.kind}`: these methods distil masked "
+            "diffusion models (`mdlm`)."
+        )
+    return loaded.model
+
+
+def _student(config: DistillConfig, teacher: LoadedModel, source: Path) -> DiT:
+    """Where the student starts: a copy of the teacher, or a model that speaks its tokens."""
+    network = _denoiser(teacher, source)
+    if config.student is None:
+        # Copied tensors: those of a loaded model are views of its file.
+        return copy.deepcopy(network)
+    other = Path(config.student)
+    loaded = load_model(other)
+    student = _denoiser(loaded, other)
+    hashes = [m.tokenizer.hash if m.tokenizer else None for m in (teacher, loaded)]
+    if hashes[0] != hashes[1] or loaded.config.num_tokens != teacher.config.num_tokens:
+        raise UserError(
+            f"{other} (the student) and {source} (the teacher) have different tokenizers: "
+            "distillation compares them token by token."
+        )
+    if loaded.config.length < teacher.config.length:
+        raise UserError(
+            f"{other} (the student) reads at most {loaded.config.length} tokens, the teacher "
+            f"{teacher.config.length}."
+        )
+    return copy.deepcopy(student)
+
+
+def _data(
+    config: DistillConfig,
+    teacher: LoadedModel,
+    source: Path,
+    folder: Path,
+    world: World,
+    progress: PrepareBar,
+) -> tuple[TokenSource | None, TokenSource | None]:
+    """Training text and held-out text, if the recipe names any, in the teacher's tokens."""
+    if not config.data.source:
+        return None, None
+    settings = replace(config.data, tokenizer=str(source))
+    data, valid = open_data_together(
+        settings, folder, world, progress, length=teacher.config.length, seed=config.train.seed
+    )
+    check_data(teacher.config, teacher.tokenizer.hash if teacher.tokenizer else None, data)
+    return data, valid
+
+
+def _task(
+    config: DistillConfig,
+    teacher: Teacher,
+    student: DiT,
+    world: World,
+    data: TokenSource | None,
+    folder: Path,
+    progress: BankBar,
+) -> DistillTask:
+    if config.method == "token-matching":
+        return TokenMatchingTask(config, teacher, student, world, data=data)
+    references: References | None = None
+    if config.reference.source == "data":
+        assert data is not None
+        references = data.rows
+    elif config.reference.source == "bank":
+        references = _bank(config, teacher, world, data, folder, progress).rows
+    return DidiTask(config, teacher, student, world, references=references, data=data)
+
+
+def _bank(
+    config: DistillConfig,
+    teacher: Teacher,
+    world: World,
+    data: TokenSource | None,
+    folder: Path,
+    progress: BankBar,
+) -> TokenSource:
+    """Teacher samples on disk, drawn now where they are missing."""
+    model, reference = teacher.network.config, config.reference
+    length = model.length if data is None else data.length
+    settings = BankSettings(
+        teacher=teacher.fingerprint,
+        steps=reference.steps,
+        rows=reference.rows,
+        length=length,
+        num_tokens=model.num_tokens,
+        seed=config.train.seed,
+        prompt=config.prompt,
+        prompts=data.fingerprint if data is not None and config.prompt else "",
+    )
+    schedule = make_schedule(model.schedule)
+    denoiser = NetworkDenoiser(teacher.network, schedule)
+    seed = mix(config.train.seed, "bank")
+    mask_id = model.mask_id
+    assert mask_id is not None
+    if teacher.tokenizer is None:
+        raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
+
+    def draw(first: int, count: int) -> Tensor:
+        tokens = torch.full((count, length), mask_id, device=world.device)
+        if config.prompt:
+            assert data is not None
+            given = data.rows(first, count)[:, : config.prompt]
+            tokens[:, : config.prompt] = given.to(world.device)
+        indices = torch.arange(first, first + count, device=world.device)
+        canvas = Canvas(tokens, mask_id, indices)
+        drawn = ancestral(
+            denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)
+        )
+        return drawn.tokens.cpu()
+
+    where = Path(reference.bank) if reference.bank else folder / "bank"
+    with progress() as bar:
+        report: Progress | None = bar if world.is_main else None
+        return open_bank(
+            where,
+            settings,
+            draw,
+            teacher.tokenizer,
+            world=world,
+            seed=config.train.seed,
+            progress=report,
+        )
+
+
+def _quick_test(
+    task: DistillTask, teacher: Teacher, valid: TokenSource | None, loaded: LoadedModel
+) -> QuickTest:
+    """The quick evaluation: exact on the oracle language, else judged by the teacher's NELBO."""
+    config = task.config
+    start = torch.full((config.watch.samples, task.length), task.mask_id, device=task.world.device)
+    judge: Judge | None = None
+    if config.prompt:
+        source = valid or task.data
+        assert source is not None
+        given = source.ordered(0, config.watch.samples)
+        start = start[: len(given)]
+        start[:, : config.prompt] = given[:, : config.prompt].to(start.device)
+    elif (language := _oracle(loaded)) is not None:
+        judge = oracle_judge(language)
+    else:
+        objective = make_objective(loaded.config)
+
+        def loss(batch: Batch) -> Tensor:
+            host = task.teacher_host
+            return host.run(lambda network: {"loss": objective.loss(network, batch)})["loss"]
+
+        judge = nelbo_judge(loss, loaded.config, device=task.world.device)
+    seed = mix(config.train.seed, "quick")
+    return QuickTest(task.schedule, start, task.mask_id, config.watch.budgets, judge, seed)
+
+
+def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
+    """The built-in language, if that is what the model speaks."""
+    language = OracleLanguage.default()
+    speaks = loaded.tokenizer is not None and loaded.tokenizer.hash == language.tokenizer.hash
+    return language if speaks and loaded.config.length == language.length else None
+
+
+def _evaluator(
+    task: DistillTask, test: QuickTest, valid: TokenSource | None, result: dict[str, float]
+) -> Callable[[int], Mapping[str, float]]:
+    """Quick evaluation of the averaged and of the raw student; every process computes the same."""
+    train = task.config.train
+    objective = make_objective(task.model_config)
+
+    def loss(batch: Batch) -> Tensor:
+        return task.student.run(lambda network: {"loss": objective.loss(network, batch)})["loss"]
+
+    def evaluate(step: int) -> Mapping[str, float]:
+        with task.averaged():
+            found = test.measure(task.student_rows)
+            if valid is not None:
+                count = min(train.eval_sequences, valid.num_sequences or train.eval_sequences)
+                held_out = likelihood(
+                    loss,
+                    task.model_config,
+                    valid.ordered,
+                    sequences=count,
+                    device=task.world.device,
+                )
+                found["valid_nats_per_token"] = held_out.nats_per_token
+        if task.updater.ema is not None:
+            found |= test.measure(task.student_rows, "_raw")
+        result.clear()
+        result.update(found)
+        return found
+
+    return evaluate
+
+
+def _provenance(
+    config: DistillConfig, teacher: Teacher, outcome: Outcome, quick: Mapping[str, float]
+) -> dict[str, Any]:
+    return {
+        "recipe": asdict(config),
+        "teacher": teacher.fingerprint,
+        "step": outcome.step,
+        "quick_evaluation": dict(quick),
+        "didi_instruct": __version__,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,97 @@
+"""`didi distill`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from didi_instruct.api.distill import DistillResult
+    from didi_instruct.config.distill import Method
+
+
+def command(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")],
+    teacher: Annotated[str, typer.Option(metavar="SOURCE", help="The model to distil.")],
+    method: Annotated[
+        str | None, typer.Option(help="didi or token-matching, instead of the recipe's.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run (default: runs/RECIPE).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+) -> None:
+    """Distil a teacher into a student that needs few steps.
+
+    Several processes: torchrun --nproc-per-node N -m didi_instruct distill ...
+    """
+    from didi_instruct.api.distill import distill
+    from didi_instruct.cli.progress import BankBar, PrepareBar
+    from didi_instruct.training.reporting import TerminalReporter
+
+    folder = out or Path("runs") / Path(recipe).stem
+    result = distill(
+        recipe,
+        teacher=teacher,
+        out=folder,
+        overrides=overrides or (),
+        method=cast("Method | None", method),
+        resume=resume,
+        device=device,
+        reporter=TerminalReporter("distill"),
+        data_progress=PrepareBar,
+        bank_progress=BankBar,
+    )
+    step = result.outcome.step
+    if not result.is_main:
+        raise typer.Exit(0 if result.finished else 128 + (result.outcome.signal or 0))
+    if not result.finished:
+        typer.echo(
+            f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume."
+        )
+        raise typer.Exit(128 + (result.outcome.signal or 0))
+    _summary(result, step)
+
+
+def _summary(result: "DistillResult", step: int) -> None:
+    """Say what was won and what was written."""
+    for line in _comparison(result.quick):
+        typer.echo(line)
+    also = f", {result.curves.name}" if result.curves else ""
+    typer.echo(
+        f"Distilled {step} iterations. Wrote {result.folder}: model.safetensors, config.json and "
+        f"tokenizer.json (the averaged student), recipe.yaml, log.jsonl, checkpoints/{also}"
+    )
+    if result.curves is None:
+        typer.echo('No curves.png: matplotlib is missing (pip install "didi-instruct[eval]").')
+    typer.echo(f"Next: didi generate {result.folder} --steps 8")
+
+
+def _comparison(numbers: "Mapping[str, float]") -> list[str]:
+    """Path KL of teacher and student at every budget, as a small table."""
+    budgets = [
+        int(name.split("_")[2])
+        for name in numbers
+        if name.startswith("path_kl_") and name.endswith("_teacher")
+    ]
+    if not budgets:
+        return []
+    lines = ["path KL, nats per sequence (± standard error)"]
+    lines.append("steps".rjust(10) + "".join(f"{n:>18}" for n in budgets))
+    for title, tag in (("teacher", "_teacher"), ("student", ""), ("raw", "_raw")):
+        cells = [
+            f"{numbers[f'path_kl_{n}{tag}']:.2f} ± {numbers[f'path_kl_{n}{tag}_se']:.2f}".rjust(18)
+            for n in budgets
+            if f"path_kl_{n}{tag}" in numbers
+        ]
+        if cells:
+            lines.append(title.rjust(10) + "".join(cells))
+    return lines

@@ -1,0 +1,76 @@
+"""A quick look at a few-step sampler: path KL and variety at some budgets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.monitor import unique_ngrams
+from didi_instruct.distillation.rollout import Rows
+from didi_instruct.evaluation.paths import Judge, path_kl
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
+
+ROWS = 256
+"""Samples drawn at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuickTest:
+    """What is drawn, and how it is judged: the same for all models of a run."""
+
+    schedule: Schedule
+    start: Tensor
+    """(N, L) where the samples start: masks, or prompts and masks."""
+    mask_id: int
+    budgets: Sequence[int]
+    judge: Judge | None
+    """None: texts that continue a prompt have no judge here."""
+    seed: int = 0
+
+    def draw(self, rows: Rows, steps: int) -> Samples:
+        """Ancestral samples from a denoiser given as rows."""
+        parts = []
+        for first in range(0, len(self.start), ROWS):
+            tokens = self.start[first : first + ROWS]
+            indices = torch.arange(first, first + len(tokens), device=tokens.device)
+            canvas = Canvas(tokens, self.mask_id, indices)
+            settings = Draw(seed=self.seed)
+            parts.append(
+                ancestral(_Denoiser(rows), self.schedule, canvas, steps=steps, settings=settings)
+            )
+        return join(parts)
+
+    def measure(self, rows: Rows, tag: str = "") -> dict[str, float]:
+        """Numbers of a denoiser at every budget, by name."""
+        found: dict[str, float] = {}
+        for steps in self.budgets:
+            samples = self.draw(rows, steps)
+            assert samples.log_prob is not None
+            written = int((self.start == self.mask_id).sum())
+            if self.judge is not None:
+                result = path_kl(samples, self.judge)
+                found[f"path_kl_{steps}{tag}"] = result.path_kl
+                found[f"path_kl_{steps}{tag}_se"] = result.path_kl_se
+            found[f"path_entropy_{steps}{tag}"] = -samples.log_prob.sum().item() / written
+            visible = torch.ones_like(samples.tokens, dtype=torch.bool)
+            found[f"unique_4gram_{steps}{tag}"] = unique_ngrams(samples.tokens, visible).item()
+        return found
+
+
+class _Denoiser:
+    """Rows as the denoiser that samplers take."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+        raise NotImplementedError("samplers ask for the rows that they need")
+
+
+def oracle_judge(language: OracleLanguage) -> Callable[[Tensor], Tensor]:
+    """Exact log-probabilities under the oracle language, wherever the samples are."""
+    return lambda tokens: language.log_prob(tokens.to(language.device))

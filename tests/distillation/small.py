@@ -1,0 +1,195 @@
+"""Problems small enough to enumerate, networks that run in a blink, and settings to run them."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.config.parse import parse
+from didi_instruct.distillation.task import Teacher
+from didi_instruct.models.dit import DiT
+from didi_instruct.training.world import World
+
+FALSE_ALARM = 1e-5
+"""Probability that correct code fails one of these tests; seeds are fixed, so once for all."""
+ALONE = World(torch.device("cpu"))
+
+
+class Table:
+    """A denoiser with a random law for each state, position and time; remembers its calls.
+
+    It has what `score` asks of a network too: the trunk gives the logits, the head passes them on.
+    """
+
+    def __init__(self, num_tokens=3, length=3, seed=0):
+        self.num_tokens, self.length, self.mask_id = num_tokens, length, num_tokens
+        self.config = SimpleNamespace(num_tokens=num_tokens)
+        generator = torch.Generator().manual_seed(seed)
+        shape = ((num_tokens + 1) ** length, length, num_tokens)
+        self.now, self.then = (
+            2 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
+        )
+        self.calls = []
+
+    def __call__(self, z, t):
+        place, t = index(z, self.num_tokens + 1), t.double()[:, None, None]
+        return ((1 - t) * self.now[place] + t * self.then[place]).log_softmax(-1)
+
+    def rows(self, z, t, where):
+        self.calls.append((z.clone(), t.clone(), where.clone()))
+        return self(z, t)[where]
+
+    def trunk(self, tokens, sigma, attended=None):
+        return self(tokens, 1 - torch.exp(-sigma))
+
+    def condition(self, sigma):
+        return torch.zeros(1, 1)
+
+    def head(self, hidden, condition, num):
+        return hidden
+
+
+def all_states(num, length):
+    """Every sequence of `length` numbers below `num`, in the order of `index`."""
+    return torch.cartesian_prod(*[torch.arange(num)] * length).view(-1, length)
+
+
+def index(tokens, num):
+    """Place of sequences in `all_states`."""
+    powers = num ** torch.arange(tokens.shape[1] - 1, -1, -1)
+    return (tokens * powers).sum(1)
+
+
+def law_of(table, start, times, chances):
+    """Law over all (V + 1)^L states after steps from the state `start` (L,).
+
+    Step n is taken at times[n], and reveals a mask with probability chances[n].
+    """
+    V, L = table.num_tokens, table.length
+    z = all_states(V + 1, L)
+    mass = torch.zeros(len(z), dtype=torch.float64)
+    mass[index(start[None], V + 1)] = 1.0
+    stay = torch.nn.functional.one_hot(z, V + 1).double()
+    for t, chance in zip(times, chances, strict=True):
+        p = torch.nn.functional.pad(table(z, torch.full((len(z),), t)).exp(), (0, 1))
+        laws = torch.where((z == V)[..., None], chance * p + (1 - chance) * stay, stay)
+        joint = mass[:, None]
+        for law in laws.unbind(1):
+            joint = (joint[:, :, None] * law[:, None, :]).flatten(1)
+        mass = joint.sum(0)
+    return mass
+
+
+def p_value(places, law):
+    """Chi-square test that numbers (n,) follow a law (K,); cells below 5 are pooled."""
+    from scipy.stats import chisquare
+
+    counts = torch.bincount(places, minlength=len(law)).double()
+    assert not counts[law == 0].any(), "something impossible was drawn"
+    expected = len(places) * law
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    kept = expected > 0
+    return chisquare(observed[kept], expected[kept] * len(places) / expected.sum()).pvalue
+
+
+def randomise(network, seed=0):
+    """Give every parameter, the zero-initialised ones too, a value that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.2 * noise if "norm" in name else noise * (0.3 if p.ndim > 1 else 0.1))
+    return network
+
+
+def small_network(seed=0, eps=1e-3, **changes):
+    """2 layers x 16 hidden, 8 positions, 5 tokens and the mask."""
+    settings = {"layers": 2, "hidden": 16, "heads": 2, "cond_dim": 8, "vocab_size": 6, "length": 8}
+    schedule = ScheduleConfig(eps=eps)
+    return randomise(DiT(ModelConfig(**(settings | changes), schedule=schedule)), seed).eval()
+
+
+class Stream:
+    """Text in which each token follows from its row and position: a TokenSource."""
+
+    num_tokens, num_sequences, fingerprint, tokenizer = 5, None, "stream", None
+
+    def __init__(self, length=8):
+        self.length = length
+        self.asked = []
+
+    def rows(self, start, count):
+        self.asked.append(range(start, start + count))
+        row = torch.arange(start, start + count)[:, None]
+        return (row * 7 + torch.arange(self.length) * (1 + row % 4)) % 5
+
+    ordered = rows
+
+
+def settings(method, changes):
+    """A recipe of few texts in which both networks always learn, with some settings changed."""
+    values = {
+        "method": method,
+        "reference": {"source": "online", "steps": 2},
+        "discriminator": {"lr": 1e-3, "trainable_blocks": 1, "chance": 0.0, "saturation": 1.0},
+        "token_matching": {"warmup": 0, "aux_lr": 1e-3, "aux_steps": 1, "budgets": [2, 4]},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 10, "batch_size": 12, "ema": 0.9},
+    }
+    for name, change in changes.items():
+        values[name] = values.get(name, {}) | change if isinstance(change, dict) else change
+    return parse(DistillConfig, values, where="test")
+
+
+def make_task(kind, method, changes, *, teacher=None, student=None, rows=None, **options):
+    """A task of two different random networks."""
+    teacher = teacher or small_network(0)
+    return kind(
+        settings(method, changes),
+        Teacher(network=teacher, tokenizer=None, fingerprint="teacher", rows=rows),
+        student or small_network(1),
+        ALONE,
+        **options,
+    )
+
+
+def weights(network):
+    """A copy of all parameters by name."""
+    return {name: p.detach().clone() for name, p in network.named_parameters()}
+
+
+def moved(before, network):
+    """Names of the parameters that are no longer what they were."""
+    return {n for n, p in network.named_parameters() if not torch.equal(p, before[n])}
+
+
+def check_numbers(numbers):
+    """What the loop needs: 0-d and finite, a loss and a gradient norm among them."""
+    assert {"loss", "grad_norm"} <= numbers.keys()
+    for name, value in numbers.items():
+        assert value.ndim == 0, name
+        assert value.isfinite(), name
+
+
+def largest_difference(networks, others):
+    """How far apart any two entries of the parameters of networks are, pair by pair."""
+    return max(
+        float((weights(one)[name] - value).abs().max())
+        for one, another in zip(networks, others, strict=True)
+        for name, value in weights(another).items()
+    )
+
+
+def gradient_norm(loss, network):
+    """Norm of the gradient with respect to all parameters."""
+    gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
+    return torch.stack([g.norm() for g in gradients if g is not None]).norm()
+
+
+def twin(network):
+    """A copy that can be differentiated on its own."""
+    return copy.deepcopy(network).requires_grad_(True)

@@ -1,0 +1,197 @@
+"""A language small enough to enumerate: all its texts, all partly masked states, exact laws."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+V, L = 3, 3
+MASK = V
+
+
+def all_rows(num):
+    """Every row of L numbers below `num`, the last one changing fastest."""
+    return torch.cartesian_prod(*[torch.arange(num)] * L)
+
+
+TEXTS = all_rows(V)
+STATES = all_rows(V + 1)
+MASKED = STATES == MASK
+CONSISTENT = ((TEXTS[:, None] == STATES) | MASKED).all(-1).double()
+"""(27, 64): whether a text may have become a state."""
+
+
+def text_index(x):
+    """Place of texts (..., L) in TEXTS."""
+    return (x * V ** torch.arange(L - 1, -1, -1)).sum(-1)
+
+
+def state_index(z):
+    """Place of states (..., L) in STATES."""
+    return (z * (V + 1) ** torch.arange(L - 1, -1, -1)).sum(-1)
+
+
+class TableNetwork(nn.Module):
+    """A denoiser with a free parameter for every logit of every state, called like a DiT."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(logits.clone())
+        self.config = SimpleNamespace(num_tokens=V)
+
+    def trunk(self, tokens, sigma, attended=None):
+        return self.logits[state_index(tokens)]
+
+    def condition(self, sigma):
+        return torch.zeros(1, 1)
+
+    def head(self, hidden, condition, num):
+        return hidden[..., :num]
+
+
+def random_logits(seed, scale=1.0):
+    """Logits of a student without any structure, (64, L, V)."""
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(len(STATES), L, V, generator=generator, dtype=torch.float64)
+
+
+def correlated_law(seed=0, scale=1.5):
+    """A law of texts (27,) in which every token depends on every other."""
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(len(TEXTS), generator=generator, dtype=torch.float64)).softmax(0)
+
+
+def factorised_law(seed=0):
+    """A law of texts (27,) whose tokens are independent."""
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.randn(L, V, generator=generator, dtype=torch.float64).softmax(-1)
+    return p[torch.arange(L), TEXTS].prod(-1)
+
+
+def conditionals(text_law):
+    """Log p(x^l | visible tokens) of a law of texts, for every state and position: (64, L, V)."""
+    joint = CONSISTENT.T * text_law
+    tokens = nn.functional.one_hot(TEXTS, V).double()
+    counts = torch.einsum("zx,xlv->zlv", joint, tokens)
+    return (counts / counts.sum(-1, keepdim=True)).log()
+
+
+def noise_kernel(alpha):
+    """Q_t(z | x) for every text and state: alpha (T,) -> (T, 27, 64)."""
+    masks = MASKED.sum(-1)
+    return CONSISTENT * (alpha[:, None] ** (L - masks) * (1 - alpha[:, None]) ** masks)[:, None]
+
+
+def corrupted(text_law, alpha):
+    """Marginal q(z, t) of a law of texts (27,): alpha (T,) -> (T, 64)."""
+    return torch.einsum("x,txz->tz", text_law, noise_kernel(alpha))
+
+
+def reveal_step(mass, log_p, chance):
+    """Law of the states after each mask was, with a chance, replaced by a token from p.
+
+    Shapes: mass (64,), log_p (64, L, V) -> (64,).
+    """
+    states = torch.arange(V + 1)
+    drawn = (
+        nn.functional.pad(chance * log_p.exp(), (0, 1)) + (1 - chance) * (states == MASK).double()
+    )
+    laws = torch.where(MASKED[..., None], drawn, (STATES[..., None] == states).double())
+    joint = mass[:, None]
+    for law in laws.unbind(1):
+        joint = (joint[:, :, None] * law[:, None, :]).flatten(1)
+    return joint.sum(0)
+
+
+def all_masked():
+    """Law of the states (64,) before the first step."""
+    return MASKED.all(-1).double()
+
+
+def sampled_law(log_p, chances):
+    """Law of the texts (27,) of a sampler that reveals masks with these chances, then all."""
+    mass = all_masked()
+    for chance in (*chances, 1.0):
+        mass = reveal_step(mass, log_p, chance)
+    return mass[state_index(TEXTS)]
+
+
+# A step of token-matching: a state, what it reveals, what of that is shown
+
+VISIBLE, LEFT, SHOWN, HIDDEN = range(4)
+"""What may happen to a position: not masked, left masked, revealed and kept, or hidden again."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Everything that may happen to a state and C contexts drawn from it."""
+
+    role: Tensor
+    """(U, L)."""
+    z: Tensor
+    """(U, L)."""
+    context: Tensor
+    """(U, C, L)."""
+
+    @classmethod
+    def enumerate(cls, contexts=1):
+        options = [(VISIBLE, v, (v,) * contexts) for v in range(V)]
+        options += [(LEFT, MASK, (MASK,) * contexts), (HIDDEN, MASK, (MASK,) * contexts)]
+        options += [(SHOWN, MASK, s) for s in itertools.product(range(V), repeat=contexts)]
+        role, z, context = (torch.tensor(column) for column in zip(*options, strict=True))
+        pick = torch.cartesian_prod(*[torch.arange(len(options))] * L)
+        return cls(role[pick], z[pick], context[pick].transpose(1, 2))
+
+    def tokens_chance(self, log_p):
+        """Chance of the shown tokens of all contexts given the state, log_p (64, L, V): (U,)."""
+        u, c, position = (self.role == SHOWN)[:, None].expand_as(self.context).nonzero().unbind(1)
+        token = self.context[u, c, position]
+        chance = log_p[state_index(self.z)[u], position, token]
+        return torch.zeros(len(self.z), dtype=log_p.dtype).index_add(0, u, chance).exp()
+
+
+@dataclass(frozen=True)
+class Law:
+    """Law of (z, revealed set, shown set), whatever the tokens."""
+
+    states: Tensor
+    """(S, 64) of the state at each step of the walk, the step's chance included."""
+    reveal: tuple
+    """Chance of each step to reveal a mask; None reveals exactly one."""
+
+    def __call__(self, outcomes):
+        role = outcomes.role
+        shown = (role == SHOWN).sum(1)
+        revealed = shown + (role == HIDDEN).sum(1)
+        left, new = (role == LEFT).sum(1).double(), revealed.double()
+        total = torch.zeros(len(role), dtype=torch.float64)
+        for mass, chance in zip(self.states, self.reveal, strict=True):
+            if chance is None:
+                sets = (new == 1) / (left + new).clamp(min=1)
+            else:
+                sets = chance**new * (1 - chance) ** left
+            total += mass[state_index(outcomes.z)] * sets
+        # A share u ~ U(0, 1) is shown: ∫ u^s (1 - u)^(n - s) du = 1 / ((n + 1) binomial(n, s)).
+        sets = [[max(1, (n + 1) * math.comb(n, s)) for s in range(L + 1)] for n in range(L + 1)]
+        return total / torch.tensor(sets, dtype=torch.float64)[revealed, shown]
+
+
+def first_step(chance):
+    """The step from all masks."""
+    return Law(all_masked()[None], (chance,))
+
+
+def any_step(log_p, budget):
+    """A random step of the student's walk in equal steps."""
+    masses, chances = [all_masked()], [1 / (budget - k) for k in range(budget)]
+    for chance in chances[:-1]:
+        masses.append(reveal_step(masses[-1], log_p, chance))
+    return Law(torch.stack(masses) / budget, tuple(chances))
+
+
+def one_token():
+    """Any state with a mask is as likely, and one of its masks is revealed."""
+    return Law((MASKED.any(1).double() / MASKED.any(1).sum())[None], (None,))

@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from didi_instruct.distillation.monitor import RunningMean, Totals, unique_ngrams
+
+
+def by_sets(tokens, visible, n):
+    grams = [
+        tuple(row[i : i + n])
+        for row, seen in zip(tokens.tolist(), visible.tolist(), strict=True)
+        for i in range(len(row) - n + 1)
+        if all(seen[i : i + n])
+    ]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num", "hidden"), [(2, 0.0), (3, 0.1), (3, 0.5), (50_000, 0.1)])
+def test_unique_ngrams_are_those_of_a_set(n, num, hidden):
+    generator = torch.Generator().manual_seed(n)
+    tokens = torch.randint(num, (6, 11), generator=generator)
+    tokens[4] = tokens[1]
+    visible = torch.rand(6, 11, generator=generator) >= hidden
+    assert unique_ngrams(tokens, visible, n).item() == pytest.approx(by_sets(tokens, visible, n))
+
+
+def test_an_ngram_with_a_mask_does_not_count():
+    """Of 0 1 2 3 M 0 1 2 3 only the two ends are whole, and they are alike."""
+    tokens = torch.tensor([[0, 1, 2, 3, 9, 0, 1, 2, 3]])
+    assert unique_ngrams(tokens, tokens != 9).item() == 0.5
+    assert unique_ngrams(tokens, torch.ones_like(tokens, dtype=torch.bool)).item() == 5 / 6
+
+
+def test_ids_too_large_for_a_product_stay_apart():
+    """Four ids below 2^20 as one number of 64 bits: the first would count modulo 16 alone."""
+    tokens = torch.tensor([[0, 0, 0, 0], [16, 0, 0, 0], [0, 0, 0, 2**20 - 1]])
+    assert unique_ngrams(tokens, torch.ones_like(tokens, dtype=torch.bool)).item() == 1.0
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_rows_shorter_than_an_ngram_have_none(length):
+    tokens = torch.zeros(5, length, dtype=torch.long)
+    assert unique_ngrams(tokens, torch.ones_like(tokens, dtype=torch.bool)).item() == 1.0
+
+
+def test_nothing_visible_repeats_nothing():
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    assert unique_ngrams(tokens, torch.zeros_like(tokens, dtype=torch.bool)).item() == 1.0
+
+
+def test_a_running_mean_weighs_the_past_less_and_less():
+    """Weights 1, m, m², … backwards, normalised, from the first number on."""
+    values, mean = [0.3, 0.9, 0.1, 0.7], RunningMean(0.8)
+    for count in range(1, 5):
+        weights = [0.8**age for age in range(count)][::-1]
+        expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert mean.add(values[count - 1]) == pytest.approx(expected, abs=1e-14)
+
+
+def test_a_running_mean_goes_on_from_its_state():
+    first, second = RunningMean(), RunningMean()
+    for value in (0.2, 0.6):
+        first.add(value)
+    second.state.copy_(first.state)
+    assert second.add(0.9) == first.add(0.9)
+
+
+def test_totals_add_up_by_name_without_gradient():
+    totals, x = Totals(), torch.tensor(2.0, requires_grad=True)
+    totals.add(loss=x * 3, count=torch.tensor(1))
+    totals.add(loss=x, count=torch.tensor(4))
+    names, values = totals.stacked()
+    assert dict(zip(names, values.tolist(), strict=True)) == {"loss": 8.0, "count": 5.0}
+    assert values.dtype == torch.float64
+    assert not values.requires_grad
