@@ -39,7 +39,7 @@ CONTROLS = (
 )
 SEED, CHUNK = 7, 1024
 
-TM = ["method=token-matching"]
+TM = ["token_matching.contexts=1", "token_matching.completion=0", "token_matching.anchor=0.1"]
 JUMP = [
     "didi.rollout_steps=4", "didi.score_steps=last", "didi.grouping=state", "didi.group_size=8",
     "didi.scale=batch", "discriminator.trainable_blocks=null", "discriminator.label_smoothing=0",
@@ -53,10 +53,12 @@ SETTINGS = {
     "tm-budgets-2-4": [*TM, "token_matching.budgets=[2,4]"],
     "tm-aux-4": [*TM, "token_matching.aux_steps=4"],
     "tm-contexts-4": [*TM, "token_matching.contexts=4"],
-    "tm-completion": [*TM, "token_matching.contexts=4", "token_matching.completion=1"],
     "tm-clip-2": [*TM, "token_matching.ratio_clip=2"],
     "tm-lr-5e-4": [*TM, "optim.lr=5e-4", "token_matching.aux_lr=1e-3"],
     "tm-lr-1e-4": [*TM, "optim.lr=1e-4"],
+    "tm-recipe": [],
+    "tm-completion-anchor-0.1": ["token_matching.anchor=0.1"],
+    "didi": [],
     "didi-paper": ["optim.lr=1e-4", "discriminator.lr=1e-4"],
     "didi-tau": ["didi.grouping=tau", "didi.group_size=16"],
     "didi-one-step": ["didi.score_decomposition=false"],
@@ -149,9 +151,10 @@ def run_all(a: argparse.Namespace) -> None:
     deadline = time.monotonic() + 60 * a.minutes
     while waiting or running:
         while waiting and len(running) < a.jobs and time.monotonic() < deadline:
-            name, seed = waiting.pop(0)
+            (name, _, steps), seed = waiting[0][0].partition("@"), waiting.pop(0)[1]
             command = [sys.executable, __file__, "student", name, seed, "--out", str(a.out)]
-            command += ["--samples", str(a.samples), *(x for s in a.set for x in ("--set", s))]
+            settings = [*a.set, *([f"train.steps={steps}"] if steps else [])]
+            command += ["--samples", str(a.samples), *(x for s in settings for x in ("--set", s))]
             log = (a.out / f"{name}-seed{seed}.log").open("wb")
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             running.append((process, f"{name} {seed}"))
@@ -199,7 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--names", default=",".join(SETTINGS))
+    parser.add_argument("--names", default=",".join(SETTINGS), help="NAME or NAME@ITERATIONS")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0)

@@ -13,12 +13,14 @@ from didi_instruct.distillation.token_matching import TokenMatchingTask, matchin
 from didi_instruct.errors import UserError
 
 from .small import (
+    FALSE_ALARM,
     Stream,
     check_numbers,
     gradient_norm,
     largest_difference,
     make_task,
     moved,
+    p_value,
     randomise,
     settings,
     small_network,
@@ -290,13 +292,34 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
     assert numbers["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("contexts", [1, 3])
+def test_tokens_are_drawn_from_the_students_law(contexts):
+    """What contexts show after a first step of two, chi-square over 5 tokens at `FALSE_ALARM`.
+
+    The path entropy, their mean surprise, is near the entropy of the laws: more than 2,000 draws
+    have a standard error below 2%, so 10% are 5 of them, false alarm 6e-7.
+    """
+    pytest.importorskip("scipy")
+    task = task_of({"contexts": contexts, "budgets": [2]}, {"train": {"batch_size": 900}})
+    plan, asked, teacher = task.plan(0, 0, torch.arange(900)), [], task.teacher
+    with torch.no_grad():
+        law = task.student.network(torch.full((1, L), MASK))[0].softmax(-1)
+    torch.testing.assert_close(law, law[:1].expand(L, 5))
+    task.teacher = lambda *inputs: asked.append(inputs[0]) or teacher(*inputs)
+    numbers = task.step(0)
+    shown = plan.shown & (plan.t == 1)[plan.state][:, None]
+    assert p_value(asked[0][shown], law[0].double()) > FALSE_ALARM
+    assert int(plan.revealed.sum()) * contexts > 2000
+    assert numbers["path_entropy"].item() == pytest.approx(numbers["entropy"].item(), rel=0.1)
+
+
 def test_the_auxiliary_denoiser_learns_what_the_student_writes():
-    """Its loss falls, and a student that stands still is copied better than the teacher does."""
+    """Its cross-entropy on a student that stands still falls, from the teacher's."""
     task = task_of(
         {"warmup": 60, "aux_lr": 1e-2, "budgets": [2]}, {"train": {"steps": 60, "batch_size": 64}}
     )
     losses = [task.step(step)["aux_loss"].item() for step in range(60)]
-    assert sum(losses[-10:]) < sum(losses[:10]) - 1
+    assert 0 < sum(losses[-10:]) < sum(losses[:10]) - 1
 
 
 # Who learns, and when

@@ -26,7 +26,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.likelihood import check_data, likelihood
 from didi_instruct.evaluation.paths import Judge, nelbo_judge
-from didi_instruct.evaluation.quick import QuickTest, oracle_judge
+from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
 from didi_instruct.models.checkpoint import LoadedModel, load_model
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.manifest import MODEL, read_manifest
@@ -53,8 +53,10 @@ class DistillResult:
     outcome: Outcome
     is_main: bool
     """Whether this is the process that reports."""
-    quick: Mapping[str, float] = field(default_factory=dict)
-    """The last quick evaluation, and the teacher's (`…_teacher`)."""
+    teacher: Mapping[str, float] = field(default_factory=dict)
+    """The teacher's quick evaluation."""
+    student: Mapping[str, float] = field(default_factory=dict)
+    """The student's last one, averaged weights and raw ones (`…_raw`)."""
     curves: Path | None = None
 
     @property
@@ -110,17 +112,17 @@ def distill(
         start = loop.resume() if resume else 0
         if world.is_main:
             write_recipe(folder, config)
-        before = test.measure(task.teacher, "_teacher") if config.watch.budgets else {}
-        outcome = loop.run(start)
+        before = test.measure(task.teacher) if config.watch.budgets else {}
+        outcome = loop.run(start, before if config.student is None else None)
         curves = None
         if outcome.signal is None:
-            task.write_model(folder, _provenance(config, taught, outcome, {**before, **result}))
+            task.write_model(folder, _provenance(config, taught, outcome, before, result))
             if world.is_main and draw_curves(
                 folder / "log.jsonl", folder / CURVES, title=f"{config.method}: {folder.name}"
             ):
                 curves = folder / CURVES
             world.wait()
-    return DistillResult(folder, outcome, world.is_main, {**before, **result}, curves)
+    return DistillResult(folder, outcome, world.is_main, before, result, curves)
 
 
 def _denoiser(loaded: LoadedModel, source: Path) -> DiT:
@@ -258,6 +260,7 @@ def _quick_test(
     config = task.config
     start = torch.full((config.watch.samples, task.length), task.mask_id, device=task.world.device)
     judge: Judge | None = None
+    also = None
     if config.prompt:
         source = valid or task.data
         assert source is not None
@@ -265,7 +268,7 @@ def _quick_test(
         start = start[: len(given)]
         start[:, : config.prompt] = given[:, : config.prompt].to(start.device)
     elif (language := _oracle(loaded)) is not None:
-        judge = oracle_judge(language)
+        judge, also = oracle_judge(language), oracle_facts
     else:
         objective = make_objective(loaded.config)
 
@@ -275,7 +278,7 @@ def _quick_test(
 
         judge = nelbo_judge(loss, loaded.config, device=task.world.device)
     seed = mix(config.train.seed, "quick")
-    return QuickTest(task.schedule, start, task.mask_id, config.watch.budgets, judge, seed)
+    return QuickTest(task.schedule, start, task.mask_id, config.watch.budgets, judge, seed, also)
 
 
 def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
@@ -318,13 +321,17 @@ def _evaluator(
 
 
 def _provenance(
-    config: DistillConfig, teacher: Teacher, outcome: Outcome, quick: Mapping[str, float]
+    config: DistillConfig,
+    teacher: Teacher,
+    outcome: Outcome,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
 ) -> dict[str, Any]:
     return {
         "recipe": asdict(config),
         "teacher": teacher.fingerprint,
         "step": outcome.step,
-        "quick_evaluation": dict(quick),
+        "quick_evaluation": {"teacher": dict(before), "student": dict(after)},
         "didi_instruct": __version__,
         "torch": torch.__version__,
     }

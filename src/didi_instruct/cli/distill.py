@@ -1,15 +1,25 @@
 """`didi distill`."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from didi_instruct.api.distill import DistillResult
     from didi_instruct.config.distill import Method
+
+SHOWN = (
+    "loss",
+    "reward_student",
+    "disc_accuracy",
+    "aux_kl",
+    "path_entropy",
+    "unique_4gram",
+    "iterations_per_second",
+)
+"""Numbers on the progress bar; log.jsonl has them all."""
 
 
 def command(
@@ -46,7 +56,7 @@ def command(
         method=cast("Method | None", method),
         resume=resume,
         device=device,
-        reporter=TerminalReporter("distill"),
+        reporter=TerminalReporter("distill", shown=SHOWN),
         data_progress=PrepareBar,
         bank_progress=BankBar,
     )
@@ -63,7 +73,7 @@ def command(
 
 def _summary(result: "DistillResult", step: int) -> None:
     """Say what was won and what was written."""
-    for line in _comparison(result.quick):
+    for line in _comparison(result):
         typer.echo(line)
     also = f", {result.curves.name}" if result.curves else ""
     typer.echo(
@@ -75,23 +85,21 @@ def _summary(result: "DistillResult", step: int) -> None:
     typer.echo(f"Next: didi generate {result.folder} --steps 8")
 
 
-def _comparison(numbers: "Mapping[str, float]") -> list[str]:
+def _comparison(result: "DistillResult") -> list[str]:
     """Path KL of teacher and student at every budget, as a small table."""
-    budgets = [
-        int(name.split("_")[2])
-        for name in numbers
-        if name.startswith("path_kl_") and name.endswith("_teacher")
-    ]
-    if not budgets:
+    found = [re.fullmatch(r"path_kl_(\d+)", name) for name in result.teacher]
+    budgets = [match[1] for match in found if match]
+    if not budgets or not result.student:
         return []
     lines = ["path KL, nats per sequence (± standard error)"]
-    lines.append("steps".rjust(10) + "".join(f"{n:>18}" for n in budgets))
-    for title, tag in (("teacher", "_teacher"), ("student", ""), ("raw", "_raw")):
-        cells = [
-            f"{numbers[f'path_kl_{n}{tag}']:.2f} ± {numbers[f'path_kl_{n}{tag}_se']:.2f}".rjust(18)
+    lines.append("steps".rjust(10) + "".join(n.rjust(18) for n in budgets))
+    rows = {"teacher": (result.teacher, ""), "student": (result.student, "")}
+    if any(name.endswith("_raw") for name in result.student):
+        rows["raw"] = (result.student, "_raw")
+    for title, (numbers, tag) in rows.items():
+        cells = (
+            f"{numbers[f'path_kl_{n}{tag}']:.2f} ± {numbers[f'path_kl_{n}{tag}_se']:.2f}"
             for n in budgets
-            if f"path_kl_{n}{tag}" in numbers
-        ]
-        if cells:
-            lines.append(title.rjust(10) + "".join(cells))
+        )
+        lines.append(title.rjust(10) + "".join(cell.rjust(18) for cell in cells))
     return lines

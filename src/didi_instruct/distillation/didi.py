@@ -250,7 +250,7 @@ class DidiTask(DistillTask):
         return min(usual, accuracy_now) > self.config.discriminator.saturation
 
     def _log_ratio(self, part: Compared, *, first: bool, sync: bool) -> Tensor:
-        """Log-ratios of student and reference texts; one power iteration per update, not per pass."""
+        """Log-ratios of student and reference texts, those of the student first."""
         z = torch.cat([part.z, part.z_reference])
         t = torch.cat([part.t, part.t_reference])
 

@@ -1,6 +1,6 @@
 """A quick look at a few-step sampler: path KL and variety at some budgets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,8 @@ class QuickTest:
     judge: Judge | None
     """None: texts that continue a prompt have no judge here."""
     seed: int = 0
+    also: Callable[[Tensor], Mapping[str, float]] | None = None
+    """More that can be said of samples (N, L), by name."""
 
     def draw(self, rows: Rows, steps: int) -> Samples:
         """Ancestral samples from a denoiser given as rows."""
@@ -58,6 +60,9 @@ class QuickTest:
             found[f"path_entropy_{steps}{tag}"] = -samples.log_prob.sum().item() / written
             visible = torch.ones_like(samples.tokens, dtype=torch.bool)
             found[f"unique_4gram_{steps}{tag}"] = unique_ngrams(samples.tokens, visible).item()
+            if self.also is not None:
+                more = self.also(samples.tokens)
+                found |= {f"{name}_{steps}{tag}": value for name, value in more.items()}
         return found
 
 
@@ -71,6 +76,21 @@ class _Denoiser:
         raise NotImplementedError("samplers ask for the rows that they need")
 
 
-def oracle_judge(language: OracleLanguage) -> Callable[[Tensor], Tensor]:
+def oracle_judge(language: OracleLanguage) -> Judge:
     """Exact log-probabilities under the oracle language, wherever the samples are."""
     return lambda tokens: language.log_prob(tokens.to(language.device))
+
+
+def oracle_facts(tokens: Tensor) -> dict[str, float]:
+    """Share of broken sentences, and how varied what texts are about is, against true texts.
+
+    The entropy of the latents is estimated from as many texts of the language itself, so that few
+    samples understate both alike.
+    """
+    language = OracleLanguage.default()
+    true = language.sample(len(tokens), torch.Generator().manual_seed(0))
+    drawn = tokens.to(language.device)
+    return {
+        "mistakes": float(language.mistakes(drawn).any),
+        "latent_share": language.latent_entropy(drawn) / language.latent_entropy(true),
+    }

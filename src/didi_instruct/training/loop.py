@@ -106,11 +106,16 @@ class Loop:
         checkpoint.fill(self.task.tensors())
         self._last_saved = checkpoint.folder
 
-    def run(self, start: int = 0) -> Outcome:
-        """Train from step `start` to the end, or until a signal asks to stop."""
+    def run(self, start: int = 0, before: Mapping[str, float] | None = None) -> Outcome:
+        """Train from step `start` to the end, or until a signal asks to stop.
+
+        `before`: numbers of an evaluation before the first step, for the log.
+        """
         if self.world.is_main:
             require_space(self.folder, self.task.checkpoint_bytes())
         log = RunLog(self.folder, resume_from=start) if self.world.is_main else None
+        if log is not None and before and start == 0:
+            log.write({"step": 0, **before})
         self.reporter.start(start, self.config.steps)
         self._logged_at = time.monotonic()
         try:
@@ -182,8 +187,7 @@ class Loop:
         self._logged_at += time.monotonic() - started
         if log is not None:
             log.write({"step": done, **result})
-        numbers = "  ".join(f"{k} {v:.4f}" for k, v in result.items())
-        self.reporter.say(f"step {done}: {numbers}")
+        self.reporter.measured(done, result)
 
     def _save(self, done: int) -> None:
         started = time.monotonic()

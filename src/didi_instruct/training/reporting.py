@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ class Reporter(Protocol):
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Numbers of the latest logged step."""
 
+    def measured(self, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers of an evaluation."""
+
     def say(self, text: str) -> None:
         """Print one line."""
 
@@ -44,6 +47,8 @@ def readable(values: Mapping[str, Any]) -> str:
     for name, value in values.items():
         if name == "tokens_per_second":
             parts.append(f"{value:,.0f} tokens/s")
+        elif name == "iterations_per_second":
+            parts.append(f"{value:.3g} iterations/s")
         elif name == "mfu":
             parts.append(f"MFU {value:.0%}")
         elif isinstance(value, float):
@@ -54,7 +59,15 @@ def readable(values: Mapping[str, Any]) -> str:
 class TerminalReporter:
     """A progress bar on a terminal; a plain line now and then elsewhere."""
 
-    def __init__(self, title: str, *, seconds_between_lines: float = 10.0) -> None:
+    def __init__(
+        self,
+        title: str,
+        *,
+        seconds_between_lines: float = 10.0,
+        shown: Sequence[str] | None = None,
+    ) -> None:
+        """Title of the bar; `shown` names the numbers to show, by default all."""
+        self.shown = shown
         self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
         self.title, self.pause = title, seconds_between_lines
         self._progress: Progress | None = None
@@ -85,7 +98,7 @@ class TerminalReporter:
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Move the bar, or print a line when the last one is old."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, numbers=readable(values))
+            self._progress.update(self._task, completed=step, numbers=self._readable(values))
             return
         now = time.monotonic()
         if now - self._last_line >= self.pause or step == self._steps:
@@ -93,8 +106,23 @@ class TerminalReporter:
             rate = (step - self._first) / max(1e-9, now - self._started)
             left = (self._steps - step) / rate if rate else float("inf")
             self.console.print(
-                f"{self.title}: step {step}/{self._steps}  {readable(values)}  {left:.0f} s left"
+                f"{self.title}: step {step}/{self._steps}  {self._readable(values)}  "
+                f"{left:.0f} s left"
             )
+
+    def _readable(self, values: Mapping[str, Any]) -> str:
+        names = values if self.shown is None else [n for n in self.shown if n in values]
+        return readable({name: values[name] for name in names})
+
+    def measured(self, step: int, values: Mapping[str, Any]) -> None:
+        """Print them above the bar, errors beside what they belong to."""
+        parts = []
+        for name, value in values.items():
+            if name.endswith("_se"):
+                continue
+            error = values.get(f"{name}_se")
+            parts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error else ""))
+        self.say(f"step {step}: {'  '.join(parts)}")
 
     def say(self, text: str) -> None:
         """Print above the bar."""
@@ -117,6 +145,9 @@ class SilentReporter:
         """Nothing."""
 
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def measured(self, step: int, values: Mapping[str, Any]) -> None:
         """Nothing."""
 
     def say(self, text: str) -> None:

@@ -1,0 +1,70 @@
+"""The same distillation on a GPU: plain, in bfloat16, compiled."""
+
+import copy
+
+import pytest
+import torch
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.config.parse import parse
+from didi_instruct.distillation.didi import DidiTask
+from didi_instruct.distillation.task import Teacher
+from didi_instruct.distillation.token_matching import TokenMatchingTask
+from didi_instruct.models.dit import DiT
+from didi_instruct.training.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=64,
+    heads=2,
+    cond_dim=16,
+    vocab_size=33,
+    length=32,
+    schedule=ScheduleConfig(eps=0.0),
+)
+SETTINGS = {
+    "optim": {"lr": 1e-4},
+    "discriminator": {"lr": 1e-4, "trainable_blocks": 1, "chance": 0.0},
+    "reference": {"source": "online", "steps": 4},
+    "token_matching": {"warmup": 0, "contexts": 2, "completion": 0.5, "anchor": 0.1},
+}
+
+
+def numbers(method, device, steps=3, **train):
+    """What some iterations log, from the same weights and noise."""
+    torch.manual_seed(0)
+    network = DiT(MODEL)
+    for parameter in network.parameters():  # gates and the output layer start at zero
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    values = {**SETTINGS, "method": method, "train": {"batch_size": 16, "steps": steps, **train}}
+    config = parse(DistillConfig, values, where="test")
+    teacher = Teacher(network=network.to(device), tokenizer=None, fingerprint="")
+    make = DidiTask if method == "didi" else TokenMatchingTask
+    task = make(config, teacher, copy.deepcopy(network), World(torch.device(device)))
+    return [{k: float(v) for k, v in task.step(step).items()} for step in range(steps)]
+
+
+@pytest.mark.parametrize("method", ["didi", "token-matching"])
+def test_a_gpu_logs_what_a_cpu_logs(method):
+    """In float32 the same texts are drawn and the same losses follow, to rounding."""
+    on_cpu = numbers(method, "cpu")
+    on_gpu = numbers(method, "cuda", precision="fp32", compile="off")
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.parametrize("method", ["didi", "token-matching"])
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_bfloat16_and_compilation_stay_close(method, compiled):
+    """Rounding changes some drawn tokens, so only numbers of the whole batch are compared."""
+    plain = numbers(method, "cuda", precision="fp32", compile="off")
+    fast = numbers(method, "cuda", precision="bf16", compile=compiled)
+    for ours, theirs in zip(fast, plain, strict=True):
+        assert ours["path_entropy"] == pytest.approx(theirs["path_entropy"], rel=0.1)
+        assert all(torch.isfinite(torch.tensor(list(ours.values()))))
