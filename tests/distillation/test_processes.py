@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from didi_instruct.api.distill import distill
+from didi_instruct.api import distill as module
 from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
@@ -25,7 +26,7 @@ RECIPE = """
 method: didi
 reference: {source: online, steps: 2}
 discriminator: {lr: 1e-3, trainable_blocks: 1, warmup: 1, chance: 0.0, saturation: 1.0}
-token_matching: {warmup: 1, aux_lr: 1e-3, budgets: [2, 4], contexts: 2, anchor: 0.1, completion: 0.5}
+token_matching: {warmup: 1, aux_lr: 1e-3, budgets: [2, 4], contexts: 2, completion: 0.5}
 optim: {lr: 1e-3, schedule: linear}
 train: {steps: 5, batch_size: 16, ema: 0.9, log_every: 1, save_every: 3, eval_sequences: 32}
 watch: {budgets: [2], samples: 16, min_entropy: 0.0}
@@ -41,7 +42,7 @@ METHODS = {
         "discriminator.trainable_blocks=null",
     ],
     "prompt": ["prompt=8", "data.source=oracle"],
-    "matching": ["method=token-matching"],
+    "matching": ["method=token-matching", "token_matching.anchor=0.1"],
 }
 WAYS = {
     "ddp": [],
@@ -57,28 +58,44 @@ RUNS = [
     ("batch", "ddp"),
     ("batch", "fsdp-parts-sharded"),
     ("tau", "ddp-parts"),
-    ("tau", "fsdp"),
-    ("state", "ddp-parts"),
     ("state", "fsdp"),
-    ("prompt", "fsdp"),
-    ("matching", "ddp"),
+    ("prompt", "ddp"),
     ("matching", "ddp-parts"),
     ("matching", "fsdp-parts-sharded"),
 ]
 SPEEDS = {"iterations_per_second", "tokens_per_second"}
 
 
+def no_curves(*_: object, **__: object) -> bool:
+    """A picture takes longer than a run."""
+    return False
+
+
 def run_commands(commands: list[list[str]]) -> None:
     """Be one of the processes: run `didi` once for each command."""
+    join, module.draw_curves = dist.init_process_group, no_curves
     for number, command in enumerate(commands):
-        # A group finds its members by this number; the addresses of the last one are still there.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+
+        def join_anew(backend: str, number: int = number) -> None:
+            # The addresses of the last group are still in the store, so each has its own corner.
+            store, rank, size = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"run-{number}", store)
+            join(backend, store=store, rank=rank, world_size=size)
+
+        dist.init_process_group = join_anew
         sys.argv = ["didi", *command]
         try:
             main()
         except SystemExit as stop:
             if stop.code:
                 raise
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_curves():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "draw_curves", no_curves)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +150,8 @@ def together(place):
 
 def distil_alone(place, out, settings, *, resume=False):
     recipe, teacher = str(place / "recipe.yaml"), place / "teacher"
-    distill(recipe, teacher=teacher, out=out, overrides=settings, resume=resume, device="cpu")
+    options = {"overrides": settings, "resume": resume, "device": "cpu"}
+    module.distill(recipe, teacher=teacher, out=out, **options)
 
 
 def entries(folder: Path) -> list[dict[str, float]]:

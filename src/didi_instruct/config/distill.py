@@ -20,6 +20,13 @@ def _at_least(section: str, settings: object, least: float, names: Iterable[str]
             raise UserError(f"{section}.{name} is {value}: use {least:g} or more.")
 
 
+def _positive(section: str, settings: object, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not 0 < value < math.inf:
+            raise UserError(f"{section}.{name} is {value}: use more than 0.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DidiConfig:
     """Algorithm 1 of the paper and its variants: the student's side."""
@@ -31,7 +38,8 @@ class DidiConfig:
     omega_min_time: float = 0.05
     """Times below it weigh no more than it does: 1/τ has no bound."""
     importance_weighting: bool = False
-    """Divide the weight by the density of τ, so that `pi` changes the noise alone."""
+    """Divide the weight by the density of τ, so that `pi` changes the noise alone. It has no bound
+    where `pi` falls to 0."""
     score_decomposition: bool = True
     """Go through z_τ; without it, one step from all masks to text."""
     coupled_time: bool = True
@@ -72,9 +80,8 @@ class DidiConfig:
         if not 0 < self.omega_min_time < 1:
             raise UserError(f"didi.omega_min_time is {self.omega_min_time}: between 0 and 1.")
         _at_least("didi", self, 1, ["rollout_steps"])
-        _at_least(
-            "didi", self, 0, ["advantage_eps", "advantage_clip", "kl_weight", "entropy_weight"]
-        )
+        _at_least("didi", self, 0, ["advantage_clip", "kl_weight", "entropy_weight"])
+        _positive("didi", self, ["advantage_eps"])
         if self.grouping == "state" and not self.score_decomposition:
             raise UserError("didi.grouping=state shares z_τ: it needs didi.score_decomposition.")
         if self.grouping == "state" and self.score_steps == "all":
@@ -85,6 +92,11 @@ class DidiConfig:
         if not self.score_decomposition and self.score_steps == "last":
             raise UserError(
                 "didi.score_steps=last scores the jump from z_τ: it needs didi.score_decomposition."
+            )
+        if not self.score_decomposition and self.rollout_steps > 1:
+            raise UserError(
+                f"didi.rollout_steps is {self.rollout_steps}, the steps to z_τ: it needs "
+                "didi.score_decomposition."
             )
 
 
@@ -110,8 +122,7 @@ class DiscriminatorConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""
-        if not self.lr > 0:
-            raise UserError(f"discriminator.lr is {self.lr}: use more than 0.")
+        _positive("discriminator", self, ["lr"])
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError(
                 f"discriminator.label_smoothing is {self.label_smoothing}: 0 or more, below 0.5."
@@ -120,8 +131,11 @@ class DiscriminatorConfig:
             _at_least("discriminator", self, 0, ["trainable_blocks"])
         _at_least("discriminator", self, 1, ["steps"])
         _at_least("discriminator", self, 0, ["warmup"])
-        if not 0 <= self.chance < self.saturation:
-            raise UserError("discriminator.chance is below discriminator.saturation.")
+        if not 0 <= self.chance < self.saturation <= 1:
+            raise UserError(
+                f"discriminator.chance is {self.chance} and discriminator.saturation "
+                f"{self.saturation}: accuracies from 0 to 1, chance the smaller."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +183,7 @@ class TokenMatchingConfig:
             raise UserError(
                 f"token_matching.budgets is {list(self.budgets)}: step counts, 1 or more."
             )
-        if not self.aux_lr > 0:
-            raise UserError(f"token_matching.aux_lr is {self.aux_lr}: use more than 0.")
+        _positive("token_matching", self, ["aux_lr"])
         _at_least("token_matching", self, 1, ["contexts", "aux_steps"])
         _at_least("token_matching", self, 0, ["warmup", "ratio_clip", "anchor", "completion"])
         if self.completion and self.contexts < 2:
@@ -197,11 +210,17 @@ class WatchConfig:
             raise UserError(f"watch.budgets is {list(self.budgets)}: step counts, 1 or more.")
         _at_least("watch", self, 2, ["samples"])
         if not 0 <= self.min_entropy < 1:
-            raise UserError(f"watch.min_entropy is {self.min_entropy}: a share, 0 to 1.")
+            raise UserError(f"watch.min_entropy is {self.min_entropy}: use 0 or more, below 1.")
 
 
-def _optim() -> OptimConfig:
-    return OptimConfig(lr=1e-6, beta2=0.999, weight_decay=0.01, schedule="linear")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudentOptimConfig(OptimConfig):
+    """The student's optimizer; the paper's by default."""
+
+    lr: float = 1e-6
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    schedule: Literal["cosine", "linear", "constant"] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,8 +242,7 @@ class DistillConfig:
     token_matching: TokenMatchingConfig = field(default_factory=TokenMatchingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     """Text for prompts, for `reference.source=data` and for held-out likelihood."""
-    optim: OptimConfig = field(default_factory=_optim)
-    """Of the student; the paper's by default."""
+    optim: StudentOptimConfig = field(default_factory=StudentOptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
 
@@ -242,6 +260,16 @@ class DistillConfig:
         for needed, why in needs:
             if needed and not self.data.source:
                 raise UserError(f"{why}: name it with --set data.source=...")
+        if self.warmup >= self.train.steps:
+            raise UserError(
+                f"train.steps is {self.train.steps} and the warm-up takes {self.warmup} of them: "
+                "the student would not learn."
+            )
+        if self.method == "didi" and self.train.batch_size < 2:
+            raise UserError(
+                f"train.batch_size is {self.train.batch_size}, but an advantage compares texts: "
+                "use 2 or more."
+            )
         if self.train.batch_size % self.group_size:
             raise UserError(
                 f"train.batch_size is {self.train.batch_size}, which is not a multiple of the "

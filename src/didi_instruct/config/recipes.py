@@ -39,8 +39,9 @@ def load_recipe(cls: type[T], recipe: str, overrides: Sequence[str] = ()) -> T:
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a recipe on top of the one it names as `base`, if any: a shipped one, or a file."""
+    path = path.resolve()
     if path in seen:
-        raise UserError(f"{path}: `base` leads back to itself.")
+        raise UserError(f"{path.name}: `base` leads back to itself.")
     values = read_yaml(path)
     if "base" not in values:
         return values

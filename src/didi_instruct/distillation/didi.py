@@ -81,6 +81,10 @@ class DidiTask(DistillTask):
             discriminator.freeze_lower(blocks)
         lr = config.discriminator.lr
         super().__init__(config, teacher, student, discriminator, lr, world, data)
+        if references is None and config.reference.source != "online":
+            raise ValueError(
+                f"references are needed for reference.source={config.reference.source}"
+            )
         self.references = references or self._teacher_now
 
     def step(self, step: int) -> Tensors:
@@ -364,7 +368,7 @@ def score(
     log_prob = torch.zeros(texts, dtype=torch.float64, device=x.device)
     total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
     for jump, law in zip(jumps, laws, strict=True):
-        selected = jump.needed if law is None else jump.z == mask_id
+        selected = jump.z == mask_id
         logits = selected_logits(network, jump.z, schedule.sigma(jump.t), selected)
         log_p = logits.float().log_softmax(-1)
         drawn = log_p[jump.places(selected), x[jump.where]]

@@ -51,7 +51,7 @@ class Jump:
     t: Tensor
     """(U,) their times."""
     owner: Tensor
-    """(B,) the state that each text starts from."""
+    """(B,) the state that each text starts from; texts that share all of it count as one."""
     where: Tensor
     """(B, L) positions drawn."""
 

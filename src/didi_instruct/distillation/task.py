@@ -90,6 +90,8 @@ class DistillTask(ABC):
 
     def _length(self) -> int:
         if self.data is None:
+            if self.config.prompt:
+                raise ValueError("prompts come from data: give some")
             return self.model_config.length
         if self.data.length > self.model_config.length:
             raise UserError(

@@ -107,7 +107,8 @@ class Discriminator(Trunk):
         with torch.device("meta"):
             discriminator = cls(dit.config)
         discriminator.to(weight.dtype).to_empty(device=weight.device)
-        discriminator.output_layer.reset_parameters()
+        head = DiscriminatorHead(dit.config.hidden)  # drawn on the CPU: the same on every device
+        discriminator.output_layer.load_state_dict(head.state_dict())
         trunk = {k: v for k, v in dit.state_dict().items() if not k.startswith("output_layer.")}
         result = discriminator.load_state_dict(trunk, strict=False)
         assert not result.unexpected_keys

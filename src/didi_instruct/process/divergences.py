@@ -1,4 +1,4 @@
-"""Divergences between categorical laws, row by row, in nats."""
+"""Divergences between categorical laws without zeros (softmaxes), row by row, in nats."""
 
 from torch import Tensor
 

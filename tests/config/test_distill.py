@@ -1,0 +1,525 @@
+import re
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.parse import parse, read_yaml
+from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.recipes import find_recipe, load_recipe, recipe_names
+from didi_instruct.errors import UserError
+
+DISTILLATIONS = [name for name in recipe_names() if not name.endswith("-teacher")]
+
+
+def refused(values):
+    """The message, without the place that it starts with."""
+    with pytest.raises(UserError) as caught:
+        parse(DistillConfig, values, where="test.yaml")
+    place, message = str(caught.value).split(": ", 1)
+    assert place == "test.yaml"
+    assert "\n" not in message
+    return message
+
+
+def setting(recipe, name):
+    """The value of `section.key`."""
+    for part in name.split("."):
+        recipe = getattr(recipe, part)
+    return recipe
+
+
+def same_training(one, other):
+    return replace(one, reproduces="", expect="") == replace(other, reproduces="", expect="")
+
+
+# Shipped recipes
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_for_one_verb(name):
+    """Teachers are pretrained, all others distilled; the wrong verb refuses."""
+    own, other = PretrainConfig, DistillConfig
+    if name in DISTILLATIONS:
+        own, other = other, own
+    load_recipe(own, name)
+    with pytest.raises(UserError, match="is not a setting"):
+        load_recipe(other, name)
+
+
+@pytest.mark.parametrize("name", DISTILLATIONS)
+def test_a_recipe_says_what_it_is_and_what_to_expect(name):
+    recipe = load_recipe(DistillConfig, name)
+    own = read_yaml(find_recipe(name))
+    assert find_recipe(name).read_text(encoding="utf-8").startswith("# ")
+    assert recipe.reproduces == own["reproduces"] != ""
+    assert recipe.expect == own["expect"] != ""
+
+
+PAPER = {
+    "method": "didi",
+    "optim.lr": 1e-6,
+    "optim.schedule": "linear",
+    "optim.final": 0.0,
+    "optim.warmup": 0,
+    "optim.beta1": 0.9,
+    "optim.beta2": 0.999,
+    "optim.weight_decay": 0.01,
+    "train.batch_size": 8,
+    "train.steps": 10_000,
+    "train.ema": 0.9999,
+    "didi.kl": "forward",
+    "didi.kl_weight": 0.05,
+    "didi.entropy_weight": 0.0005,
+    "didi.score_decomposition": True,
+    "didi.coupled_time": True,
+    "didi.omega": "schedule",
+    "didi.pi": (2, 5),
+    "didi.regularisation": True,
+    "didi.rollout_steps": 1,
+    "didi.score_steps": "all",
+    "didi.grouping": "batch",
+    "didi.baseline": "mean",
+    "didi.scale": "group",
+}
+"""Its table of hyper-parameters and its appendix on the ablations."""
+
+
+@pytest.mark.parametrize(("name", "value"), PAPER.items())
+@pytest.mark.parametrize("recipe", ["owt-169m-didi", "owt-424m-didi"])
+def test_the_paper_recipes_carry_its_hyper_parameters(recipe, name, value):
+    assert setting(load_recipe(DistillConfig, recipe), name) == value
+
+
+def test_the_larger_recipe_differs_in_its_discriminator_alone():
+    """A third of the blocks trains: 4 of 12, 8 of 24."""
+    small, medium = (load_recipe(DistillConfig, f"owt-{size}-didi") for size in ("169m", "424m"))
+    assert small.discriminator.trainable_blocks == 4
+    larger = replace(small.discriminator, trainable_blocks=8)
+    assert same_training(medium, replace(small, discriminator=larger))
+
+
+def test_the_settings_of_the_paper_that_a_comment_names():
+    """One teacher step per reference; late times for many steps."""
+    changes = ["reference.source=online", "reference.steps=1", "didi.pi=[5,2]"]
+    literal = load_recipe(DistillConfig, "owt-169m-didi", changes)
+    assert (literal.reference.source, literal.reference.steps) == ("online", 1)
+    assert literal.didi.pi == (5, 2)
+    for change in changes:
+        assert f"--set {change}" in find_recipe("owt-169m-didi").read_text(encoding="utf-8")
+
+
+# The paper's two tables of ablations
+
+TRICKS = ("score_decomposition", "coupled_time", "omega", "pi", "regularisation")
+CUMULATIVE = {
+    "ablation-cumulative-0-baseline": (False, False, "constant", (1, 1), False),
+    "ablation-cumulative-1-score-decomposition": (True, False, "constant", (1, 1), False),
+    "ablation-cumulative-2-coupled-time": (True, True, "constant", (1, 1), False),
+    "ablation-cumulative-3-omega": (True, True, "schedule", (1, 1), False),
+    "ablation-cumulative-4-pi": (True, True, "schedule", (2, 5), False),
+    "ablation-cumulative-5-regularisation": (True, True, "schedule", (2, 5), True),
+    "ablation-cumulative-6-guidance": (True, True, "schedule", (2, 5), True),
+}
+LEAVE_ONE_OUT = {
+    "ablation-without-score-decomposition": (False, True, "schedule", (2, 5), True),
+    "ablation-without-coupled-time": (True, False, "schedule", (2, 5), True),
+    "ablation-without-omega": (True, True, "constant", (2, 5), True),
+    "ablation-without-pi": (True, True, "schedule", (1, 1), True),
+    "ablation-without-regularisation": (True, True, "schedule", (2, 5), False),
+    "ablation-without-guidance": (True, True, "schedule", (2, 5), True),
+    "ablation-all-tricks": (True, True, "schedule", (2, 5), True),
+}
+ABLATIONS = CUMULATIVE | LEAVE_ONE_OUT
+
+
+def switches(name):
+    didi = asdict(load_recipe(DistillConfig, name).didi)
+    return tuple(didi[trick] for trick in TRICKS)
+
+
+def differing(one, other):
+    """Tricks in which two recipes differ."""
+    pairs = zip(TRICKS, switches(one), switches(other), strict=True)
+    return [trick for trick, a, b in pairs if a != b]
+
+
+def test_every_row_of_the_tables_is_shipped():
+    assert sorted(ABLATIONS) == [name for name in recipe_names() if name.startswith("ablation-")]
+
+
+@pytest.mark.parametrize(("name", "expected"), ABLATIONS.items())
+def test_a_row_has_the_switches_of_the_papers_table(name, expected):
+    assert switches(name) == expected
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_a_row_names_its_switches_and_changes_nothing_else(name):
+    own = read_yaml(find_recipe(name))
+    assert own.keys() == {"base", "reproduces", "expect", "didi"}
+    assert tuple(own["didi"]) == TRICKS
+    row, full = load_recipe(DistillConfig, name), load_recipe(DistillConfig, "owt-169m-didi")
+    tricks = {trick: getattr(full.didi, trick) for trick in TRICKS}
+    assert same_training(replace(row, didi=replace(row.didi, **tricks)), full)
+
+
+def test_cumulative_rows_add_one_trick_at_a_time():
+    """The last one is added at sampling time."""
+    added = [differing(*pair) for pair in pairwise(CUMULATIVE)]
+    assert added == [[trick] for trick in TRICKS] + [[]]
+
+
+def test_leave_one_out_rows_lack_one_trick_each():
+    """The sixth is left out at sampling time."""
+    *rows, full = LEAVE_ONE_OUT
+    assert [differing(row, full) for row in rows] == [[trick] for trick in TRICKS] + [[]]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_a_row_quotes_perplexity_and_entropy_at_five_budgets(name):
+    found = load_recipe(DistillConfig, name).expect
+    budgets, numbers = found.split(" NFEs: ")
+    assert budgets == "perplexity/entropy at 8, 16, 32, 64, 128"
+    assert re.fullmatch(r"(\d+(\.\d+)?/\d\.\d\d(, |$)){5}", numbers)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("ablation-cumulative-5-regularisation", "ablation-without-guidance"),
+        ("ablation-cumulative-6-guidance", "ablation-all-tricks"),
+    ],
+)
+def test_rows_that_are_in_both_tables_agree(one, other):
+    first, second = (load_recipe(DistillConfig, name) for name in (one, other))
+    assert first.expect == second.expect
+    assert same_training(first, second)
+
+
+# `base`
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a recipe; its path."""
+
+    def recipe(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return recipe
+
+
+def test_a_recipe_on_a_base_is_the_base_with_its_changes(write):
+    """Section by section; lists and null replace what was there."""
+    path = write(
+        "mine.yaml",
+        "base: oracle-didi\n"
+        "optim: {lr: 5e-5}\n"
+        "discriminator: {trainable_blocks: null}\n"
+        "watch: {budgets: [2]}\n"
+        "expect: more\n",
+    )
+    changes = ["optim.lr=5e-5", "discriminator.trainable_blocks=null", "watch.budgets=[2]"]
+    expected = load_recipe(DistillConfig, "oracle-didi", [*changes, "expect=more"])
+    assert load_recipe(DistillConfig, path) == expected
+    assert expected.optim.beta2 == 0.98
+
+
+def test_a_base_may_be_a_file_beside_the_recipe_with_a_base_of_its_own(
+    write, tmp_path, monkeypatch
+):
+    write("lower.yaml", "base: oracle-didi\ntrain: {steps: 700, batch_size: 32}\n")
+    write("inner/upper.yaml", "base: ../lower.yaml\ntrain: {batch_size: 16}\n")
+    path = write("mine.yaml", "base: inner/upper.yaml\n")
+    monkeypatch.chdir(tmp_path.parent)
+    recipe = load_recipe(DistillConfig, path)
+    assert (recipe.train.steps, recipe.train.batch_size) == (700, 16)
+    assert recipe.optim == load_recipe(DistillConfig, "oracle-didi").optim
+
+
+def test_an_override_comes_after_the_base(write):
+    path = write("mine.yaml", "base: oracle-didi\ntrain: {steps: 700}\n")
+    assert load_recipe(DistillConfig, path, ["train.steps=900"]).train.steps == 900
+
+
+@pytest.mark.parametrize("bases", [["a"], ["b", "a"], ["b", "c", "b"]])
+def test_a_base_that_leads_back_is_refused(write, bases):
+    paths = [
+        write(f"{name}.yaml", f"base: {base}.yaml\n")
+        for name, base in zip("abc", bases, strict=False)
+    ]
+    with pytest.raises(UserError, match=rf"{bases[-1]}\.yaml: `base` leads back to itself\.$"):
+        load_recipe(DistillConfig, paths[0])
+
+
+def test_an_unknown_base_is_refused_with_those_there_are(write):
+    path = write("mine.yaml", "base: oracel-didi\n")
+    with pytest.raises(UserError) as caught:
+        load_recipe(DistillConfig, path)
+    names = ", ".join(recipe_names())
+    assert str(caught.value) == (
+        f"`oracel-didi` is neither a recipe file nor a shipped recipe. Shipped: {names}."
+    )
+
+
+@pytest.mark.parametrize("base", ["3", "[oracle-didi]", "null", "true"])
+def test_a_base_that_is_no_name_is_refused(write, base):
+    path = write("mine.yaml", f"base: {base}\n")
+    with pytest.raises(UserError, match=r"mine.yaml: `base` is .*, but the name of a recipe is"):
+        load_recipe(DistillConfig, path)
+
+
+def test_a_teachers_recipe_is_no_base_of_a_distillation(write):
+    path = write("mine.yaml", "base: oracle-teacher\nmethod: didi\n")
+    with pytest.raises(UserError, match=r"mine.yaml: `model` is not a setting"):
+        load_recipe(DistillConfig, path)
+
+
+# Settings that mean nothing
+
+STATE = {"grouping": "state", "score_steps": "last"}
+
+
+@pytest.mark.parametrize(
+    ("didi", "message"),
+    [
+        ({"pi": [2]}, "didi.pi is [2]: two whole numbers, 1 or more."),
+        ({"pi": [1, 2, 3]}, "didi.pi is [1, 2, 3]: two whole numbers, 1 or more."),
+        ({"pi": [0, 1]}, "didi.pi is [0, 1]: two whole numbers, 1 or more."),
+        (
+            {"group_size": 1},
+            "didi.group_size is 1, but an advantage compares rollouts within a group: "
+            "use 2 or more.",
+        ),
+        ({"omega_min_time": 0}, "didi.omega_min_time is 0.0: between 0 and 1."),
+        ({"omega_min_time": 1}, "didi.omega_min_time is 1.0: between 0 and 1."),
+        ({"rollout_steps": 0}, "didi.rollout_steps is 0: use 1 or more."),
+        ({"advantage_eps": 0}, "didi.advantage_eps is 0.0: use more than 0."),
+        ({"advantage_clip": -1}, "didi.advantage_clip is -1.0: use 0 or more."),
+        ({"kl_weight": -1}, "didi.kl_weight is -1.0: use 0 or more."),
+        ({"kl_weight": float("nan")}, "didi.kl_weight is nan: use 0 or more."),
+        ({"entropy_weight": -1}, "didi.entropy_weight is -1.0: use 0 or more."),
+        (
+            STATE | {"score_decomposition": False},
+            "didi.grouping=state shares z_τ: it needs didi.score_decomposition.",
+        ),
+        (
+            STATE | {"score_steps": "all"},
+            "didi.grouping=state shares the steps before z_τ, so their advantages cancel: "
+            "use didi.score_steps=last.",
+        ),
+        (
+            {"score_decomposition": False, "score_steps": "last"},
+            "didi.score_steps=last scores the jump from z_τ: it needs didi.score_decomposition.",
+        ),
+    ],
+)
+def test_a_student_that_cannot_learn_is_refused(didi, message):
+    assert refused({"didi": didi}) == message
+
+
+@pytest.mark.parametrize(
+    ("discriminator", "message"),
+    [
+        ({"lr": 0}, "discriminator.lr is 0.0: use more than 0."),
+        (
+            {"label_smoothing": 0.5},
+            "discriminator.label_smoothing is 0.5: 0 or more, below 0.5.",
+        ),
+        (
+            {"label_smoothing": -0.1},
+            "discriminator.label_smoothing is -0.1: 0 or more, below 0.5.",
+        ),
+        ({"trainable_blocks": -1}, "discriminator.trainable_blocks is -1: use 0 or more."),
+        ({"steps": 0}, "discriminator.steps is 0: use 1 or more."),
+        ({"warmup": -1}, "discriminator.warmup is -1: use 0 or more."),
+        (
+            {"chance": 0.95},
+            "discriminator.chance is 0.95 and discriminator.saturation 0.95: "
+            "accuracies from 0 to 1, chance the smaller.",
+        ),
+        (
+            {"chance": -0.1},
+            "discriminator.chance is -0.1 and discriminator.saturation 0.95: "
+            "accuracies from 0 to 1, chance the smaller.",
+        ),
+    ],
+)
+def test_a_discriminator_that_cannot_learn_is_refused(discriminator, message):
+    assert refused({"discriminator": discriminator}) == message
+
+
+@pytest.mark.parametrize(
+    ("matching", "message"),
+    [
+        ({"budgets": []}, "token_matching.budgets is []: step counts, 1 or more."),
+        ({"budgets": [4, 0]}, "token_matching.budgets is [4, 0]: step counts, 1 or more."),
+        ({"aux_lr": 0}, "token_matching.aux_lr is 0.0: use more than 0."),
+        ({"contexts": 0}, "token_matching.contexts is 0: use 1 or more."),
+        ({"aux_steps": 0}, "token_matching.aux_steps is 0: use 1 or more."),
+        ({"warmup": -1}, "token_matching.warmup is -1: use 0 or more."),
+        ({"ratio_clip": -1}, "token_matching.ratio_clip is -1.0: use 0 or more."),
+        ({"anchor": -0.1}, "token_matching.anchor is -0.1: use 0 or more."),
+        ({"completion": -1}, "token_matching.completion is -1.0: use 0 or more."),
+        (
+            {"completion": 1},
+            "token_matching.contexts is 1, but the completion term compares draws that share a "
+            "state: use 2 or more.",
+        ),
+    ],
+)
+def test_a_matching_that_cannot_learn_is_refused(matching, message):
+    assert refused({"method": "token-matching", "token_matching": matching}) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"reference": {"steps": 0}}, "reference.steps is 0: use 1 or more."),
+        ({"reference": {"rows": 0}}, "reference.rows is 0: use 1 or more."),
+        ({"watch": {"budgets": [8, 0]}}, "watch.budgets is [8, 0]: step counts, 1 or more."),
+        ({"watch": {"samples": 1}}, "watch.samples is 1: use 2 or more."),
+        ({"watch": {"min_entropy": 1}}, "watch.min_entropy is 1.0: use 0 or more, below 1."),
+        ({"watch": {"min_entropy": -0.1}}, "watch.min_entropy is -0.1: use 0 or more, below 1."),
+        ({"prompt": -1}, "prompt is -1: use 0 (nothing given) or more."),
+        (
+            {"prompt": 2},
+            "prompt gives the first tokens of real text: name it with --set data.source=...",
+        ),
+        (
+            {"reference": {"source": "data"}},
+            "reference.source=data compares with real text: name it with --set data.source=...",
+        ),
+        (
+            {"didi": {"grouping": "tau", "group_size": 3}},
+            "train.batch_size is 64, which is not a multiple of the group of 3.",
+        ),
+        (
+            {"method": "token-matching", "token_matching": {"contexts": 5}},
+            "train.batch_size is 64, which is not a multiple of the group of 5.",
+        ),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused(values, message):
+    assert refused(values) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"didi": {"group_sise": 4}},
+            "`didi.group_sise` is not a setting. Did you mean `group_size`?",
+        ),
+        ({"discriminatr": {}}, "`discriminatr` is not a setting. Did you mean `discriminator`?"),
+        ({"method": "dido"}, "`method` is 'dido'; choose one of didi, token-matching."),
+        (
+            {"didi": {"grouping": "group"}},
+            "`didi.grouping` is 'group'; choose one of batch, tau, state.",
+        ),
+    ],
+)
+def test_a_typo_is_named_with_what_was_meant(values, message):
+    assert refused(values) == message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"watch": {"budgets": [], "min_entropy": 0}},
+        {"didi": {"kl_weight": 0, "entropy_weight": 0, "advantage_clip": 0}},
+        {"didi": {"grouping": "batch", "group_size": 3}},
+        {"discriminator": {"trainable_blocks": 0, "label_smoothing": 0}},
+        {"reference": {"source": "data"}, "data": {"source": "oracle"}},
+        {"reference": {"source": "data"}, "method": "token-matching"},
+        {"token_matching": {"contexts": 2, "completion": 1, "ratio_clip": 0}},
+    ],
+)
+def test_the_least_that_means_something_is_accepted(values):
+    parse(DistillConfig, values, where="test.yaml")
+
+
+# What a run is asked for
+
+
+def test_overrides_reach_every_section():
+    recipe = load_recipe(
+        DistillConfig,
+        "oracle-didi",
+        [
+            "didi.pi=[5,2]",
+            "didi.regularisation=false",
+            "discriminator.trainable_blocks=null",
+            "optim.lr=1e-5",
+            "reference.bank=banks/mine",
+            "student=runs/earlier",
+        ],
+    )
+    assert recipe.didi.pi == (5, 2)
+    assert not recipe.didi.regularisation
+    assert recipe.discriminator.trainable_blocks is None
+    assert recipe.optim.lr == 1e-5
+    assert recipe.reference.bank == "banks/mine"
+    assert recipe.student == "runs/earlier"
+    with pytest.raises(UserError) as caught:
+        load_recipe(DistillConfig, "oracle-didi", ["didi.group_sise=4"])
+    assert str(caught.value) == (
+        "oracle-didi.yaml: `didi.group_sise` is not a setting. Did you mean `group_size`?"
+    )
+
+
+PROMPT = {"prompt": 2, "data": {"source": "oracle"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ({}, 1),
+        ({"didi": {"grouping": "tau", "group_size": 8}}, 8),
+        ({"didi": STATE}, 4),
+        (PROMPT, 4),
+        ({"method": "token-matching"}, 1),
+        ({"method": "token-matching", "token_matching": {"contexts": 2}}, 2),
+        ({"method": "token-matching", "didi": STATE}, 1),
+    ],
+)
+def test_texts_that_belong_together(values, size):
+    assert parse(DistillConfig, values, where="test.yaml").group_size == size
+
+
+@pytest.mark.parametrize(("method", "warmup"), [("didi", 5), ("token-matching", 7)])
+def test_each_method_has_its_own_warm_up(method, warmup):
+    values = {"discriminator": {"warmup": 5}, "token_matching": {"warmup": 7}}
+    assert parse(DistillConfig, values | {"method": method}, where="test.yaml").warmup == warmup
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"train": {"steps": 50}, "discriminator": {"warmup": 50}},
+            "train.steps is 50 and the warm-up takes 50 of them: the student would not learn.",
+        ),
+        (
+            {"train": {"batch_size": 1}},
+            "train.batch_size is 1, but an advantage compares texts: use 2 or more.",
+        ),
+        (
+            {"didi": {"score_decomposition": False, "rollout_steps": 2}},
+            "didi.rollout_steps is 2, the steps to z_τ: it needs didi.score_decomposition.",
+        ),
+        ({"discriminator": {"lr": "inf"}}, "discriminator.lr is inf: use more than 0."),
+    ],
+)
+def test_a_run_that_would_teach_nothing_is_refused(values, message):
+    assert refused(values) == message
+
+
+def test_an_optimizer_given_in_part_keeps_the_papers_other_settings():
+    optim = parse(DistillConfig, {"optim": {"lr": 1e-4}}, where="mine.yaml").optim
+    found = (optim.lr, optim.beta2, optim.weight_decay, optim.schedule)
+    assert found == (1e-4, 0.999, 0.01, "linear")
