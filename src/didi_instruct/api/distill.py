@@ -19,7 +19,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
 from didi_instruct.distillation.didi import DidiTask, References
-from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.distillation.task import DistillTask, Teacher, check_fit
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import UserError
@@ -89,6 +89,7 @@ def distill(
     check_folder(folder, config, resume, verb=verb, own=("data", "bank"))
     loaded = load_model(source)
     student = _student(config, loaded, source)
+    check_fit(config, loaded.config)
     with open_world(device) as world:
         shown = reporter if world.is_main and reporter else SilentReporter()
         data, valid = _data(config, loaded, source, folder, world, data_progress)
@@ -285,7 +286,8 @@ def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
     """The built-in language, if that is what the model speaks."""
     language = OracleLanguage.default()
     speaks = loaded.tokenizer is not None and loaded.tokenizer.hash == language.tokenizer.hash
-    return language if speaks and loaded.config.length == language.length else None
+    shape = (loaded.config.num_tokens, loaded.config.length)
+    return language if speaks and shape == (language.num_tokens, language.length) else None
 
 
 def _evaluator(

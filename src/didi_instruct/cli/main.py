@@ -56,7 +56,6 @@ def main() -> None:
         code = _explain(error)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if code == INTERRUPTED:
         print("didi: interrupted; the same command goes on or starts over", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -18,8 +18,7 @@ from didi_instruct.distillation.hosting import Tensors
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout, walk
-from didi_instruct.distillation.task import DistillTask, Teacher
-from didi_instruct.errors import UserError
+from didi_instruct.distillation.task import DistillTask, Teacher, check_fit
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy
@@ -69,16 +68,11 @@ class DidiTask(DistillTask):
         references: References | None = None,
         data: TokenSource | None = None,
     ) -> None:
+        check_fit(config, teacher.network.config)
         torch.manual_seed(mix(config.train.seed, "discriminator"))
         discriminator = Discriminator.from_denoiser(teacher.network).requires_grad_(True)
-        blocks = config.discriminator.trainable_blocks
-        if blocks is not None:
-            if blocks > len(discriminator.blocks):
-                raise UserError(
-                    f"discriminator.trainable_blocks is {blocks}, but the teacher has "
-                    f"{len(discriminator.blocks)} blocks: use that many, or null for all weights."
-                )
-            discriminator.freeze_lower(blocks)
+        if config.discriminator.trainable_blocks is not None:
+            discriminator.freeze_lower(config.discriminator.trainable_blocks)
         lr = config.discriminator.lr
         super().__init__(config, teacher, student, discriminator, lr, world, data)
         if references is None and config.reference.source != "online":

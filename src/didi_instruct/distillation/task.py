@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.hosting import Host, rows_of
@@ -40,6 +41,24 @@ class Teacher:
     """A denoiser to follow instead of the network: an exact one, say."""
 
 
+def check_fit(config: DistillConfig, teacher: ModelConfig) -> None:
+    """Refuse settings that do not fit a teacher, before anything is drawn from it."""
+    blocks = config.discriminator.trainable_blocks
+    if config.method == "didi" and blocks is not None and blocks > teacher.layers:
+        raise UserError(
+            f"discriminator.trainable_blocks is {blocks}, but the teacher has {teacher.layers} "
+            "blocks: use that many, or null for all weights."
+        )
+    _check_prompt(config.prompt, teacher.length)
+
+
+def _check_prompt(prompt: int, length: int) -> None:
+    if prompt >= length:
+        raise UserError(
+            f"prompt is {prompt}, but texts have {length} tokens: nothing would be left to write."
+        )
+
+
 class DistillTask(ABC):
     """One iteration is one global batch of student rollouts; see `training.loop.Task`.
 
@@ -65,7 +84,8 @@ class DistillTask(ABC):
         self.schedule = make_schedule(student.config.schedule)
         mask_id = student.config.mask_id
         assert mask_id is not None, "the student of a masked teacher has a mask"
-        self.mask_id, self.length = mask_id, self._length()
+        check_fit(config, teacher.network.config)
+        self.mask_id, self.length = mask_id, self._length(teacher.network.config.length)
         self._check_batch()
         train = config.train
         self.student = Host(student.requires_grad_(True), train, world)
@@ -88,21 +108,18 @@ class DistillTask(ABC):
         self._teacher_id = teacher.fingerprint
         self._teacher_at_start: Tensor | None = None
 
-    def _length(self) -> int:
+    def _length(self, longest: int) -> int:
+        """Tokens of a text: those of the data, or as many as the teacher reads."""
         if self.data is None:
             if self.config.prompt:
                 raise ValueError("prompts come from data: give some")
-            return self.model_config.length
-        if self.data.length > self.model_config.length:
+            return longest
+        if self.data.length > longest:
             raise UserError(
                 f"The data has rows of {self.data.length} tokens, but the teacher reads at most "
-                f"{self.model_config.length}: prepare it with --length {self.model_config.length}."
+                f"{longest}: prepare it with --length {longest}."
             )
-        if self.config.prompt >= self.data.length:
-            raise UserError(
-                f"prompt is {self.config.prompt}, but texts have {self.data.length} tokens: "
-                "nothing would be left to write."
-            )
+        _check_prompt(self.config.prompt, self.data.length)
         return self.data.length
 
     def _check_batch(self) -> None:
@@ -232,7 +249,8 @@ class DistillTask(ABC):
         """Write the averaged student, and the discriminator if there is one; all call."""
         with self.averaged() as network:
             student = _whole(network)
-        discriminator = _whole(self.critic.network) if self.critic_name == "discriminator" else None
+        critic = self.critic.network
+        discriminator = _whole(critic) if self.critic_name == "discriminator" else None
         if self.world.is_main:
             save_model(
                 folder,
@@ -241,6 +259,7 @@ class DistillTask(ABC):
                 tokenizer=self.tokenizer,
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
+                discriminator_config=critic.config,
             )
 
 

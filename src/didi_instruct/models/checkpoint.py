@@ -70,18 +70,22 @@ def save_model(
     discriminator: Weights | None = None,
     provenance: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    discriminator_config: ModelConfig | None = None,
 ) -> Path:
     """Write a model and what belongs to it; a model already in the folder is replaced.
 
     `dtype` casts the parameters (bfloat16 halves the file), not the buffers. `provenance` is JSON
-    that says where the model comes from.
+    that says where the model comes from. `discriminator_config` is the shape of a discriminator
+    given as a state dict, where it is not the model's.
     """
     folder = Path(folder)
     _check_tokenizer(folder, config, tokenizer)
     trunk = None
     tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, dtype)}
     if discriminator is not None:
-        trunk = discriminator.config if isinstance(discriminator, Discriminator) else config
+        trunk = discriminator_config or config
+        if isinstance(discriminator, Discriminator):
+            trunk = discriminator.config
         tensors[DISCRIMINATOR] = _for_disk(
             folder / DISCRIMINATOR, discriminator, Discriminator, trunk, dtype
         )

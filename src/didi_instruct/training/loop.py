@@ -127,6 +127,8 @@ class Loop:
                 log.close()
 
     def _run(self, start: int, interrupt: Interrupt, log: RunLog | None) -> Outcome:
+        if start and self._evaluates(start, start >= self.config.steps):
+            self._log_evaluation(start, log)  # it came after the checkpoint, if it came at all
         for step in range(start, self.config.steps):
             self._pending.append(self.task.step(step))
             done = step + 1

@@ -188,7 +188,9 @@ def _lines_until(path: Path, step: int) -> str:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            entry = json.loads(line)
+            # An evaluation follows the checkpoint of its step, so it is made again.
+            if entry["step"] < step or (entry["step"] == step and "loss" in entry):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line cut by a kill
