@@ -144,6 +144,7 @@ def together(place):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
+    (place / "stderr.txt").write_text(result.stderr)
     assert result.stdout.count("Distilled 5 iterations") == len(RUNS), "one process reports"
     return place
 
@@ -194,6 +195,13 @@ def test_the_students_learn_and_their_texts_differ(alone):
         learning = [e for e in entries(alone / method) if e.get("lr", 0) > 0]
         assert len(learning) == 4
         assert len({e["loss"] for e in learning}) == len({e["path_entropy"] for e in learning}) == 4
+
+
+@pytest.mark.slow
+def test_nobody_is_warned(together):
+    """A warning of torch is about our code, and nothing that its reader can mend."""
+    lines = (together / "stderr.txt").read_text().splitlines()
+    assert [line for line in lines if "UserWarning" in line] == []
 
 
 @pytest.mark.slow

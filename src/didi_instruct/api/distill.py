@@ -1,6 +1,7 @@
 """Distillation from a recipe and a teacher to a folder that `didi.load` opens."""
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import check_folder, open_data_together, write_recipe
+from didi_instruct.api.runs import check_folder, configure, open_data_together, write_recipe
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig, Method
-from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
@@ -80,24 +80,25 @@ def distill(
 ) -> DistillResult:
     """Distil `teacher` as the recipe says, in the folder `out`; under torchrun, all call this."""
     folder, source = Path(out), Path(teacher)
-    if isinstance(recipe, DistillConfig):
-        config = recipe if method is None else replace(recipe, method=method)
-    else:
-        more = [] if method is None else [f"method={method}"]
-        config = load_recipe(DistillConfig, recipe, [*overrides, *more])
-    verb = f"didi distill {{recipe}} --teacher {source}"
+    more = [] if method is None else [f"method={method}"]
+    config = configure(DistillConfig, recipe, [*overrides, *more])
+    verb = f"didi distill RECIPE --teacher {source}"
     check_folder(folder, config, resume, verb=verb, own=("data", "bank"))
     loaded = load_model(source)
     student = _student(config, loaded, source)
-    check_fit(config, loaded.config)
     with open_world(device) as world:
         shown = reporter if world.is_main and reporter else SilentReporter()
+        check_fit(config, loaded.config, processes=world.size)
         data, valid = _data(config, loaded, source, folder, world, data_progress)
+        rows = None if data is None else data.length
+        check_fit(config, loaded.config, rows=rows, processes=world.size)
         taught = Teacher(
             network=_denoiser(loaded, source).to(world.device),
             tokenizer=loaded.tokenizer,
             fingerprint=read_manifest(source).files[MODEL].sha256,
         )
+        if resume:
+            _check_teacher(folder, taught.fingerprint)
         task = _task(config, taught, student, world, data, folder, bank_progress)
         test = _quick_test(task, taught, valid, loaded)
         result: dict[str, float] = {}
@@ -109,6 +110,7 @@ def distill(
             reporter=shown,
             evaluate=_evaluator(task, test, valid, result),
             watch=Watcher(task, shown.say),
+            remedy="optim.lr, discriminator.lr or token_matching.aux_lr",
         )
         start = loop.resume() if resume else 0
         if world.is_main:
@@ -124,6 +126,17 @@ def distill(
                 curves = folder / CURVES
             world.wait()
     return DistillResult(folder, outcome, world.is_main, before, result, curves)
+
+
+def _check_teacher(folder: Path, fingerprint: str) -> None:
+    """Refuse another teacher before its bank is asked for; the loop compares once more."""
+    for checkpoint in (folder / "checkpoints").glob("step-*/manifest.json"):
+        began = json.loads(checkpoint.read_text()).get("info", {}).get("teacher")
+        if began not in (None, fingerprint):
+            raise UserError(
+                f"{folder} was begun with another teacher ({began[:8]}…, now {fingerprint[:8]}…): "
+                "resume with what it began with, or choose another --out."
+            )
 
 
 def _denoiser(loaded: LoadedModel, source: Path) -> DiT:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import check_folder, open_data_together, write_recipe
+from didi_instruct.api.runs import check_folder, configure, open_data_together, write_recipe
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
-from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.training.loop import Loop, Outcome
@@ -49,12 +48,8 @@ def pretrain(
 ) -> PretrainResult:
     """Train what the recipe says in the folder `out`; under torchrun, every process calls this."""
     folder = Path(out)
-    config = (
-        recipe
-        if isinstance(recipe, PretrainConfig)
-        else load_recipe(PretrainConfig, recipe, overrides)
-    )
-    check_folder(folder, config, resume, verb="didi pretrain {recipe}")
+    config = configure(PretrainConfig, recipe, overrides)
+    check_folder(folder, config, resume, verb="didi pretrain RECIPE")
     # A shape that no model can have is refused before a corpus is tokenised for it.
     vocab_size = config.model.vocab_size
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))

@@ -1,20 +1,23 @@
 """A run's folder: its recipe, whether it may be begun or resumed, what may change meanwhile."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
-from didi_instruct.config.parse import parse, read_yaml
+from didi_instruct.config.parse import apply_overrides, parse, read_yaml
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
+from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.training.world import World
+
+T = TypeVar("T")
 
 RECIPE = "recipe.yaml"
 
@@ -23,8 +26,21 @@ FREE_TO_CHANGE = {
     "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema"},
     "optim": {f.name for f in fields(OptimConfig)},
     "watch": {"budgets", "samples", "min_entropy"},
+    "didi": {"kl_weight", "entropy_weight", "advantage_clip"},
+    "discriminator": {"lr", "chance", "saturation", "label_smoothing"},
+    "token_matching": {"aux_lr", "anchor", "ratio_clip"},
 }
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
+
+
+def configure(cls: type[T], recipe: str | T, overrides: Sequence[str] = ()) -> T:
+    """Settings from a recipe's name, its file, or settings already made, with overrides."""
+    if isinstance(recipe, str):
+        return load_recipe(cls, recipe, overrides)
+    if not overrides:
+        return recipe
+    values = apply_overrides(_plain(asdict(recipe)), overrides)  # type: ignore[call-overload]
+    return parse(cls, values, where=cls.__name__)
 
 
 def check_folder(
@@ -32,7 +48,8 @@ def check_folder(
 ) -> None:
     """Refuse to write over another run, or to resume one that was set up otherwise.
 
-    `own`: what a run prepares in its folder before it has begun.
+    `verb` is the command, with RECIPE for the recipe; `own` is what a run prepares in its folder
+    before it has begun.
     """
     begun = (folder / RECIPE).exists() or (folder / "checkpoints").exists()
     if folder.exists() and not folder.is_dir():
@@ -45,11 +62,11 @@ def check_folder(
         raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
     if resume and (folder / RECIPE).exists():
         before = parse(type(config), read_yaml(folder / RECIPE), where=str(folder / RECIPE))
+        command = verb.replace("RECIPE", str(folder / RECIPE))
         for name, old, new in _differences(asdict(before), asdict(config)):
             raise UserError(
-                f"{folder} was begun with {name} = {old}, now it is {new}: "
-                f"resume as it began ({verb.format(recipe=folder / RECIPE)} --out {folder} "
-                "--resume), or choose another --out."
+                f"{folder} was begun with {name} = {old}, now it is {new}: resume as it began "
+                f"({command} --out {folder} --resume), or choose another --out."
             )
 
 

@@ -251,13 +251,20 @@ class DidiTask(DistillTask):
         """Log-ratios of student and reference texts, those of the student first."""
         z = torch.cat([part.z, part.z_reference])
         t = torch.cat([part.t, part.t_reference])
+        return self.critic.run(self._ratio_of(z, t, iterate=first), sync=sync)["ratio"]
+
+    def _ratio_of(
+        self, z: Tensor, t: Tensor, *, iterate: bool = False
+    ) -> Callable[[Discriminator], Tensors]:
+        """What to run for log-ratios; a power iteration once per update, however many passes."""
 
         def forward(network: Discriminator) -> Tensors:
-            if first:  # once per update, however many passes it takes
+            if iterate:
                 network.iterate()
-            return {"ratio": network(z, self.schedule.sigma(t))}
+            # A copy: FSDP mistrusts views.
+            return {"ratio": network(z, self.schedule.sigma(t)).clone()}
 
-        return self.critic.run(forward, sync=sync)["ratio"]
+        return forward
 
     def _where(self, z: Tensor, written: Tensor) -> Tensor:
         if self.config.discriminator.positions == "masked":
@@ -267,11 +274,7 @@ class DidiTask(DistillTask):
     @torch.no_grad()
     def reward(self, part: Compared) -> Tensor:
         """Rewards of the student's texts under the discriminator as it is now: (B,)."""
-
-        def forward(network: Discriminator) -> Tensors:
-            return {"ratio": network(part.z, self.schedule.sigma(part.t))}
-
-        ratio = self.critic.run(forward)["ratio"]
+        ratio = self.critic.run(self._ratio_of(part.z, part.t))["ratio"]
         return rewards(ratio, part.z == self.mask_id, part.rollout.written)
 
     # Second act: the student

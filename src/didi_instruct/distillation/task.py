@@ -41,21 +41,35 @@ class Teacher:
     """A denoiser to follow instead of the network: an exact one, say."""
 
 
-def check_fit(config: DistillConfig, teacher: ModelConfig) -> None:
-    """Refuse settings that do not fit a teacher, before anything is drawn from it."""
+def check_fit(
+    config: DistillConfig, teacher: ModelConfig, *, rows: int | None = None, processes: int = 1
+) -> None:
+    """Refuse settings that do not fit a teacher, before anything is drawn from it.
+
+    `rows` is the length of the data's rows, where there is data.
+    """
     blocks = config.discriminator.trainable_blocks
     if config.method == "didi" and blocks is not None and blocks > teacher.layers:
         raise UserError(
             f"discriminator.trainable_blocks is {blocks}, but the teacher has {teacher.layers} "
             "blocks: use that many, or null for all weights."
         )
-    _check_prompt(config.prompt, teacher.length)
-
-
-def _check_prompt(prompt: int, length: int) -> None:
-    if prompt >= length:
+    if rows is not None and rows > teacher.length:
         raise UserError(
-            f"prompt is {prompt}, but texts have {length} tokens: nothing would be left to write."
+            f"The data has rows of {rows} tokens, but the teacher reads at most {teacher.length}: "
+            f"prepare it with --length {teacher.length}."
+        )
+    length = teacher.length if rows is None else rows
+    if config.prompt >= length:
+        raise UserError(
+            f"prompt is {config.prompt}, but texts have {length} tokens: nothing would be left to "
+            "write."
+        )
+    size, group = config.train.batch_size, config.group_size
+    if size % (processes * group):
+        raise UserError(
+            f"train.batch_size is {size}, which {processes} processes cannot share in whole "
+            f"groups of {group}."
         )
 
 
@@ -84,9 +98,11 @@ class DistillTask(ABC):
         self.schedule = make_schedule(student.config.schedule)
         mask_id = student.config.mask_id
         assert mask_id is not None, "the student of a masked teacher has a mask"
-        check_fit(config, teacher.network.config)
-        self.mask_id, self.length = mask_id, self._length(teacher.network.config.length)
-        self._check_batch()
+        rows = None if data is None else data.length
+        check_fit(config, teacher.network.config, rows=rows, processes=world.size)
+        if config.prompt and data is None:
+            raise ValueError("prompts come from data: give some")
+        self.mask_id, self.length = mask_id, rows or teacher.network.config.length
         train = config.train
         self.student = Host(student.requires_grad_(True), train, world)
         self.critic = Host(critic, train, world)
@@ -107,28 +123,6 @@ class DistillTask(ABC):
         """Of the first iteration, nats per token: what a collapse is told from."""
         self._teacher_id = teacher.fingerprint
         self._teacher_at_start: Tensor | None = None
-
-    def _length(self, longest: int) -> int:
-        """Tokens of a text: those of the data, or as many as the teacher reads."""
-        if self.data is None:
-            if self.config.prompt:
-                raise ValueError("prompts come from data: give some")
-            return longest
-        if self.data.length > longest:
-            raise UserError(
-                f"The data has rows of {self.data.length} tokens, but the teacher reads at most "
-                f"{longest}: prepare it with --length {longest}."
-            )
-        _check_prompt(self.config.prompt, self.data.length)
-        return self.data.length
-
-    def _check_batch(self) -> None:
-        size, group = self.config.train.batch_size, self.config.group_size
-        if size % (self.world.size * group):
-            raise UserError(
-                f"train.batch_size is {size}, which {self.world.size} processes cannot share in "
-                f"whole groups of {group}."
-            )
 
     @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:

@@ -77,10 +77,12 @@ class Loop:
         reporter: Reporter | None = None,
         evaluate: Evaluate | None = None,
         watch: Watch | None = None,
+        remedy: str = "optim.lr",
     ) -> None:
+        """Put the parts together; `remedy` names the settings to lower when numbers overflow."""
         self.task, self.config, self.folder, self.world = task, config, folder, world
         self.reporter: Reporter = reporter or SilentReporter()
-        self.evaluate, self.watch = evaluate, watch
+        self.evaluate, self.watch, self.remedy = evaluate, watch, remedy
         self.checkpoints = Checkpoints(folder / "checkpoints", config.keep, world)
         self._pending: list[Numbers] = []
         self._logged_at = 0.0
@@ -113,13 +115,17 @@ class Loop:
         """
         if self.world.is_main:
             require_space(self.folder, self.task.checkpoint_bytes())
-        log = RunLog(self.folder, resume_from=start) if self.world.is_main else None
+        # An evaluation follows the checkpoint of its step, if it was not cut off: make it again.
+        again = start > 0 and self._evaluates(start, start >= self.config.steps)
+        log = RunLog(self.folder, start, again=again) if self.world.is_main else None
         if log is not None and before and start == 0:
             log.write({"step": 0, **before})
         self.reporter.start(start, self.config.steps)
         self._logged_at = time.monotonic()
         try:
             with Interrupt(self.reporter.say) as interrupt:
+                if again:
+                    self._log_evaluation(start, log)
                 return self._run(start, interrupt, log)
         finally:
             self.reporter.stop()
@@ -127,8 +133,6 @@ class Loop:
                 log.close()
 
     def _run(self, start: int, interrupt: Interrupt, log: RunLog | None) -> Outcome:
-        if start and self._evaluates(start, start >= self.config.steps):
-            self._log_evaluation(start, log)  # it came after the checkpoint, if it came at all
         for step in range(start, self.config.steps):
             self._pending.append(self.task.step(step))
             done = step + 1
@@ -177,7 +181,7 @@ class Loop:
         raise TrainingError(
             f"The loss, its gradient or a weight is not a number at step {step}; nothing was saved "
             f"since. {self._last_good} "
-            "Try --resume with a lower optim.lr, a lower optim.clip or train.precision=fp32."
+            f"Try --resume with a lower {self.remedy}, a lower optim.clip or train.precision=fp32."
         )
 
     def _log_evaluation(self, done: int, log: RunLog | None) -> None:

@@ -160,11 +160,12 @@ class SilentReporter:
 class RunLog:
     """`log.jsonl`, one line per logged step, and TensorBoard beside it where it is installed."""
 
-    def __init__(self, folder: Path, *, resume_from: int = 0) -> None:
+    def __init__(self, folder: Path, resume_from: int = 0, *, again: bool = False) -> None:
+        """Go on after step `resume_from`; `again`: its evaluation will be made again."""
         self.path = folder / "log.jsonl"
         if self.path.exists():
             # Steps after the checkpoint will be run again: their lines must not appear twice.
-            write_atomic(self.path, _lines_until(self.path, resume_from).encode())
+            write_atomic(self.path, _lines_until(self.path, resume_from, again).encode())
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _tensorboard(folder, resume_from)
 
@@ -184,13 +185,12 @@ class RunLog:
             self._board.close()
 
 
-def _lines_until(path: Path, step: int) -> str:
+def _lines_until(path: Path, step: int, again: bool) -> str:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-            # An evaluation follows the checkpoint of its step, so it is made again.
-            if entry["step"] < step or (entry["step"] == step and "loss" in entry):
+            if entry["step"] < step or (entry["step"] == step and ("loss" in entry or not again)):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line cut by a kill

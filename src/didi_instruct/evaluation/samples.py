@@ -1,0 +1,126 @@
+"""Samples on disk: what was drawn, from what and how, so that a metric can be computed again.
+
+A file of samples is JSON lines: first what they are samples of, then one sample per line: text,
+tokens and the log-probability of its path.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from didi_instruct.data.files import no_space_as_user_error, write_atomic
+from didi_instruct.errors import UserError
+
+FORMAT, VERSION = "didi-samples", 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where samples come from: everything that tells two rows of a table apart."""
+
+    model: str
+    """The SOURCE it was loaded from."""
+    fingerprint: str
+    """Of the model's weights."""
+    tokenizer: str | None
+    """Hash of the tokenizer."""
+    sampler: str
+    steps: int
+    nfe: int
+    passes: float
+    disc_calls: int
+    temperature: float
+    top_p: float
+    seed: int
+    length: int
+    until_eot: bool = False
+    """Whether a text ends at its end-of-text, or fills the window."""
+    seconds: float | None = None
+    """Time of drawing, where it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSet:
+    """Samples of one model in one setting."""
+
+    origin: Origin
+    tokens: Tensor
+    """(N, L) int64, on the CPU."""
+    texts: tuple[str, ...]
+    log_prob: Tensor | None
+    """(N,) float64, of the path; None where the sampler's path has no probability."""
+    lengths: Tensor
+    """(N,) tokens that count, from the first."""
+
+    def __post_init__(self) -> None:
+        """Refuse a set whose parts do not belong together."""
+        sizes = {len(self.tokens), len(self.texts), len(self.lengths)}
+        if len(sizes) != 1 or (self.log_prob is not None and len(self.log_prob) not in sizes):
+            raise ValueError("tokens, texts, lengths and log-probabilities differ in number")
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.texts)
+
+
+def text_lengths(tokens: Tensor, eot_id: int | None, until_eot: bool) -> Tensor:
+    """Tokens of each text (B, L) that count: all, or those before the first end-of-text: (B,)."""
+    full = torch.full((len(tokens),), tokens.shape[1])
+    if not until_eot or eot_id is None:
+        return full
+    ends = tokens == eot_id
+    return torch.where(ends.any(1), ends.int().argmax(1), full)
+
+
+def write_samples(path: Path, samples: SampleSet) -> None:
+    """Write samples to a file, whole or not at all."""
+    lines: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, **asdict(samples.origin)}]
+    log_prob = [None] * len(samples) if samples.log_prob is None else samples.log_prob.tolist()
+    rows = zip(
+        samples.tokens.tolist(), samples.lengths.tolist(), samples.texts, log_prob, strict=True
+    )
+    for tokens, length, text, log_p in rows:
+        lines.append({"text": text, "log_prob": log_p, "length": length, "tokens": tokens})
+    with no_space_as_user_error(path):
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def read_samples(path: Path) -> SampleSet:
+    """Read what `write_samples` wrote."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}).") from None
+    try:
+        head = json.loads(lines[0]) if lines else {}
+        if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
+            raise UserError(f"{path} is not a file of samples written by `didi eval`.")
+        if head.pop("version", None) != VERSION:
+            raise UserError(f"{path} was written by a newer version of didi-instruct: upgrade it.")
+        rows = [json.loads(line) for line in lines[1:]]
+        return _build(head, rows)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}.") from None
+
+
+def _build(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> SampleSet:
+    known = {f.name for f in fields(Origin)}
+    if unknown := sorted(set(head) - known):
+        raise ValueError(f"`{unknown[0]}` is not known")
+    if not rows:
+        raise ValueError("it holds no samples")
+    log_prob = [row["log_prob"] for row in rows]
+    return SampleSet(
+        Origin(**head),
+        torch.tensor([row["tokens"] for row in rows]),
+        tuple(str(row["text"]) for row in rows),
+        None if None in log_prob else torch.tensor(log_prob, dtype=torch.float64),
+        torch.tensor([row["length"] for row in rows]),
+    )
