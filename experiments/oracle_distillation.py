@@ -40,9 +40,9 @@ CONTROLS = (
 SEED, CHUNK = 7, 1024
 
 TM = ["token_matching.contexts=1", "token_matching.completion=0", "token_matching.anchor=0.1"]
-JUMP = [
-    "didi.rollout_steps=4", "didi.score_steps=last", "didi.grouping=state", "didi.group_size=8",
-    "didi.scale=batch", "discriminator.trainable_blocks=null", "discriminator.label_smoothing=0",
+PAPER = [
+    "didi.rollout_steps=1", "didi.score_steps=all", "didi.grouping=batch", "didi.scale=group",
+    "discriminator.trainable_blocks=1", "discriminator.label_smoothing=0.1",
 ]  # fmt: skip
 SETTINGS = {
     "tm": TM,
@@ -58,18 +58,18 @@ SETTINGS = {
     "tm-lr-1e-4": [*TM, "optim.lr=1e-4"],
     "tm-recipe": [],
     "tm-completion-anchor-0.1": ["token_matching.anchor=0.1"],
-    "didi": [],
-    "didi-paper": ["optim.lr=1e-4", "discriminator.lr=1e-4"],
-    "didi-tau": ["didi.grouping=tau", "didi.group_size=16"],
-    "didi-one-step": ["didi.score_decomposition=false"],
-    "didi-jump": JUMP,
-    "didi-jump-kl-0.5": [*JUMP, "didi.kl_weight=0.5"],
-    "didi-jump-loo": [*JUMP, "didi.baseline=leave-one-out"],
-    "didi-jump-data": [*JUMP, "reference.source=data"],
-    "didi-jump-disc-4": [*JUMP, "discriminator.steps=4"],
-    "didi-jump-k8": [*JUMP, "didi.rollout_steps=8"],
-    "didi-jump-group-32": [*JUMP, "didi.group_size=32"],
-    "didi-jump-uncoupled": [*JUMP, "didi.coupled_time=false"],
+    "didi": PAPER,
+    "didi-paper": [*PAPER, "discriminator.lr=1e-4"],
+    "didi-tau": [*PAPER, "didi.grouping=tau", "didi.group_size=16"],
+    "didi-one-step": [*PAPER, "didi.score_decomposition=false"],
+    "didi-jump": [],
+    "didi-jump-kl-0.5": ["didi.kl_weight=0.5"],
+    "didi-jump-loo": ["didi.baseline=leave-one-out"],
+    "didi-jump-data": ["reference.source=data"],
+    "didi-jump-disc-4": ["discriminator.steps=4"],
+    "didi-jump-k8": ["didi.rollout_steps=8"],
+    "didi-jump-group-32": ["didi.group_size=32"],
+    "didi-jump-uncoupled": ["didi.coupled_time=false"],
 }
 
 

@@ -10,7 +10,8 @@ never wrong. It needs the judge's exact -log p: an upper bound of that (a NELBO)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +94,7 @@ def ar_kl(
         learned_positions=True,
     )
     split = Split.draw(len(samples), seed)
-    with seeded(seed):
+    with seeded_weights(seed):
         model = ARModel(config).to(device)
     tokens = samples.long().to(device)
 
@@ -112,7 +113,7 @@ def ar_kl(
         seed=seed,
         progress=progress,
     )
-    own = length * losses_of(loss, split.held_out, AT_ONCE // (length * num_tokens))
+    own = length * apply(loss, split.held_out, AT_ONCE // (length * num_tokens))
     judged = nats[split.held_out]
     gaps = judged - own
     return ArBound(
@@ -168,7 +169,7 @@ def fit(
     order = torch.empty(0, dtype=torch.long)
     shuffle = _stream(seed, "order")
     for step in range(steps):
-        if len(order) < batch_size:  # what is left of an epoch begins the next
+        while len(order) < batch_size:  # what is left of an epoch begins the next
             more = torch.randperm(len(split.train), generator=shuffle)
             order = torch.cat([order, split.train[more]])
         rows, order = order[:batch_size], order[batch_size:]
@@ -179,7 +180,7 @@ def fit(
             progress(step + 1)
         if (step + 1) % every and step + 1 < steps:
             continue
-        found = losses_of(loss, split.valid, at_once).mean().item()
+        found = apply(loss, split.valid, at_once).mean().item()
         if found < best:
             best, best_step = found, step + 1
             kept = {name: value.clone() for name, value in network.state_dict().items()}
@@ -189,3 +190,39 @@ def fit(
         raise TrainingError("The validation loss was never a number: use a smaller lr.")
     network.load_state_dict(kept)
     return best_step
+
+
+@torch.no_grad()
+def apply(function: Callable[[Tensor], Tensor], rows: Tensor, at_once: int) -> Tensor:
+    """Ask a function of row numbers part by part, without gradients: (R,), float64, on the CPU."""
+    return torch.cat([function(part).double().cpu() for part in rows.split(max(1, at_once))])
+
+
+@contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Draw the weights of networks built inside from a stream of their own, on the CPU."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(mix(seed, "init"))
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def check_tokens(tokens: Tensor, num_tokens: int, name: str) -> None:
+    """Refuse what is not a table of enough texts."""
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.shape[1] == 0:
+        raise ValueError(f"{name} are (N, L) token ids, not {tokens.dtype} {tuple(tokens.shape)}")
+    if len(tokens) < FEWEST_SAMPLES:
+        raise UserError(
+            f"{name} are {len(tokens)}, too few to learn from some and measure on others: "
+            f"draw {FEWEST_SAMPLES} or more, better thousands."
+        )
+    if tokens.min() < 0 or tokens.max() >= num_tokens:
+        raise UserError(
+            f"{name} hold ids outside 0 to {num_tokens - 1}: masks and padding are not text."
+        )
+
+
+def _stream(seed: int, purpose: str) -> torch.Generator:
+    return torch.Generator().manual_seed(mix(seed, purpose))
