@@ -31,6 +31,8 @@ class Report:
     judge: str | None
     rows: list[dict[str, Any]]
     reference: dict[str, Any] = field(default_factory=dict)
+    baseline: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the model that `rows` are compared with."""
 
     def write(self, path: Path) -> None:
         """Write JSON, with the versions behind the numbers."""
@@ -43,6 +45,7 @@ class Report:
             "model": self.model,
             "judge": self.judge,
             "rows": self.rows,
+            "baseline": self.baseline,
             "reference": self.reference,
             "versions": versions,
         }
@@ -63,7 +66,7 @@ def evaluate_likelihood(
 ) -> Report:
     """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out)."""
     model = load(source, device=device)
-    rows = _held_out(model, data, sequences, reading or ReadOptions())
+    rows = held_out(model, data, sequences, reading or ReadOptions())
     check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
     count = min(sequences, rows.num_sequences or sequences)
     result = model.likelihood(
@@ -92,7 +95,8 @@ def evaluate_likelihood(
     return Report(model=source, judge=None, rows=[row], reference=reference)
 
 
-def _held_out(model: Model, data: str, sequences: int, reading: ReadOptions) -> TokenSource:
+def held_out(model: Model, data: str, sequences: int, reading: ReadOptions) -> TokenSource:
+    """Held-out rows of data by SOURCE (all rows if nothing is held out), in the model's tokens."""
     if data == "oracle":
         return OracleSource(OracleLanguage.default(), seed=0, split="valid")
     if is_prepared(Path(data)):

@@ -6,13 +6,15 @@ its cross-entropy on samples that it never saw is at least their entropy, so
     judge cross-entropy - cross-entropy of the AR model  <=  KL(sampler || judge)
 
 up to the standard error over the held-out samples. A model that learned little makes the bound low,
-never wrong. It needs the judge's exact -log p: an upper bound of that (a NELBO) proves nothing here.
+never wrong. It needs the judge's exact -log p: with an upper bound of that (a NELBO) the difference
+proves nothing.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +27,18 @@ from didi_instruct.seeding import mix
 from didi_instruct.training.optim import Updater
 
 FEWEST_SAMPLES = 64
-"""Below, a split leaves too little to learn from and to measure."""
+"""Below, a split leaves too little to learn from and to measure on."""
 VALID, HELD_OUT = 0.1, 0.2
 """Shares of the samples."""
-LOOKS, PATIENCE = 20, 5
-"""Validations in a full training, and how many without progress end it."""
-AT_ONCE = 1 << 26
-"""Numbers in the largest tensor of a forward pass: 256 MiB of logits."""
+LOOKS = 20
+"""Validations in a full training."""
+PATIENCE, WORSE = 5, 0.05
+"""So many validations in a row, worse than the best by this share, end it. A plateau does not."""
+LOGITS_AT_ONCE = 1 << 26
+"""Logits of a forward pass: 256 MiB of them."""
+
+Progress = Callable[[int], None]
+"""Told the steps done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,13 @@ class ArBound:
     kl_lower: float
     """judge_nats - cross_entropy; below 0 it says nothing."""
     se: float
-    """Standard error of kl_lower, over pairs."""
+    """Standard error of kl_lower, over samples: both terms see the same."""
     train: int
     valid: int
     held_out: int
     """Samples of each split."""
     best_step: int
-    """Step of training whose model was kept."""
+    """Step of training whose model was kept; if the last, more steps may raise the bound."""
 
 
 def ar_kl(
@@ -67,13 +74,12 @@ def ar_kl(
     lr: float = 1e-3,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ArBound:
     """Bound KL(sampler || judge) from below, given samples and the judge's -log p of each.
 
-    Samples are independent draws; what does not count in a row, as after an end-of-text, is to be
-    overwritten by one token. On a CPU the result is a function of the arguments; `progress` is
-    told the steps done.
+    Samples are independent draws. What does not count in a row, as after an end-of-text, is to be
+    overwritten by one token. The samples are split, and the model made and trained, by the seed.
 
     Shapes: samples (N, L), ids below `num_tokens`; judge_nats (N,).
     """
@@ -83,38 +89,10 @@ def ar_kl(
         raise ValueError(f"{len(samples)} samples, but the judge's nats are {tuple(nats.shape)}")
     if not bool(nats.isfinite().all()):
         raise UserError("The judge gave a sample no finite -log p: use another judge, or float32.")
-    length = samples.shape[1]
-    config = ModelConfig(
-        kind="ar",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab_size=num_tokens + 1,
-        length=length,
-        learned_positions=True,
-    )
     split = Split.draw(len(samples), seed)
-    with seeded_weights(seed):
-        model = ARModel(config).to(device)
-    tokens = samples.long().to(device)
-
-    def loss(rows: Tensor) -> Tensor:
-        """Nats per token of each of those samples."""
-        return -model.log_prob(tokens[rows.to(device)]) / length
-
-    best_step = fit(
-        model,
-        loss,
-        split,
-        optim=OptimConfig(lr=lr, warmup=min(100, steps // 10)),
-        steps=steps,
-        batch_size=batch_size,
-        at_once=AT_ONCE // (length * num_tokens),
-        seed=seed,
-        progress=progress,
-    )
-    own = length * apply(loss, split.held_out, AT_ONCE // (length * num_tokens))
-    judged = nats[split.held_out]
+    learner = Learner(layers, hidden, heads, steps, batch_size, lr, seed)
+    log_prob, best_step = fit_ar(samples.long().to(device), split, num_tokens, learner, progress)
+    own, judged = -log_prob(split.held_out), nats[split.held_out]
     gaps = judged - own
     return ArBound(
         cross_entropy=own.mean().item(),
@@ -128,8 +106,7 @@ def ar_kl(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """Rows to learn from, to stop by and to measure on: every row in one of the three."""
 
     train: Tensor
@@ -144,69 +121,112 @@ class Split:
         return cls(order[held_out + valid :], order[held_out : held_out + valid], order[:held_out])
 
 
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A small network and how it is trained."""
+
+    layers: int
+    hidden: int
+    heads: int
+    steps: int
+    batch_size: int
+    lr: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot train."""
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: use 1 or more.")
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Draw the weights of a network built inside from a stream of their own, on the CPU."""
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(mix(self.seed, "init"))
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+
+
+def fit_ar(
+    tokens: Tensor, split: Split, num_tokens: int, learner: Learner, progress: Progress | None
+) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Train an AR model on rows of `tokens` (N, L), where they are.
+
+    Return its log-probability as a function of row numbers, (R,) -> (R,) float64, and the step of
+    training that it comes from.
+    """
+    length = tokens.shape[1]
+    config = ModelConfig(
+        kind="ar",
+        layers=learner.layers,
+        hidden=learner.hidden,
+        heads=learner.heads,
+        vocab_size=num_tokens + 1,
+        length=length,
+        learned_positions=True,
+    )
+    with learner.weights():
+        model = ARModel(config).to(tokens.device)
+    at_once = LOGITS_AT_ONCE // (length * num_tokens)
+
+    def nats_per_token(rows: Tensor) -> Tensor:
+        return -model.log_prob(tokens[rows]) / length
+
+    best_step = fit(model, nats_per_token, split, learner, at_once, progress)
+    return lambda rows: -length * ask(nats_per_token, rows, at_once), best_step
+
+
 def fit(
     network: nn.Module,
     loss: Callable[[Tensor], Tensor],
     split: Split,
-    *,
-    optim: OptimConfig,
-    steps: int,
-    batch_size: int,
+    learner: Learner,
     at_once: int,
-    seed: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None,
 ) -> int:
-    """Train a network until its validation loss no longer falls; return the step of the best.
+    """Train a network while its validation loss falls; leave it as it validated best; return when.
 
-    `loss` maps numbers of rows (R,) to the loss of each (R,); it sees at most `at_once` of them in
-    a pass. The network is left with the weights that validated best.
+    `loss` maps row numbers (R,), at most `at_once` of them, to the loss of each (R,).
     """
-    if steps < 1 or batch_size < 1:
-        raise UserError(f"steps is {steps} and batch_size is {batch_size}: use 1 or more of both.")
+    steps, batch_size = learner.steps, learner.batch_size
+    optim = OptimConfig(lr=learner.lr, warmup=min(100, steps // 10))
     updater = Updater(network, optim, steps, ema=0)
     every = max(1, steps // LOOKS)
-    best, best_step, kept = math.inf, 0, {}
-    order = torch.empty(0, dtype=torch.long)
-    shuffle = _stream(seed, "order")
+    best, best_step, worse, kept = math.inf, 0, 0, {}
+    shuffle, order = _stream(learner.seed, "order"), split.train[:0]
     for step in range(steps):
-        while len(order) < batch_size:  # what is left of an epoch begins the next
-            more = torch.randperm(len(split.train), generator=shuffle)
-            order = torch.cat([order, split.train[more]])
+        while len(order) < batch_size:  # what is left of an epoch begins a batch of the next
+            epoch = torch.randperm(len(split.train), generator=shuffle)
+            order = torch.cat([order, split.train[epoch]])
         rows, order = order[:batch_size], order[batch_size:]
-        for part in rows.split(max(1, at_once)):
-            (loss(part).sum() / len(rows)).backward()
+        for part in torch.split(rows, max(1, at_once)):
+            (loss(part).sum() / batch_size).backward()  # type: ignore[no-untyped-call]
         updater.update(step)
         if progress is not None:
             progress(step + 1)
         if (step + 1) % every and step + 1 < steps:
             continue
-        found = apply(loss, split.valid, at_once).mean().item()
+        found = ask(loss, split.valid, at_once).mean().item()
         if found < best:
             best, best_step = found, step + 1
             kept = {name: value.clone() for name, value in network.state_dict().items()}
-        elif step + 1 - best_step >= PATIENCE * every:
+        worse = 0 if found <= best * (1 + WORSE) else worse + 1
+        if worse == PATIENCE:
             break
     if not kept:
-        raise TrainingError("The validation loss was never a number: use a smaller lr.")
+        raise TrainingError(f"The validation loss was never a number: use a lr below {learner.lr}.")
     network.load_state_dict(kept)
     return best_step
 
 
 @torch.no_grad()
-def apply(function: Callable[[Tensor], Tensor], rows: Tensor, at_once: int) -> Tensor:
-    """Ask a function of row numbers part by part, without gradients: (R,), float64, on the CPU."""
-    return torch.cat([function(part).double().cpu() for part in rows.split(max(1, at_once))])
-
-
-@contextmanager
-def seeded_weights(seed: int) -> Iterator[None]:
-    """Draw the weights of networks built inside from a stream of their own, on the CPU."""
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(mix(seed, "init"))
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
+def ask(function: Callable[[Tensor], Tensor], rows: Tensor, at_once: int) -> Tensor:
+    """Values of a function of row numbers, part by part: (R,) -> (R,), float64, on the CPU."""
+    parts = torch.split(rows, max(1, at_once))
+    return torch.cat([function(part).double().cpu() for part in parts])
 
 
 def check_tokens(tokens: Tensor, num_tokens: int, name: str) -> None:

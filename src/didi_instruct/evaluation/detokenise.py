@@ -2,7 +2,8 @@ r"""From tokenised corpora back to text: what the field does, one table of rules
 
 The models were trained on plain text, so `it was n't` and `500 @,@ 000` would cost them dearly.
 SEDD, MDLM and DUO share one set of rules, and the published numbers depend on it. These tables
-follow it, rule by rule, with a few repairs:
+follow it, rule by rule, with a few repairs, which change the number of GPT-2 tokens by less than
+0.1% on the test sets:
 
 * A rule also holds at the ends of a text, and a second time changes nothing; the field's rule for
   quotes would then join what stands *between* two quotations. Single quotes are the exception: once

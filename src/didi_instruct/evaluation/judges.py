@@ -150,7 +150,11 @@ class CausalJudge:
         for chunk in _batches(rows, lambda _: self.batch_size):
             ids, real = _pad([rows[i] for i in chunk], self.device)
             hidden = trunk(ids, attention_mask=real, use_cache=False).last_hidden_state
-            last = hidden[torch.arange(len(chunk)), real.sum(1) - 1].float().cpu()
+            last = (
+                hidden[torch.arange(len(chunk), device=hidden.device), real.sum(1) - 1]
+                .float()
+                .cpu()
+            )
             for i, vector in zip(chunk, last, strict=True):
                 found[i] = vector
         return torch.stack(found).numpy()
@@ -487,23 +491,15 @@ def _load_causal(
     source: str | Path, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[list[Path], Any, Any]:
     """Return the files that tell the model from others, its tokenizer, and itself."""
-    import transformers
-    from transformers.utils.hub import cached_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path, where = Path(source), str(source)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"{path}: no such file.")
-        if find_spec("gguf") is None or find_spec("accelerate") is None:
-            raise MissingExtraError("A judge in a GGUF file", "eval")
-        where, options["gguf_file"] = str(path.parent), path.name
-    elif not path.is_dir() and not trust_remote_code:
-        Tokenizer.load(where)  # for its clear errors: no such path, no network
+    where, gguf = _locate(source, trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code, **gguf}
     try:
-        tokenizer = _from_pretrained(transformers.AutoTokenizer, where, options)
-        if len(tokenizer) == 0:
-            raise ValueError("its vocabulary is empty")
+        tokenizer = _from_pretrained(AutoTokenizer, where, options)
+        special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+        if special.issuperset(tokenizer.get_vocab().values()):  # made up by transformers
+            raise ValueError("there are no files of one")
     except Exception as error:  # files of every age and origin can fail in any way
         raise UserError(
             f"The judge {source} has no tokenizer that can be read ({_first_line(error)}): put its "
@@ -511,7 +507,7 @@ def _load_causal(
         ) from error
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     try:
-        model, found = _from_pretrained(transformers.AutoModelForCausalLM, where, options)
+        model, found = _from_pretrained(AutoModelForCausalLM, where, options)
     except Exception as error:
         raise UserError(
             f"The judge {source} cannot be loaded ({_first_line(error)}). It must be a causal "
@@ -519,16 +515,39 @@ def _load_causal(
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise UserError(f"The judge {source} is incomplete: its weights lack `{missing[0]}`.")
+    return [Path(source)] if gguf else _telling_files(where), tokenizer, model
+
+
+def _locate(source: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, str]]:
+    """Directory or hub id, and the name of the file in it where that is GGUF."""
+    path = Path(source)
     if path.suffix == ".gguf":
-        return [path], tokenizer, model
+        if not path.is_file():
+            raise UserError(f"{path}: no such file.")
+        if find_spec("gguf") is None or find_spec("accelerate") is None:
+            raise MissingExtraError("A judge in a GGUF file", "eval")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise UserError(f"{path} is not a model folder: it has no {CONFIG}.")
+    elif str(source).startswith((".", "/", "~")):
+        raise UserError(f"{source}: no such folder.")
+    elif not trust_remote_code:
+        Tokenizer.load(str(source))  # which says at once, and clearly, if there is no network
+    return str(source), {}
+
+
+def _telling_files(where: str) -> list[Path]:
+    """Files of a directory, or of a hub id that was loaded, on which its scores depend."""
+    from transformers.utils.hub import cached_file
+
     folder = Path(str(cached_file(where, CONFIG, local_files_only=True))).parent
-    telling = (CONFIG, "tokenizer", "vocab", "merges")
-    files = [
-        file
-        for file in sorted(folder.iterdir())
-        if file.suffix == ".safetensors" or file.name.startswith(telling)
+    names = (CONFIG, "tokenizer", "vocab", "merges")
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix == ".safetensors" or path.name.startswith(names)
     ]
-    return files, tokenizer, model
 
 
 def _from_pretrained(kind: Any, where: str, options: dict[str, Any]) -> Any:

@@ -121,18 +121,15 @@ CORPORA: dict[str, Corpus] = {
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a corpus, detokenised; they are read anew each time they are gone through.
-
-    From the hub where `path` is None.
-    """
+    """The documents of a corpus, detokenised, read anew each time; no `path` means the hub."""
 
     corpus: str
     path: Path | None = None
 
     def __iter__(self) -> Iterator[str]:
-        return (
-            load_corpus(self.corpus) if self.path is None else read_corpus(self.corpus, self.path)
-        )
+        if self.path is None:
+            return load_corpus(self.corpus)
+        return read_corpus(self.corpus, self.path)
 
 
 def corpus_named(name: str) -> Corpus:

@@ -1,0 +1,179 @@
+import math
+
+import pytest
+import torch
+
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.errors import TrainingError, UserError
+from didi_instruct.evaluation import ar_bound
+from didi_instruct.evaluation.ar_bound import Split, ar_kl
+from didi_instruct.evaluation.paths import path_kl
+from didi_instruct.process.schedule import LogLinear
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.chain import Canvas, Draw
+
+SAMPLES = 2048
+SMALL = {"hidden": 64, "steps": 150, "batch_size": 32, "lr": 3e-3}
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "steps": 20, "batch_size": 32, "lr": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def language():
+    """64 words, L = 16."""
+    return OracleLanguage.default(sentences=2)
+
+
+def draw(language, steps):
+    """Samples of the exact denoiser in too few steps."""
+    canvas = Canvas.blank(SAMPLES, language.length, language.mask_id)
+    schedule = LogLinear(0.0)
+    return ancestral(language.denoiser, schedule, canvas, steps=steps, settings=Draw(seed=3))
+
+
+def random_tokens(count=300, length=6, num_tokens=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(num_tokens, (count, length), generator=generator)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_bound_reaches_the_enumerated_kl_where_the_law_is_easy_to_learn():
+    """Independent words against a language of 81 texts; |z| < 4 (6e-5), and 0.05 nats to learn."""
+    language = OracleLanguage.tiny()
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)
+    weights = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    log_q = weights.log()[texts].sum(1)
+    exact = (log_q.exp() * (log_q - language.log_prob(texts))).sum().item()
+    entropy = -(log_q.exp() * log_q).sum().item()
+
+    rows = torch.multinomial(log_q.exp(), 8000, replacement=True, generator=generator(1))
+    samples = texts[rows]
+    nats = -language.log_prob(samples)
+    result = ar_kl(samples, nats, 3, **TINY | {"steps": 300, "lr": 1e-2})
+    assert exact - 4 * result.se - 0.05 < result.kl_lower < exact + 4 * result.se
+    assert result.cross_entropy == pytest.approx(entropy, abs=0.1)
+    assert result.kl_lower == pytest.approx(result.judge_nats - result.cross_entropy)
+    assert (result.train, result.valid, result.held_out) == (5600, 800, 1600)
+
+
+def test_true_samples_of_the_language_show_no_distance(language):
+    """KL is 0, so the bound is not above 0 by 4 standard errors (3e-5 false alarms)."""
+    samples = language.sample(SAMPLES, generator(5))
+    result = ar_kl(samples, -language.log_prob(samples), language.num_tokens, **SMALL)
+    assert result.kl_lower < 4 * result.se
+    assert result.cross_entropy > language.entropy()[0] - 4 * result.se
+
+
+def test_independent_words_show_all_of_their_distance(language):
+    """One step of the exact denoiser draws every slot from its marginal: there path KL = KL.
+
+    Both are estimated, the bound from a fifth of the samples: |z| < 4 (6e-5), 1 nat to learn.
+    """
+    samples = draw(language, steps=1)
+    exact = path_kl(samples, language.log_prob)
+    nats = -language.log_prob(samples.tokens)
+    result = ar_kl(samples.tokens, nats, language.num_tokens, **SMALL | {"steps": 100})
+    error = math.hypot(result.se, exact.path_kl_se)
+    assert exact.path_kl - 4 * error - 1 < result.kl_lower < exact.path_kl + 4 * error
+
+
+def test_two_steps_lie_between_nothing_and_the_path_kl(language):
+    """Significantly: 4 standard errors on both sides."""
+    samples = draw(language, steps=2)
+    upper = path_kl(samples, language.log_prob)
+    nats = -language.log_prob(samples.tokens)
+    result = ar_kl(samples.tokens, nats, language.num_tokens, **SMALL | {"steps": 100})
+    assert 4 * result.se < result.kl_lower
+    assert result.kl_lower + 4 * result.se < upper.path_kl - 4 * upper.path_kl_se
+
+
+def test_noise_cannot_be_learned_from_the_samples_it_is_measured_on():
+    """A model that had seen them would fall below L log V; this one stays there, |z| < 4.
+
+    What it learns by heart of the others makes it worse, so it stops, and goes back.
+    """
+    samples, seen = random_tokens(count=120, length=8, num_tokens=20), []
+    uniform = torch.full((120,), 8 * math.log(20))
+    result = ar_kl(
+        samples, uniform, 20, **TINY | {"hidden": 64, "steps": 400, "lr": 1e-2},
+        progress=seen.append,
+    )  # fmt: skip
+    assert -4 * result.se < result.cross_entropy - 8 * math.log(20) < 2
+    assert result.best_step < 100
+    assert seen == list(range(1, len(seen) + 1))
+    assert len(seen) < 400
+
+
+@pytest.mark.parametrize("count", [64, 100, 999])
+def test_a_split_is_a_partition(count):
+    split = Split.draw(count, seed=4)
+    assert torch.cat(split).sort().values.tolist() == list(range(count))
+    assert len(split.held_out) == round(0.2 * count)
+    assert len(split.valid) == round(0.1 * count)
+    assert split.train.tolist() != Split.draw(count, seed=5).train.tolist()
+
+
+def test_the_judge_is_asked_about_the_held_out_samples_alone():
+    """A judge that knows the number of each row: the reported mean is that of the held-out."""
+    samples = random_tokens()
+    result = ar_kl(samples, torch.arange(300.0), 5, **TINY, seed=9)
+    held_out = Split.draw(300, seed=9).held_out.double()
+    assert result.judge_nats == pytest.approx(held_out.mean().item())
+    assert result.held_out == 60
+
+
+def test_the_seed_decides_and_the_global_stream_is_left_alone():
+    samples, nats = random_tokens(), torch.zeros(300)
+    state = torch.get_rng_state()
+    first = ar_kl(samples, nats, 5, **TINY, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(123)
+    assert ar_kl(samples, nats, 5, **TINY, seed=1) == first
+    assert ar_kl(samples, nats, 5, **TINY, seed=2).cross_entropy != first.cross_entropy
+    torch.set_rng_state(state)
+
+
+def test_small_passes_change_the_memory_not_the_result(monkeypatch):
+    samples, nats = random_tokens(), torch.zeros(300)
+    whole = ar_kl(samples, nats, 5, **TINY)
+    monkeypatch.setattr(ar_bound, "LOGITS_AT_ONCE", 5 * 6 * 5)
+    parts = ar_kl(samples, nats, 5, **TINY)
+    assert parts.cross_entropy == pytest.approx(whole.cross_entropy, abs=1e-3)
+
+
+def test_collapsed_samples_have_no_entropy():
+    samples = torch.tensor([[3, 1, 2]]).expand(200, 3)
+    result = ar_kl(samples, torch.full((200,), 7.0), 5, **TINY | {"steps": 100, "lr": 1e-2})
+    assert result.cross_entropy < 0.05
+    assert result.kl_lower == pytest.approx(7, abs=0.05)
+    assert result.se < 1e-6
+
+
+def test_bad_input_is_refused_with_the_remedy():
+    samples, nats = random_tokens(), torch.zeros(300)
+    with pytest.raises(UserError, match="are 10, too few .* draw 64 or more"):
+        ar_kl(samples[:10], nats[:10], 5, **TINY)
+    for bad in (-1, 5):
+        masked = samples.clone()
+        masked[7, 2] = bad
+        with pytest.raises(UserError, match="ids outside 0 to 4: masks and padding"):
+            ar_kl(masked, nats, 5, **TINY)
+    for bad in (math.nan, math.inf):
+        nats[3] = bad
+        with pytest.raises(UserError, match="no finite -log p"):
+            ar_kl(samples, nats, 5, **TINY)
+    nats = torch.zeros(300)
+    with pytest.raises(UserError, match="steps is 0: use 1 or more"):
+        ar_kl(samples, nats, 5, **TINY | {"steps": 0})
+    with pytest.raises(ValueError, match=r"300 samples, but the judge's nats are \(300, 1\)"):
+        ar_kl(samples, nats[:, None], 5, **TINY)
+    with pytest.raises(ValueError, match=r"\(N, L\) token ids, not torch.float32"):
+        ar_kl(samples.float(), nats, 5, **TINY)
+
+
+def test_a_training_that_explodes_says_so():
+    samples, nats = random_tokens(), torch.zeros(300)
+    with pytest.raises(TrainingError, match="use a lr below"):
+        ar_kl(samples, nats, 5, **TINY | {"lr": 1e30})

@@ -1,0 +1,121 @@
+import contextlib
+import sys
+
+import numpy as np
+import pytest
+
+from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.evaluation import mauve as ours
+from didi_instruct.evaluation.mauve import mauve_score
+
+TEXTS = [f"text {i}" for i in range(200)]
+OTHERS = [f"other {i}" for i in range(150)]
+COLLAPSED = ["text 3"] * 200
+
+
+def cloud(texts, width=16, shift=0.0):
+    """A normal vector per text, a function of the text alone; texts called `other` lie apart."""
+    rows = []
+    for text in texts:
+        name, number = text.split()
+        vector = np.random.default_rng([int(number), name == "other"]).normal(size=width)
+        vector[0] += shift * (name == "other")
+        rows.append(vector)
+    return np.array(rows, dtype=np.float32)
+
+
+def near(texts):
+    return cloud(texts, shift=2.0)
+
+
+def far(texts):
+    return cloud(texts, shift=100.0)
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("mauve", reason="mauve-text is not installed")
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": 2.0, "buckets": 7, "seed": 3, "redo": 2}])
+def test_the_result_is_the_librarys(library, settings, capfd):
+    found = mauve_score(TEXTS, OTHERS, near, **settings)
+    assert capfd.readouterr() == ("", "")
+    expected = library.compute_mauve(
+        p_features=near(TEXTS),
+        q_features=near(OTHERS),
+        num_buckets=settings.get("buckets", "auto"),
+        mauve_scaling_factor=settings.get("scale", 5),
+        seed=settings.get("seed", 25),
+        kmeans_num_redo=settings.get("redo", 5),
+    )
+    assert found.value == expected.mauve
+    assert 0.05 < found.value < 0.95
+    np.testing.assert_array_equal(found.curve, expected.divergence_curve)
+    assert found.buckets == expected.num_buckets == settings.get("buckets", 15)
+    assert (found.samples, found.reference, found.iterations) == (200, 150, 500)
+
+
+def test_a_seed_makes_it_repeatable(library):
+    first, again, other = (mauve_score(TEXTS, OTHERS, near, seed=s).value for s in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_texts_score_one_and_disjoint_or_collapsed_ones_nearly_zero(library, seed):
+    """Also where the library says 0.75 of two equal histograms, as it does for one of the seeds."""
+    few = TEXTS[:20]
+    assert mauve_score(few, few, cloud, seed=seed).value == 1
+    assert mauve_score(TEXTS, OTHERS, far, seed=seed).value < 0.02
+    assert mauve_score(COLLAPSED, TEXTS, cloud, seed=seed).value < 0.05
+
+
+def test_the_first_texts_count_and_empty_ones_do_not(library):
+    asked = []
+
+    def features(texts):
+        asked.append(list(texts))
+        return near(texts)
+
+    found = mauve_score(["", " \n", *TEXTS], OTHERS, features, max_texts=102)
+    assert asked == [TEXTS[:100], OTHERS[:102]]
+    assert (found.samples, found.reference, found.buckets) == (100, 102, 10)
+    assert found.value == mauve_score(TEXTS[:100], OTHERS[:102], near).value
+
+
+def test_kmeans_is_bounded_by_the_sizes_alone(library, monkeypatch):
+    monkeypatch.setattr(ours, "WORK", 3 * 5 * 350 * 15 * 16)
+    assert mauve_score(TEXTS, OTHERS, near).iterations == 3
+    monkeypatch.setattr(ours, "WORK", 1)
+    assert mauve_score(TEXTS, OTHERS, near, iterations=9).iterations == 1
+
+
+def test_what_cannot_be_compared_is_refused(library):
+    with pytest.raises(UserError, match="19 samples .* too few: give 20 or more"):
+        mauve_score(TEXTS[:19], OTHERS, near)
+    with pytest.raises(UserError, match="0 reference texts"):
+        mauve_score(TEXTS, [""] * 50, near)
+    with pytest.raises(UserError, match="look the same to the judge"):
+        mauve_score(COLLAPSED, COLLAPSED, cloud)
+    with pytest.raises(UserError, match="look the same to the judge"):
+        mauve_score(TEXTS, OTHERS, lambda texts: np.zeros((len(texts), 4), np.float32))
+    with pytest.raises(UserError, match="not finite"):
+        mauve_score(TEXTS, OTHERS, lambda texts: np.full((len(texts), 4), np.nan, np.float32))
+    for buckets, fault in ((1, "use 2 or more"), (351, "use fewer")):
+        with pytest.raises(UserError, match=fault):
+            mauve_score(TEXTS, OTHERS, near, buckets=buckets)
+
+
+def test_without_the_library_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mauve", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "didi-instruct\[eval\]"'):
+        mauve_score(TEXTS, OTHERS, near)
+
+
+def test_what_goes_wrong_inside_is_heard_again_outside(capfd):
+    with contextlib.suppress(ZeroDivisionError), ours._silence():
+        sys.__stderr__.write("inside\n")
+        sys.__stderr__.flush()
+        raise ZeroDivisionError
+    print("outside", file=sys.stderr)  # noqa: T201
+    assert capfd.readouterr().err == "outside\n"
