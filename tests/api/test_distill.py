@@ -384,8 +384,8 @@ def test_a_bank_is_drawn_once_and_shared(run, tmp_path, draws):
 
 
 def test_a_bank_holds_the_teachers_samples(run, models, tmp_path):
-    """Row i is what the teacher draws under the run's seed and index i."""
-    run(recipe(reference={"source": "bank", "steps": 4}, train={"steps": 1, "seed": 3}))
+    """Row i is what the teacher draws under the bank's seed and index i."""
+    run(recipe(reference={"source": "bank", "steps": 4, "seed": 3}, train={"steps": 1}))
     rows = np.load(tmp_path / "run" / "bank" / "rows-00000.npy")
     teacher = didi.load(models / "teacher", device="cpu")
     drawn = teacher.sample(num=32, steps=4, seed=mix(3, "bank"), sampler="ancestral")
@@ -439,13 +439,14 @@ def test_didi_continues_the_prompts_of_the_data(run, tmp_path, monkeypatch, sour
 
 
 def test_token_matching_continues_the_prompts_of_the_data(run, monkeypatch):
-    texts, learn = [], TokenMatchingTask._learn
+    texts, draw = [], TokenMatchingTask._draw
 
     def watched(task, *inputs, **options):
-        texts.append(learn(task, *inputs, **options))
-        return texts[-1]
+        drawn = draw(task, *inputs, **options)
+        texts.append(drawn.x)
+        return drawn
 
-    monkeypatch.setattr(TokenMatchingTask, "_learn", watched)
+    monkeypatch.setattr(TokenMatchingTask, "_draw", watched)
     matching = {"contexts": 2, "aux_steps": 2}
     run(recipe("token-matching", prompt=8, data={"source": "oracle"}, token_matching=matching))
     # A prompt for each state, two contexts of each; every one is used once.
@@ -689,3 +690,25 @@ def test_settings_already_made_take_overrides_and_a_method(run, tmp_path):
     assert didi.load(tmp_path / "run", device="cpu").discriminator is None
     with pytest.raises(UserError, match="choose one of didi, token-matching"):
         run(recipe(), "other", method="sdtt")
+
+
+def test_a_bank_may_be_shared_between_seeds(run, tmp_path, draws):
+    for seed in (0, 1):
+        reference = {"source": "bank", "bank": str(tmp_path / "bank")}
+        run(recipe(reference=reference, train={"seed": seed}), f"seed{seed}")
+    assert sum(draws) == 32
+    assert entries(tmp_path / "seed0") != entries(tmp_path / "seed1")
+
+
+def test_a_student_with_another_schedule_is_refused(run, tmp_path):
+    save_random(tmp_path / "cosine", seed=2, schedule=ScheduleConfig(name="cosine", eps=0.0))
+    with pytest.raises(UserError, match="different noise schedules"):
+        run(recipe(student=str(tmp_path / "cosine")))
+
+
+def test_a_damaged_manifest_does_not_keep_a_run_from_resuming(run, tmp_path):
+    config = recipe(train={"steps": 6, "save_every": 2, "keep": 3})
+    run(config)
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    (newest / "manifest.json").write_text('{"info": ')
+    assert run(config, resume=True).finished

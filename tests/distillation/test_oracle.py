@@ -8,7 +8,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.evaluation.paths import paired_difference, path_gaps
 from didi_instruct.evaluation.quick import oracle_facts, oracle_judge
 
-SAMPLES = 2048
+SAMPLES = 3072
 CONTROLS = [
     {},
     {"temperature": 0.9},
@@ -24,9 +24,17 @@ CONTROLS = [
 def runs(tmp_path_factory):
     """A teacher and its student, as two commands would make them; seed 0."""
     folder = tmp_path_factory.mktemp("runs")
-    teacher = ["train.steps=500", "train.save_every=500", "train.eval_sequences=64"]
+    teacher = ["train.steps=400", "train.save_every=400", "train.eval_sequences=64"]
     didi.pretrain("oracle-teacher", out=folder / "teacher", overrides=teacher)
-    student = ["train.steps=80", "train.save_every=80", "train.eval_every=0", "watch.budgets=[]"]
+    student = [
+        "train.steps=90",
+        "train.batch_size=64",
+        "train.ema=0.9",
+        "token_matching.anchor=0.2",
+        "train.save_every=90",
+        "train.eval_every=0",
+        "watch.budgets=[]",
+    ]
     didi.distill(
         "oracle-token-matching",
         teacher=folder / "teacher",

@@ -37,6 +37,7 @@ from didi_instruct.sampling.network import NetworkDenoiser
 from didi_instruct.seeding import mix
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.objectives import Batch, make_objective
+from didi_instruct.training.pretrain import uses_bf16
 from didi_instruct.training.reporting import Reporter, SilentReporter
 from didi_instruct.training.world import World, open_world
 
@@ -111,6 +112,7 @@ def distill(
             evaluate=_evaluator(task, test, valid, result),
             watch=Watcher(task, shown.say),
             remedy="optim.lr, discriminator.lr or token_matching.aux_lr",
+            first_save=max(1, config.warmup),
         )
         start = loop.resume() if resume else 0
         if world.is_main:
@@ -130,9 +132,12 @@ def distill(
 
 def _check_teacher(folder: Path, fingerprint: str) -> None:
     """Refuse another teacher before its bank is asked for; the loop compares once more."""
-    for checkpoint in (folder / "checkpoints").glob("step-*/manifest.json"):
-        began = json.loads(checkpoint.read_text()).get("info", {}).get("teacher")
-        if began not in (None, fingerprint):
+    for manifest in (folder / "checkpoints").glob("step-*/manifest.json"):
+        try:
+            began = json.loads(manifest.read_text())["info"]["teacher"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a damaged one: the loop sets it aside
+        if began != fingerprint:
             raise UserError(
                 f"{folder} was begun with another teacher ({began[:8]}…, now {fingerprint[:8]}…): "
                 "resume with what it began with, or choose another --out."
@@ -163,6 +168,11 @@ def _student(config: DistillConfig, teacher: LoadedModel, source: Path) -> DiT:
         raise UserError(
             f"{other} (the student) and {source} (the teacher) have different tokenizers: "
             "distillation compares them token by token."
+        )
+    if loaded.config.schedule != teacher.config.schedule:
+        raise UserError(
+            f"{other} (the student) and {source} (the teacher) have different noise schedules: "
+            "their times would not mean the same."
         )
     if loaded.config.length < teacher.config.length:
         raise UserError(
@@ -228,13 +238,13 @@ def _bank(
         rows=reference.rows,
         length=length,
         num_tokens=model.num_tokens,
-        seed=config.train.seed,
+        seed=reference.seed,
         prompt=config.prompt,
         prompts=data.fingerprint if data is not None and config.prompt else "",
     )
     schedule = make_schedule(model.schedule)
     denoiser = NetworkDenoiser(teacher.network, schedule)
-    seed = mix(config.train.seed, "bank")
+    seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
     mask_id = model.mask_id
     assert mask_id is not None
     if teacher.tokenizer is None:
@@ -248,9 +258,10 @@ def _bank(
             tokens[:, : config.prompt] = given.to(world.device)
         indices = torch.arange(first, first + count, device=world.device)
         canvas = Canvas(tokens, mask_id, indices)
-        drawn = ancestral(
-            denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)
-        )
+        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
+            drawn = ancestral(
+                denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)
+            )
         return drawn.tokens.cpu()
 
     where = Path(reference.bank) if reference.bank else folder / "bank"

@@ -66,6 +66,7 @@ class DidiConfig:
     kl: KL = "forward"
     """KL(teacher ‖ student), KL(student ‖ teacher), or their mean."""
     kl_weight: float = 0.05
+    """Of the KL per masked position, summed over the scored steps."""
     entropy_weight: float = 0.0005
 
     def __post_init__(self) -> None:
@@ -150,6 +151,8 @@ class ReferenceConfig:
     """Texts of a bank."""
     bank: str | None = None
     """Folder of the bank, to share it between runs; by default inside the run's own."""
+    seed: int = 0
+    """Of the bank's texts; `train.seed` decides their order."""
 
     def __post_init__(self) -> None:
         """Refuse an empty reference."""

@@ -98,7 +98,8 @@ class DidiTask(DistillTask):
             eps=didi.advantage_eps,
             clip=didi.advantage_clip,
         )
-        learns = self.learns(step) and accuracy >= self.config.discriminator.chance
+        at_chance = self.learns(step) and accuracy < self.config.discriminator.chance
+        learns = self.learns(step) and not at_chance
         if learns:
             share = self.world.share(len(reward))
             numbers |= self.teach_student(step, parts, advantage.values[share.start : share.stop])
@@ -107,6 +108,7 @@ class DidiTask(DistillTask):
         self.remember_entropy(numbers["path_entropy"])
         return numbers | {
             "student_waits": self.number(not learns),
+            "at_chance": self.number(at_chance),
             "advantage_std": advantage.values.std(correction=0),
             "advantage_max": advantage.values.abs().max(),
             "clip_fraction": advantage.clip_fraction,
@@ -328,8 +330,12 @@ class DidiTask(DistillTask):
         return self.teacher(jump.z, jump.t, jump.z == self.mask_id)
 
     def _unique(self, parts: Sequence[Compared]) -> Tensor:
-        x = self.world.gather(torch.cat([part.rollout.x for part in parts]))
-        return unique_ngrams(x, torch.ones_like(x, dtype=torch.bool))
+        """Distinct 4-grams of what was written, one text for each prompt or z_τ."""
+        didi = self.config.didi
+        each = didi.group_size if didi.grouping == "state" or self.config.prompt else 1
+        x = torch.cat([part.rollout.x[::each] for part in parts])
+        written = torch.cat([part.rollout.written[::each] for part in parts])
+        return unique_ngrams(self.world.gather(x), self.world.gather(written))
 
 
 STUDENT_NUMBERS = ("loss", "policy_loss", "kl", "entropy", "grad_norm")

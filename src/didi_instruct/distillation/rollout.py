@@ -121,8 +121,6 @@ class Walk:
     jumps: tuple[Jump, ...]
     log_prob: Tensor
     """(W,) of the tokens drawn so far."""
-    order: Tensor
-    """(W, L) numbers that decide when a position is revealed."""
 
 
 def walk(
@@ -154,7 +152,7 @@ def walk(
         z = z.masked_scatter(where, token)
         log_prob.index_add_(0, where.nonzero()[:, 0], log_p)
         jumps.append(jump)
-    return Walk(z, tuple(jumps), log_prob, order)
+    return Walk(z, tuple(jumps), log_prob)
 
 
 def revealed_shares(schedule: Schedule, times: Tensor) -> Tensor:

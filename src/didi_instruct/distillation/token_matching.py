@@ -136,7 +136,15 @@ class TokenMatchingTask(DistillTask):
             texts = []
             for indices, plan in zip(self.parts(), plans, strict=True):
                 noise, last = self.noise(step, turn, indices), plan is plans[-1]
-                texts.append(self._learn(plan, noise, counts, totals, learns=learns, sync=last))
+                drawn, log_phi = self._teach_auxiliary(
+                    plan, noise, counts, totals, learns=learns, sync=last
+                )
+                if turn == settings.aux_steps - 1:
+                    with torch.set_grad_enabled(learns):
+                        loss = self._student_loss(plan, drawn, log_phi, counts, totals)
+                    if learns:
+                        self.student.backward(loss, sync=last)
+                    texts.append(drawn.x[:: settings.contexts])
             aux_norm = self.critic_updater.update(step)
         numbers = self.summed(totals)
         norm = self.updater.update(step - self.config.warmup) if learns else self.number(0.0)
@@ -145,9 +153,14 @@ class TokenMatchingTask(DistillTask):
         return numbers | {
             "grad_norm": norm,
             "aux_grad_norm": aux_norm,
-            "unique_4gram": unique_ngrams(x, x != self.mask_id),
+            "unique_4gram": unique_ngrams(x, self._written(x)),
             "kl_start": self.kl_at_start(),
         }
+
+    def _written(self, x: Tensor) -> Tensor:
+        """Positions of texts that the student has written so far."""
+        given = torch.arange(self.length, device=x.device) < self.config.prompt
+        return (x != self.mask_id) & ~given
 
     def _counts(self, plans: list[Plan]) -> Tensor:
         """Hidden positions of all contexts and revealed positions of all states, over all."""
@@ -195,12 +208,12 @@ class TokenMatchingTask(DistillTask):
         first = (step * settings.aux_steps + turn) * total + int(states[0])
         return self.data.rows(first, len(states)).to(self.world.device)
 
-    def _learn(
+    def _teach_auxiliary(
         self, plan: Plan, noise: Noise, counts: Tensor, totals: Totals, *, learns: bool, sync: bool
-    ) -> Tensor:
-        """Gradients of one part for the auxiliary denoiser and, if it learns, for the student.
+    ) -> tuple[Drawn, Tensor]:
+        """Draw a part and accumulate the auxiliary denoiser's gradients.
 
-        Returns the states with the tokens of the step written, (B, L).
+        Returns what was drawn, and the auxiliary log-probabilities (R, V) of the hidden positions.
         """
         drawn = self._draw(plan, noise, learns=learns, sync=sync)
         aux_law = law(self.schedule, drawn.context, plan.t_context, plan.hidden)
@@ -212,11 +225,7 @@ class TokenMatchingTask(DistillTask):
             path_entropy=-drawn.log_prob / (counts[1] * self.config.token_matching.contexts),
             entropy=entropy(drawn.log_p.detach()).sum() / counts[1],
         )
-        with torch.set_grad_enabled(learns):
-            loss = self._student_loss(plan, drawn, log_phi.detach(), counts, totals)
-        if learns:
-            self.student.backward(loss, sync=sync)
-        return drawn.x
+        return drawn, log_phi.detach()
 
     def _draw(self, plan: Plan, noise: Noise, *, learns: bool, sync: bool) -> Drawn:
         """Walk to the states and draw the next step, with the student's law kept for learning."""

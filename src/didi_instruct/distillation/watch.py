@@ -24,7 +24,7 @@ class Watcher:
                 f"{values['disc_accuracy']:.2f}), so it waits for the student. If that lasts: "
                 "lower discriminator.lr, or raise didi.rollout_steps or optim.lr.",
             )
-        if step > config.warmup and values.get("student_waits", 0.0) > HALF:
+        if values.get("at_chance", 0.0) > HALF:
             self._warn(
                 "chance",
                 f"step {step}: the discriminator is at chance (accuracy "

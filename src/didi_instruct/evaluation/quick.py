@@ -14,8 +14,8 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
 
-ROWS = 256
-"""Samples drawn at a time."""
+ROWS, LAW_ENTRIES = 256, 2**28
+"""Samples drawn at a time, at most; and entries of their laws over the vocabulary in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,10 @@ class QuickTest:
     def draw(self, rows: Rows, steps: int) -> Samples:
         """Ancestral samples from a denoiser given as rows."""
         parts = []
-        for first in range(0, len(self.start), ROWS):
-            tokens = self.start[first : first + ROWS]
+        entries = self.start.shape[1] * self.mask_id // steps
+        size = max(1, min(ROWS, LAW_ENTRIES // max(1, entries)))
+        for first in range(0, len(self.start), size):
+            tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices)
             settings = Draw(seed=self.seed)

@@ -78,11 +78,17 @@ class Loop:
         evaluate: Evaluate | None = None,
         watch: Watch | None = None,
         remedy: str = "optim.lr",
+        first_save: int = 0,
     ) -> None:
-        """Put the parts together; `remedy` names the settings to lower when numbers overflow."""
+        """Put the parts together.
+
+        `remedy` names the settings to lower when numbers overflow; `first_save` is a step to save
+        at beside the usual ones, so that something is kept if a run goes wrong early.
+        """
         self.task, self.config, self.folder, self.world = task, config, folder, world
         self.reporter: Reporter = reporter or SilentReporter()
         self.evaluate, self.watch, self.remedy = evaluate, watch, remedy
+        self.first_save = first_save
         self.checkpoints = Checkpoints(folder / "checkpoints", config.keep, world)
         self._pending: list[Numbers] = []
         self._logged_at = 0.0
@@ -139,7 +145,8 @@ class Loop:
             self.reporter.tick(done)
             last = done == self.config.steps
             stop = self.world.largest(interrupt.signal or 0)
-            saves = last or stop or done % self.config.save_every == 0
+            usual = done % self.config.save_every == 0 or done == self.first_save
+            saves = last or stop or usual
             if saves or done % self.config.log_every == 0:
                 self._log(done, log)
             if saves:

@@ -35,7 +35,8 @@ def parallelise(
         return module
     if strategy == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids)
+        # Buffers are constants, or follow from weights that are alike everywhere.
+        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32

@@ -186,6 +186,8 @@ class RunLog:
 
 
 def _lines_until(path: Path, step: int, again: bool) -> str:
+    if step == 0:
+        return ""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
