@@ -15,10 +15,12 @@ from didi_instruct import __version__
 from didi_instruct.api.runs import check_folder, configure, open_data_together, write_recipe
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig, Method
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
 from didi_instruct.distillation.didi import DidiTask, References
+from didi_instruct.distillation.hosting import Host
 from didi_instruct.distillation.task import DistillTask, Teacher, check_fit
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.distillation.watch import Watcher
@@ -295,15 +297,16 @@ def _quick_test(
     elif (language := _oracle(loaded)) is not None:
         judge, also = oracle_judge(language), oracle_facts
     else:
-        objective = make_objective(loaded.config)
-
-        def loss(batch: Batch) -> Tensor:
-            host = task.teacher_host
-            return host.run(lambda network: {"loss": objective.loss(network, batch)})["loss"]
-
+        loss = _loss_of(task.teacher_host, loaded.config)
         judge = nelbo_judge(loss, loaded.config, device=task.world.device)
     seed = mix(config.train.seed, "quick")
     return QuickTest(task.schedule, start, task.mask_id, config.watch.budgets, judge, seed, also)
+
+
+def _loss_of(host: Host, config: ModelConfig) -> Callable[[Batch], Tensor]:
+    """A hosted network's part of its pretraining objective: nats per token of each sequence."""
+    objective = make_objective(config)
+    return lambda batch: host.run(lambda net: {"loss": objective.loss(net, batch)})["loss"]
 
 
 def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
@@ -319,10 +322,7 @@ def _evaluator(
 ) -> Callable[[int], Mapping[str, float]]:
     """Quick evaluation of the averaged and of the raw student; every process computes the same."""
     train = task.config.train
-    objective = make_objective(task.model_config)
-
-    def loss(batch: Batch) -> Tensor:
-        return task.student.run(lambda network: {"loss": objective.loss(network, batch)})["loss"]
+    loss = _loss_of(task.student, task.model_config)
 
     def evaluate(step: int) -> Mapping[str, float]:
         with task.averaged():

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from didi_instruct.cli.ending import leave_unless_done
+
 if TYPE_CHECKING:
     from didi_instruct.api.distill import DistillResult
     from didi_instruct.config.distill import Method
@@ -60,14 +62,8 @@ def command(
         data_progress=PrepareBar,
         bank_progress=BankBar,
     )
+    leave_unless_done(result.outcome, result.is_main)
     step = result.outcome.step
-    if not result.is_main:
-        raise typer.Exit(0 if result.finished else 128 + (result.outcome.signal or 0))
-    if not result.finished:
-        typer.echo(
-            f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume."
-        )
-        raise typer.Exit(128 + (result.outcome.signal or 0))
     _summary(result, step)
 
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from didi_instruct.cli.ending import leave_unless_done
+
 
 def command(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")],
@@ -37,14 +39,8 @@ def command(
         reporter=TerminalReporter("pretrain"),
         data_progress=PrepareBar,
     )
+    leave_unless_done(result.outcome, result.is_main)
     step = result.outcome.step
-    if not result.is_main:
-        raise typer.Exit(0 if result.finished else 128 + (result.outcome.signal or 0))
-    if not result.finished:
-        typer.echo(
-            f"Stopped at step {step}; saved {result.outcome.checkpoint}. Go on with --resume."
-        )
-        raise typer.Exit(128 + (result.outcome.signal or 0))
     typer.echo(
         f"Trained {step} steps. Wrote {folder}: model.safetensors, config.json and tokenizer.json "
         "(the averaged model), recipe.yaml, log.jsonl, checkpoints/"
