@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from didi_instruct.api import distill as module
+from didi_instruct.cli.distill import evaluation_line
 from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
@@ -138,7 +139,7 @@ def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(didi, place, settings
         (["short.yaml", "--set", "optim.lr=fast"], "`optim.lr` is 'fast'"),
         (["short.yaml", "--set", "model.hidden=64"], "`model` is not a setting"),
         (["short.yaml", "--set", "prompt=8"], "--set data.source="),
-        (["oracle-teacher"], "`model` is not a setting"),
+        (["oracle-teacher"], "oracle-teacher.yaml is a recipe for `didi pretrain`."),
         (["short.yaml", "--out", "short.yaml"], "is a file"),
         (["short.yaml", "--out", "teacher"], "is not empty"),
         (["short.yaml", "--resume"], "holds no run to resume"),
@@ -208,3 +209,63 @@ def test_after_ctrl_c_no_line_advises_a_command_that_would_be_refused(didi, plac
     assert code == 130
     assert "Go on with --resume." in out
     assert "the same command" not in err
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(didi, place, monkeypatch):
+    """While the bank is drawn, say: exit code 130, and the same command starts over."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    command = ["distill", "short.yaml", "--teacher", "teacher", "--out", "run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "open_bank", interrupted)
+        code, _, err = didi(*command)
+    assert code == 130
+    assert err.strip() == "didi: interrupted; the same command goes on where it can, or starts over"
+    assert didi(*command)[0] == 0
+
+
+def test_running_out_of_memory_names_the_remedy(didi, place, monkeypatch):
+    def starve(*_, **__):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory: 9 bytes\nx")
+
+    monkeypatch.setattr(module, "distill", starve)
+    code, _, err = didi("distill", "short.yaml", "--teacher", "teacher")
+    assert code == 1
+    assert err.startswith("didi: Out of memory: use smaller batches or texts.")
+    assert err.count("\n") == 1
+
+
+def test_an_evaluation_is_one_short_line():
+    values = {
+        "path_kl_4": 14.966, "path_kl_4_se": 0.071, "path_entropy_4": 0.51234,
+        "unique_4gram_4": 0.9, "path_kl_8": 7.69, "path_kl_8_se": 0.05, "path_entropy_8": 0.6,
+        "unique_4gram_8": 0.8, "mistakes_8": 0.5, "path_kl_4_raw": 15.0,
+        "valid_nats_per_token": 1.25,
+    }  # fmt: skip
+    assert evaluation_line(values) == (
+        "at 4, 8 steps: path KL 14.97 ± 0.07, 7.69 ± 0.05; path entropy 0.512, 0.600; "
+        "unique 4-grams 0.900, 0.800; held-out text 1.2500 nats per token"
+    )
+
+
+@pytest.mark.parametrize(
+    ("exact", "prompt", "heading"),
+    [
+        (True, 0, "path KL, nats per sequence (± standard error)"),
+        (False, 0, "judged by the teacher's own bound"),
+        (False, 4, "path entropy, nats per token (texts that continue a prompt have no judge"),
+    ],
+)
+def test_the_table_says_who_judges(didi, place, monkeypatch, exact, prompt, heading):
+    numbers = {"path_entropy_4": 0.5} if prompt else {"path_kl_4": -1.0, "path_entropy_4": 0.5}
+    found = module.DistillResult(
+        place / "run", Outcome(3, None, None), True, numbers, numbers, None, exact, prompt
+    )
+    monkeypatch.setattr(module, "distill", lambda *_, **__: found)
+    code, out, _ = didi("distill", "short.yaml", "--teacher", "teacher", "--out", "run")
+    assert code == 0
+    assert heading in out.splitlines()[0]
+    assert ("--prompt" in out.splitlines()[-1]) == bool(prompt)
+    assert "(the student)" in out, "nothing was averaged"

@@ -44,7 +44,8 @@ def test_a_recipe_is_for_one_verb(name):
     if name in DISTILLATIONS:
         own, other = other, own
     load_recipe(own, name)
-    with pytest.raises(UserError, match="is not a setting"):
+    verb = "didi distill" if own is DistillConfig else "didi pretrain"
+    with pytest.raises(UserError, match=f"{name}.yaml is a recipe for `{verb}`"):
         load_recipe(other, name)
 
 
@@ -298,7 +299,7 @@ STATE = {"grouping": "state", "score_steps": "last"}
         ({"omega_min_time": 0}, "didi.omega_min_time is 0.0: between 0 and 1."),
         ({"omega_min_time": 1}, "didi.omega_min_time is 1.0: between 0 and 1."),
         ({"rollout_steps": 0}, "didi.rollout_steps is 0: use 1 or more."),
-        ({"advantage_eps": 0}, "didi.advantage_eps is 0.0: use more than 0."),
+        ({"advantage_eps": 0}, "didi.advantage_eps is 0.0: use a finite number above 0."),
         ({"advantage_clip": -1}, "didi.advantage_clip is -1.0: use 0 or more."),
         ({"kl_weight": -1}, "didi.kl_weight is -1.0: use 0 or more."),
         ({"kl_weight": float("nan")}, "didi.kl_weight is nan: use 0 or more."),
@@ -325,7 +326,7 @@ def test_a_student_that_cannot_learn_is_refused(didi, message):
 @pytest.mark.parametrize(
     ("discriminator", "message"),
     [
-        ({"lr": 0}, "discriminator.lr is 0.0: use more than 0."),
+        ({"lr": 0}, "discriminator.lr is 0.0: use a finite number above 0."),
         (
             {"label_smoothing": 0.5},
             "discriminator.label_smoothing is 0.5: 0 or more, below 0.5.",
@@ -358,7 +359,7 @@ def test_a_discriminator_that_cannot_learn_is_refused(discriminator, message):
     [
         ({"budgets": []}, "token_matching.budgets is []: step counts, 1 or more."),
         ({"budgets": [4, 0]}, "token_matching.budgets is [4, 0]: step counts, 1 or more."),
-        ({"aux_lr": 0}, "token_matching.aux_lr is 0.0: use more than 0."),
+        ({"aux_lr": 0}, "token_matching.aux_lr is 0.0: use a finite number above 0."),
         ({"contexts": 0}, "token_matching.contexts is 0: use 1 or more."),
         ({"aux_steps": 0}, "token_matching.aux_steps is 0: use 1 or more."),
         ({"warmup": -1}, "token_matching.warmup is -1: use 0 or more."),
@@ -396,11 +397,11 @@ def test_a_matching_that_cannot_learn_is_refused(matching, message):
         ),
         (
             {"didi": {"grouping": "tau", "group_size": 3}},
-            "train.batch_size is 64, which is not a multiple of the group of 3.",
+            "train.batch_size is 64, which is not a multiple of didi.group_size, 3.",
         ),
         (
             {"method": "token-matching", "token_matching": {"contexts": 5}},
-            "train.batch_size is 64, which is not a multiple of the group of 5.",
+            "train.batch_size is 64, which is not a multiple of token_matching.contexts, 5.",
         ),
     ],
 )
@@ -502,7 +503,8 @@ def test_each_method_has_its_own_warm_up(method, warmup):
     [
         (
             {"train": {"steps": 50}, "discriminator": {"warmup": 50}},
-            "train.steps is 50 and the warm-up takes 50 of them: the student would not learn.",
+            "train.steps is 50 and discriminator.warmup takes 50 of them: the student would not "
+            "learn.",
         ),
         (
             {"train": {"batch_size": 1}},
@@ -512,7 +514,7 @@ def test_each_method_has_its_own_warm_up(method, warmup):
             {"didi": {"score_decomposition": False, "rollout_steps": 2}},
             "didi.rollout_steps is 2, the steps to z_τ: it needs didi.score_decomposition.",
         ),
-        ({"discriminator": {"lr": "inf"}}, "discriminator.lr is inf: use more than 0."),
+        ({"discriminator": {"lr": "inf"}}, "discriminator.lr is inf: use a finite number above 0."),
     ],
 )
 def test_a_run_that_would_teach_nothing_is_refused(values, message):

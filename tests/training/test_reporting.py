@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 from rich.console import Console
 
@@ -41,6 +42,24 @@ def test_on_a_terminal_there_is_a_bar():
     text = reporter.console.file.getvalue()
     assert "5/10" in text
     assert "loss 1.25" in text
+
+
+def test_a_narrow_terminal_keeps_counter_and_time_and_drops_numbers():
+    """60 columns hold title, bar, counter and time left; of the numbers, those that fit whole."""
+    reporter = TerminalReporter("distill")
+    reporter.console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    reporter.start(0, 1000)
+    reporter.advance(500, {"loss": 1.25, "reward_student": -0.123456, "disc_accuracy": 0.75})
+    reporter.measuring(500)
+    reporter.stop()
+    lines = [line for line in reporter.console.file.getvalue().splitlines() if "500/1000" in line]
+    assert lines
+    for line in lines:
+        assert re.search(r"500/1000 +(-|\d)[-:\d]+", line), line
+        assert "…" not in line
+    assert "loss 1.25" in lines[0]
+    assert "disc_accuracy" not in lines[0]
+    assert "distill (evaluating)" in lines[-1]
 
 
 def test_numbers_are_shown_in_their_order():

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import check_folder, configure, open_data_together, write_recipe
+from didi_instruct.api.runs import (
+    Change,
+    check_folder,
+    configure,
+    only_run,
+    open_data_together,
+    start_of,
+)
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig
@@ -61,6 +68,10 @@ class DistillResult:
     student: Mapping[str, float] = field(default_factory=dict)
     """The student's last one, averaged weights and raw ones (`…_raw`)."""
     curves: Path | None = None
+    exact: bool = True
+    """Whether the judge of path KL knows the likelihood; else it is the teacher's own bound."""
+    prompt: int = 0
+    """Tokens that every text was given."""
 
     @property
     def finished(self) -> bool:
@@ -69,7 +80,7 @@ class DistillResult:
 
 
 def distill(
-    recipe: str | DistillConfig,
+    recipe: str | Mapping[str, Any] | DistillConfig,
     *,
     teacher: str | Path,
     out: str | Path,
@@ -82,54 +93,108 @@ def distill(
     bank_progress: BankBar = nullcontext,
 ) -> DistillResult:
     """Distil `teacher` as the recipe says, in the folder `out`; under torchrun, all call this."""
+    if not isinstance(teacher, (str, Path)):
+        raise UserError(f"teacher is a {type(teacher).__name__}: give the folder of a model.")
     folder, source = Path(out), Path(teacher)
     more = [] if method is None else [f"method={method}"]
-    config = configure(DistillConfig, recipe, [*overrides, *more])
+    config = configure(DistillConfig, recipe, [*overrides, *more] if more else overrides)
     verb = f"didi distill RECIPE --teacher {source}"
-    check_folder(folder, config, resume, verb=verb, own=("data", "bank"))
+    changes = check_folder(folder, config, resume, verb=verb)
     loaded = load_model(source)
     student = _student(config, loaded, source)
     with open_world(device) as world:
-        shown = reporter if world.is_main and reporter else SilentReporter()
         check_fit(config, loaded.config, processes=world.size)
-        data, valid = _data(config, loaded, source, folder, world, data_progress)
-        rows = None if data is None else data.length
-        check_fit(config, loaded.config, rows=rows, processes=world.size)
-        taught = Teacher(
-            network=_denoiser(loaded, source).to(world.device),
-            tokenizer=loaded.tokenizer,
-            fingerprint=read_manifest(source).files[MODEL].sha256,
-        )
-        if resume:
-            _check_teacher(folder, taught.fingerprint)
-        task = _task(config, taught, student, world, data, folder, bank_progress)
-        test = _quick_test(task, taught, valid, loaded)
-        result: dict[str, float] = {}
-        loop = Loop(
+        with only_run(folder, world):
+            shown = reporter if world.is_main and reporter else SilentReporter()
+            data, valid = _data(config, loaded, source, folder, world, data_progress)
+            rows = None if data is None else data.length
+            check_fit(config, loaded.config, rows=rows, processes=world.size)
+            taught = Teacher(
+                network=_denoiser(loaded, source).to(world.device),
+                tokenizer=loaded.tokenizer,
+                fingerprint=read_manifest(source).files[MODEL].sha256,
+            )
+            if resume:
+                _check_teacher(folder, taught.fingerprint)
+            task = _task(config, taught, student, world, data, folder, bank_progress)
+            test = _quick_test(task, valid, loaded)
+            run = _Run(config, taught, task, test, valid, folder, shown)
+            return run(changes, resume)
+
+
+class _Run:
+    """A task in its folder, from the first step or the last checkpoint to the product."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        task: DistillTask,
+        test: QuickTest,
+        valid: TokenSource | None,
+        folder: Path,
+        reporter: Reporter,
+    ) -> None:
+        self.config, self.teacher, self.task, self.test = config, teacher, task, test
+        self.world, self.folder, self.reporter = task.world, folder, reporter
+        self.found: dict[str, float] = {}
+        """The student's last quick evaluation."""
+        self.loop = Loop(
             task,
             config.train,
             folder,
-            world,
-            reporter=shown,
-            evaluate=_evaluator(task, test, valid, result),
-            watch=Watcher(task, shown.say),
-            remedy="optim.lr, discriminator.lr or token_matching.aux_lr",
+            task.world,
+            reporter=reporter,
+            evaluate=_evaluator(task, test, valid, self.found),
+            watch=Watcher(task, reporter.say),
+            remedy=f"optim.lr or {task.critic_rate}",
             first_save=max(1, config.warmup),
         )
-        start = loop.resume() if resume else 0
-        if world.is_main:
-            write_recipe(folder, config)
-        before = test.measure(task.teacher) if config.watch.budgets else {}
-        outcome = loop.run(start, before if config.student is None else None)
-        curves = None
+
+    def __call__(self, changes: Sequence[Change], resume: bool) -> DistillResult:
+        start = start_of(self.loop, self.config, changes, resume)
+        if start is None:
+            return self._as_before()
+        before: dict[str, float] = {}
+        if self.config.watch.budgets:
+            budgets = ", ".join(map(str, self.config.watch.budgets))
+            self.reporter.say(f"Measuring the teacher at {budgets} steps")
+            before = self.test.measure(self.task.teacher)
+        outcome = self.loop.run(start, before if self.config.student is None else None)
+        curves = False
         if outcome.signal is None:
-            task.write_model(folder, _provenance(config, taught, outcome, before, result))
-            if world.is_main and draw_curves(
-                folder / "log.jsonl", folder / CURVES, title=f"{config.method}: {folder.name}"
-            ):
-                curves = folder / CURVES
-            world.wait()
-    return DistillResult(folder, outcome, world.is_main, before, result, curves)
+            facts = _provenance(self.config, self.teacher, outcome, before, self.found)
+            self.task.write_model(self.folder, facts)
+            if self.world.is_main:
+                title = f"{self.config.method}: {self.folder.name}"
+                log, picture = self.folder / "log.jsonl", self.folder / CURVES
+                curves = draw_curves(log, picture, title=title)
+            self.world.wait()
+        return self._result(outcome, before, self.found, curves)
+
+    def _as_before(self) -> DistillResult:
+        """What a finished run found when it finished."""
+        found = read_manifest(self.folder).provenance.get("quick_evaluation", {})
+        outcome, curves = self.loop.as_it_stands(), (self.folder / CURVES).exists()
+        return self._result(outcome, found.get("teacher", {}), found.get("student", {}), curves)
+
+    def _result(
+        self,
+        outcome: Outcome,
+        teacher: Mapping[str, float],
+        student: Mapping[str, float],
+        curves: bool,
+    ) -> DistillResult:
+        return DistillResult(
+            self.folder,
+            outcome,
+            self.world.is_main,
+            teacher,
+            student,
+            self.folder / CURVES if curves else None,
+            self.test.exact,
+            self.config.prompt,
+        )
 
 
 def _check_teacher(folder: Path, fingerprint: str) -> None:
@@ -280,9 +345,7 @@ def _bank(
         )
 
 
-def _quick_test(
-    task: DistillTask, teacher: Teacher, valid: TokenSource | None, loaded: LoadedModel
-) -> QuickTest:
+def _quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel) -> QuickTest:
     """The quick evaluation: exact on the oracle language, else judged by the teacher's NELBO."""
     config = task.config
     start = torch.full((config.watch.samples, task.length), task.mask_id, device=task.world.device)
@@ -300,7 +363,16 @@ def _quick_test(
         loss = _loss_of(task.teacher_host, loaded.config)
         judge = nelbo_judge(loss, loaded.config, device=task.world.device)
     seed = mix(config.train.seed, "quick")
-    return QuickTest(task.schedule, start, task.mask_id, config.watch.budgets, judge, seed, also)
+    return QuickTest(
+        task.schedule,
+        start,
+        task.mask_id,
+        config.watch.budgets,
+        judge,
+        seed,
+        also,
+        exact=also is not None,
+    )
 
 
 def _loss_of(host: Host, config: ModelConfig) -> Callable[[Batch], Tensor]:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import check_folder, configure, open_data_together, write_recipe
+from didi_instruct.api.runs import (
+    check_folder,
+    configure,
+    only_run,
+    open_data_together,
+    start_of,
+)
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
@@ -37,7 +43,7 @@ class PretrainResult:
 
 
 def pretrain(
-    recipe: str | PretrainConfig,
+    recipe: str | Mapping[str, Any] | PretrainConfig,
     *,
     out: str | Path,
     overrides: Sequence[str] = (),
@@ -49,11 +55,11 @@ def pretrain(
     """Train what the recipe says in the folder `out`; under torchrun, every process calls this."""
     folder = Path(out)
     config = configure(PretrainConfig, recipe, overrides)
-    check_folder(folder, config, resume, verb="didi pretrain RECIPE")
+    changes = check_folder(folder, config, resume, verb="didi pretrain RECIPE")
     # A shape that no model can have is refused before a corpus is tokenised for it.
     vocab_size = config.model.vocab_size
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
-    with open_world(device) as world:
+    with open_world(device) as world, only_run(folder, world):
         shown = reporter if world.is_main and reporter else SilentReporter()
         length, seed = config.model.row_length, config.train.seed
         data, valid = open_data_together(
@@ -62,9 +68,9 @@ def pretrain(
         task = PretrainTask(config, config.model.resolve(data.num_tokens), data, world)
         evaluate = _evaluator(task, valid, config) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
-        start = loop.resume() if resume else 0
-        if world.is_main:
-            write_recipe(folder, config)
+        start = start_of(loop, config, changes, resume)
+        if start is None:
+            return PretrainResult(folder, loop.as_it_stands(), world.is_main)
         for note in _notes(config, task.model_config, data, world):
             shown.say(note)
         outcome = loop.run(start)

@@ -1,10 +1,11 @@
 """A run's folder: its recipe, whether it may be begun or resumed, what may change meanwhile."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, fields, replace
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -15,11 +16,16 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
+from didi_instruct.models.manifest import CONFIG
+from didi_instruct.training.loop import Loop
 from didi_instruct.training.world import World
 
 T = TypeVar("T")
 
-RECIPE = "recipe.yaml"
+RECIPE, LOCK = "recipe.yaml", ".lock"
+BEFORE_THE_FIRST_STEP = (LOCK, "data", "bank")
+BEFORE_THE_FIRST_SAVE = (*BEFORE_THE_FIRST_STEP, RECIPE, "log.jsonl", "tensorboard", "checkpoints")
+"""What a run that was stopped may leave in its folder: the same command starts it over."""
 
 FREE_TO_CHANGE = {
     "": {"reproduces", "expect"},
@@ -33,41 +39,127 @@ FREE_TO_CHANGE = {
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
 
 
-def configure(cls: type[T], recipe: str | T, overrides: Sequence[str] = ()) -> T:
-    """Settings from a recipe's name, its file, or settings already made, with overrides."""
-    if isinstance(recipe, str):
-        return load_recipe(cls, recipe, overrides)
-    if not overrides:
-        return recipe
-    values = apply_overrides(_plain(asdict(recipe)), overrides)  # type: ignore[call-overload]
-    return parse(cls, values, where=cls.__name__)
+class Change(NamedTuple):
+    """A setting that differs from the one a run was begun with."""
+
+    name: str
+    before: Any
+    now: Any
+    free: bool
+    """Whether a resumed run may change it."""
 
 
-def check_folder(
-    folder: Path, config: Any, resume: bool, *, verb: str, own: tuple[str, ...] = ("data",)
-) -> None:
+def configure(
+    cls: type[T], recipe: str | Mapping[str, Any] | T, overrides: Sequence[str] = ()
+) -> T:
+    """Settings from a recipe's name, its file, a mapping or settings already made, overridden."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides is the text {overrides!r}: give a list of them.")
+    if isinstance(recipe, (str, Path)):
+        return load_recipe(cls, str(recipe), overrides)
+    # Settings made in Python are checked as those of a file are.
+    if is_dataclass(recipe) and not isinstance(recipe, type):
+        recipe = asdict(recipe)
+    if not isinstance(recipe, Mapping):
+        raise UserError(f"A recipe is a name, a file, a mapping or a {cls.__name__}: {recipe!r}.")
+    return parse(cls, apply_overrides(_plain(dict(recipe)), overrides), where=cls.__name__)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a run has saved something in a folder."""
+    finished = (folder / CONFIG).exists() and (folder / RECIPE).exists()
+    return finished or any((folder / "checkpoints").glob("step-*"))
+
+
+def check_folder(folder: Path, config: Any, resume: bool, *, verb: str) -> list[Change]:
     """Refuse to write over another run, or to resume one that was set up otherwise.
 
-    `verb` is the command, with RECIPE for the recipe; `own` is what a run prepares in its folder
-    before it has begun.
+    `verb` is the command, with RECIPE for the recipe. Returns what a resumed run changes.
     """
-    begun = (folder / RECIPE).exists() or (folder / "checkpoints").exists()
+    begun, recipe = is_begun(folder), folder / RECIPE
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder with --out.")
     if not resume and begun:
         raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
+    own = BEFORE_THE_FIRST_SAVE if recipe.exists() else BEFORE_THE_FIRST_STEP
     if not resume and folder.exists() and any(p.name not in own for p in folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another --out.")
-    if resume and not begun:
+    if not resume:
+        return []
+    if not begun and not recipe.exists():
         raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
-    if resume and (folder / RECIPE).exists():
-        before = parse(type(config), read_yaml(folder / RECIPE), where=str(folder / RECIPE))
-        command = verb.replace("RECIPE", str(folder / RECIPE))
-        for name, old, new in _differences(asdict(before), asdict(config)):
+    if not recipe.exists():
+        return []
+    before = parse(type(config), read_yaml(recipe), where=str(recipe))
+    changes = list(_differences(asdict(before), asdict(config)))
+    for change in changes:
+        if not change.free:
             raise UserError(
-                f"{folder} was begun with {name} = {old}, now it is {new}: resume as it began "
-                f"({command} --out {folder} --resume), or choose another --out."
+                f"{folder} was begun with {change.name} = {change.before}, now it is {change.now}: "
+                f"resume as it began ({verb.replace('RECIPE', str(recipe))} --out {folder} "
+                "--resume), or choose another --out."
             )
+    return changes
+
+
+@contextmanager
+def only_run(folder: Path, world: World) -> Iterator[None]:
+    """Hold a run's folder, so that no second command writes into it; all processes call."""
+    taken, handle, new = False, None, not folder.exists()
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        taken = not _lock(handle)
+    try:
+        if world.any(taken):
+            raise UserError(f"{folder} is in use by another didi: wait for it, or change --out.")
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+            if new and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()  # refused before anything was done: no trace
+                folder.rmdir()
+
+
+def _lock(handle: int) -> bool:
+    """Take a lock that ends with the process; True also where locks do not exist."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def start_of(loop: Loop, config: Any, changes: Sequence[Change], resume: bool) -> int | None:
+    """Load the last checkpoint and keep the recipe; the step to go on from, None at the end.
+
+    A run that has finished stays as it is, recipe included.
+    """
+    folder, steps = loop.folder, loop.config.steps
+    start = loop.resume() if resume else 0
+    if start > steps:
+        raise UserError(
+            f"{folder} has made {start} steps already, and train.steps is {steps}: "
+            "it cannot go back. Choose another --out to start over."
+        )
+    if resume and start == steps and (folder / CONFIG).exists():
+        loop.reporter.say(
+            f"{folder} has finished its {steps} steps: nothing to do "
+            f"(--set train.steps=... above {steps} goes on)."
+        )
+        return None
+    for change in changes:
+        loop.reporter.say(f"Changed: {change.name} {change.before} -> {change.now}")
+    if loop.world.is_main:
+        write_recipe(folder, config)
+    return start
 
 
 def write_recipe(folder: Path, config: Any) -> None:
@@ -89,7 +181,7 @@ def open_data_together(
 ) -> tuple[TokenSource, TokenSource | None]:
     """Open the data in every process; the main one goes first, since it may have to prepare it."""
     prepared, source = folder / "data", config
-    if is_prepared(prepared) and (folder / RECIPE).exists():
+    if is_prepared(prepared) and is_begun(folder):
         # A run that goes on needs its tokens, not the corpus they were made from.
         source = replace(source, source=str(prepared))
 
@@ -116,11 +208,10 @@ def _plain(value: Any) -> Any:
 
 def _differences(
     before: Mapping[str, Any], after: Mapping[str, Any], section: str = ""
-) -> list[tuple[str, Any, Any]]:
-    found = []
+) -> Iterator[Change]:
     for name, old in before.items():
         if isinstance(old, dict):
-            found += _differences(old, after[name], f"{section}{name}.")
-        elif old != after[name] and name not in FREE_TO_CHANGE.get(section.rstrip("."), set()):
-            found.append((f"{section}{name}", old, after[name]))
-    return found
+            yield from _differences(old, after[name], f"{section}{name}.")
+        elif old != after[name]:
+            free = name in FREE_TO_CHANGE.get(section.rstrip("."), set())
+            yield Change(f"{section}{name}", old, after[name], free)

@@ -63,6 +63,9 @@ def open_source(
 def _in_words_of_a_recipe(advice: str, folder: Path) -> str:
     """What `didi data prepare` would call a flag is a setting here."""
     advice = advice.replace("start over with --overwrite", f"delete {folder} to start over")
+    advice = advice.replace(
+        "with --eot", "with `didi data prepare --eot`, and give its folder as data.source"
+    )
     for flag, setting in (
         ("field", "data.field"),
         ("documents", "data.documents"),

@@ -1,6 +1,7 @@
 """`didi distill`."""
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -58,44 +59,90 @@ def command(
         method=cast("Method | None", method),
         resume=resume,
         device=device,
-        reporter=TerminalReporter("distill", shown=SHOWN),
+        reporter=TerminalReporter("distill", shown=SHOWN, summary=evaluation_line),
         data_progress=PrepareBar,
         bank_progress=BankBar,
     )
     leave_unless_done(result.outcome, result.is_main)
-    step = result.outcome.step
-    _summary(result, step)
+    _summary(result)
 
 
-def _summary(result: "DistillResult", step: int) -> None:
+MEASURES = {
+    "path_kl": ("path KL", ".2f"),
+    "path_entropy": ("path entropy", ".3f"),
+    "unique_4gram": ("unique 4-grams", ".3f"),
+    "latent_share": ("latent entropy", ".1%"),
+}
+"""What an evaluation measures at each budget: its name for people, and its format."""
+
+
+def evaluation_line(values: Mapping[str, float]) -> str:
+    """Numbers of an evaluation by measure, one for each budget: `path KL (4, 8 steps) 14.97, 7.69`.
+
+    Those of the raw weights are in the log alone.
+    """
+    parts, budgets = [], ", ".join(map(str, _budgets(values)))
+    for name, (title, form) in MEASURES.items():
+        cells = [_cell(values, f"{name}_{n}", form) for n in _budgets(values)]
+        if all(cells):
+            parts.append(f"{title} {', '.join(cells)}")
+    if "valid_nats_per_token" in values:
+        parts.append(f"held-out text {values['valid_nats_per_token']:.4f} nats per token")
+    return (f"at {budgets} steps: " if budgets else "") + "; ".join(parts)
+
+
+def _budgets(values: Mapping[str, float]) -> list[int]:
+    found = (re.fullmatch(r"path_entropy_(\d+)", name) for name in values)
+    return [int(match[1]) for match in found if match]
+
+
+def _cell(values: Mapping[str, float], name: str, form: str) -> str:
+    """A number with its standard error; empty where there is none."""
+    if name not in values:
+        return ""
+    error = values.get(f"{name}_se")
+    return f"{values[name]:{form}}" + (f" ± {error:{form}}" if error is not None else "")
+
+
+def _summary(result: "DistillResult") -> None:
     """Say what was won and what was written."""
     for line in _comparison(result):
         typer.echo(line)
-    also = f", {result.curves.name}" if result.curves else ""
+    files = ("discriminator.safetensors", "bank/", "curves.png")
+    also = "".join(f", {name}" for name in files if (result.folder / name).exists())
+    averaged = any(name.endswith("_raw") for name in result.student)
     typer.echo(
-        f"Distilled {step} iterations. Wrote {result.folder}: model.safetensors, config.json and "
-        f"tokenizer.json (the averaged student), recipe.yaml, log.jsonl, checkpoints/{also}"
+        f"Distilled {result.outcome.step} iterations. Wrote {result.folder}: model.safetensors, "
+        f"config.json and tokenizer.json (the {'averaged ' if averaged else ''}student), "
+        f"recipe.yaml, log.jsonl, checkpoints/{also}"
     )
     if result.curves is None:
         typer.echo('No curves.png: matplotlib is missing (pip install "didi-instruct[eval]").')
-    typer.echo(f"Next: didi generate {result.folder} --steps 8")
+    prompt = ' --prompt "..."' if result.prompt else ""
+    typer.echo(f"Next: didi generate {result.folder} --steps 8{prompt}")
 
 
-def _comparison(result: "DistillResult") -> list[str]:
-    """Path KL of teacher and student at every budget, as a small table."""
-    found = [re.fullmatch(r"path_kl_(\d+)", name) for name in result.teacher]
-    budgets = [match[1] for match in found if match]
+def _comparison(result: "DistillResult") -> Iterator[str]:
+    """Teacher and student at every budget, as a small table; path KL where there is a judge."""
+    budgets = _budgets(result.teacher)
     if not budgets or not result.student:
-        return []
-    lines = ["path KL, nats per sequence (± standard error)"]
-    lines.append("steps".rjust(10) + "".join(n.rjust(18) for n in budgets))
+        return
+    name, (title, form) = next(
+        (n, m) for n, m in MEASURES.items() if f"{n}_{budgets[0]}" in result.teacher
+    )
+    if name != "path_kl":
+        yield f"{title}, nats per token (texts that continue a prompt have no judge here)"
+    elif result.exact:
+        yield f"{title}, nats per sequence (± standard error)"
+    else:
+        yield (
+            f"{title}, nats per sequence (± standard error), judged by the teacher's own bound: "
+            "differences count, a value may be below 0"
+        )
+    yield "steps".rjust(10) + "".join(str(n).rjust(18) for n in budgets)
     rows = {"teacher": (result.teacher, ""), "student": (result.student, "")}
     if any(name.endswith("_raw") for name in result.student):
         rows["raw"] = (result.student, "_raw")
-    for title, (numbers, tag) in rows.items():
-        cells = (
-            f"{numbers[f'path_kl_{n}{tag}']:.2f} ± {numbers[f'path_kl_{n}{tag}_se']:.2f}"
-            for n in budgets
-        )
-        lines.append(title.rjust(10) + "".join(cell.rjust(18) for cell in cells))
-    return lines
+    for row, (numbers, tag) in rows.items():
+        cells = (_cell(numbers, f"{name}_{n}{tag}", form) for n in budgets)
+        yield row.rjust(10) + "".join(cell.rjust(18) for cell in cells)

@@ -1,5 +1,6 @@
 """How a training command ends before its summary."""
 
+import sys
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,4 +18,4 @@ def leave_unless_done(outcome: "Outcome", is_main: bool) -> None:
         typer.echo(
             f"Stopped at step {outcome.step}; saved {outcome.checkpoint}. Go on with --resume."
         )
-        raise typer.Exit(code)
+        sys.exit(code)  # typer.Exit(130) is what Ctrl-C elsewhere looks like

@@ -50,13 +50,15 @@ def main() -> None:
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+            print(
+                "didi: interrupted; the same command goes on where it can, or starts over",
+                file=sys.stderr,
+            )
     except Exception as error:
         if debug:
             traceback.print_exc()
         code = _explain(error)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-        print("didi: interrupted; the same command goes on or starts over", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -70,8 +72,14 @@ def _explain(error: Exception) -> int:
         code, text = getattr(error, "exit_code", WRONG_USAGE), error.format_message()
     elif isinstance(error, OSError) and error.strerror is not None:
         code, text = WRONG_USAGE, f"{error.filename or 'Writing'}: {error.strerror}"
+    elif isinstance(error, MemoryError) or "memory" in str(error).lower():
+        code, text = FAILED, f"Out of memory: use smaller batches or texts. ({_first_line(error)})"
     else:
         code, text = FAILED, f"{type(error).__name__}: {error} (--debug shows where)"
     if text:  # none where the help was printed instead
         print(f"didi: {' '.join(text.split())}", file=sys.stderr)
     return int(code)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

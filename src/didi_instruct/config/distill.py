@@ -24,7 +24,7 @@ def _positive(section: str, settings: object, names: Iterable[str]) -> None:
     for name in names:
         value = getattr(settings, name)
         if not 0 < value < math.inf:
-            raise UserError(f"{section}.{name} is {value}: use more than 0.")
+            raise UserError(f"{section}.{name} is {value}: use a finite number above 0.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,8 +265,8 @@ class DistillConfig:
                 raise UserError(f"{why}: name it with --set data.source=...")
         if self.warmup >= self.train.steps:
             raise UserError(
-                f"train.steps is {self.train.steps} and the warm-up takes {self.warmup} of them: "
-                "the student would not learn."
+                f"train.steps is {self.train.steps} and {self._part}.warmup takes {self.warmup} of "
+                "them: the student would not learn."
             )
         if self.method == "didi" and self.train.batch_size < 2:
             raise UserError(
@@ -275,9 +275,19 @@ class DistillConfig:
             )
         if self.train.batch_size % self.group_size:
             raise UserError(
-                f"train.batch_size is {self.train.batch_size}, which is not a multiple of the "
-                f"group of {self.group_size}."
+                f"train.batch_size is {self.train.batch_size}, which is not a multiple of "
+                f"{self.group_setting}, {self.group_size}."
             )
+
+    @property
+    def _part(self) -> str:
+        """The section of the second network."""
+        return "token_matching" if self.method == "token-matching" else "discriminator"
+
+    @property
+    def group_setting(self) -> str:
+        """The setting that is `group_size`."""
+        return "token_matching.contexts" if self.method == "token-matching" else "didi.group_size"
 
     @property
     def group_size(self) -> int:

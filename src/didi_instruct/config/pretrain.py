@@ -94,7 +94,9 @@ class OptimConfig:
         """Refuse settings that cannot train."""
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"optim.{name} is {getattr(self, name)}: use more than 0.")
+                raise UserError(
+                    f"optim.{name} is {getattr(self, name)}: use a finite number above 0."
+                )
         for name in ("clip", "warmup", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"optim.{name} is {getattr(self, name)}: use 0 or more.")

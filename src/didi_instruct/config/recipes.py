@@ -1,10 +1,13 @@
 """Recipes: YAML files, shipped by name or given as a path."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import apply_overrides, parse, read_yaml
+from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.errors import UserError
 
 T = TypeVar("T")
@@ -34,7 +37,19 @@ def find_recipe(recipe: str) -> Path:
 def load_recipe(cls: type[T], recipe: str, overrides: Sequence[str] = ()) -> T:
     """Read a recipe into the settings class `cls`, with `section.key=value` overrides."""
     path = find_recipe(recipe)
-    return parse(cls, apply_overrides(read_recipe(path), overrides), where=path.name)
+    values = read_recipe(path)
+    _check_kind(cls, values, path)
+    return parse(cls, apply_overrides(values, overrides), where=path.name)
+
+
+def _check_kind(cls: type[Any], values: dict[str, Any], path: Path) -> None:
+    """Refuse a recipe of another command by that command's name."""
+    verbs = {PretrainConfig: "didi pretrain", DistillConfig: "didi distill"}
+    fitting = [
+        kind for kind in verbs if set(values) <= {field.name for field in dataclasses.fields(kind)}
+    ]
+    if cls in verbs and fitting and cls not in fitting:
+        raise UserError(f"{path.name} is a recipe for `{verbs[fitting[0]]}`.")
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

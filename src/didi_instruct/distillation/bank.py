@@ -92,9 +92,12 @@ def open_bank(
     assert settings.rows > 0, "a bank has rows"
     # Every process looks before any writes: all see the same, so one that refuses is not alone.
     recorded = _recorded_rows(folder, settings)
+    row_bytes = settings.length * settings.dtype.itemsize
+    there = sum(path.stat().st_size for path in folder.glob("rows-*.npy"))
+    require_space(folder, max(0, settings.rows * row_bytes - there))  # before shards are listed
     shards = _shards(folder, settings.rows)
     missing = [shard for shard in shards if _mapped(shard, settings) is None]
-    require_space(folder, _rows(missing) * settings.length * settings.dtype.itemsize)
+    require_space(folder, _rows(missing) * row_bytes)
     world.wait()
     if world.is_main and recorded < settings.rows:
         with no_space_as_user_error(folder):

@@ -56,7 +56,7 @@ class Compared:
 class DidiTask(DistillTask):
     """Student and discriminator, in turns."""
 
-    critic_name = "discriminator"
+    critic_name, critic_rate = "discriminator", "discriminator.lr"
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class DidiTask(DistillTask):
     def step(self, step: int) -> Tensors:
         """One iteration of Algorithm 1."""
         didi = self.config.didi
+        self.remember_entropy()
         for turn in range(self.config.discriminator.steps):
             parts = [self.compare(step, turn, indices) for indices in self.parts()]
             numbers = self.teach_discriminator(step, parts)
@@ -103,9 +104,6 @@ class DidiTask(DistillTask):
         if learns:
             share = self.world.share(len(reward))
             numbers |= self.teach_student(step, parts, advantage.values[share.start : share.stop])
-        else:
-            numbers |= dict.fromkeys(STUDENT_NUMBERS, self.number(0.0))
-        self.remember_entropy(numbers["path_entropy"])
         return numbers | {
             "student_waits": self.number(not learns),
             "at_chance": self.number(at_chance),
@@ -121,24 +119,12 @@ class DidiTask(DistillTask):
     @torch.no_grad()
     def compare(self, step: int, turn: int, indices: Tensor) -> Compared:
         """Roll the student out, take reference texts, corrupt both to the same time."""
-        config, didi = self.config, self.config.didi
-        noise, group = self.noise(step, turn, indices), didi.group_size
-        shares_state = didi.grouping == "state"
+        didi, noise = self.config.didi, self.noise(step, turn, indices)
         tau = self._times(noise, 0)
         reference, owner = self._reference(step, turn, indices)
-        texts = rollout(
-            self.student_rows,
-            self.schedule,
-            self.starts(reference if config.prompt else None),
-            owner,
-            tau if didi.score_decomposition else None,
-            noise,
-            self.mask_id,
-            steps=didi.rollout_steps,
-            shared=group if shares_state else 1,
-        )
+        texts = self._roll_out(noise, tau, reference if self.config.prompt else None, owner)
         t = tau if didi.coupled_time else self._times(noise, 1)
-        coins = noise.of_groups(group) if shares_state else noise
+        coins = noise.of_groups(didi.group_size) if didi.grouping == "state" else noise
         numbers = coins.uniforms(self.length, Purpose.REMASK, 0)
         numbers = numbers.repeat_interleave(len(tau) // len(numbers), 0)
         t_reference = t[:: len(t) // len(reference)]
@@ -154,6 +140,40 @@ class DidiTask(DistillTask):
             self._corrupt(reference, written, t_reference, other),
             written,
         )
+
+    def _roll_out(
+        self, noise: Noise, tau: Tensor, prompts: Tensor | None, owner: Tensor
+    ) -> Rollout:
+        """Texts of the student; `prompts` are rows that begin with them, where there are any."""
+        didi = self.config.didi
+        return rollout(
+            self.student_rows,
+            self.schedule,
+            self.starts(prompts),
+            owner,
+            tau if didi.score_decomposition else None,
+            noise,
+            self.mask_id,
+            steps=didi.rollout_steps,
+            shared=didi.group_size if didi.grouping == "state" else 1,
+        )
+
+    @torch.no_grad()
+    def drawn_entropy(self, turn: int) -> Tensor:
+        """Path entropy per token of a batch that nobody learns from."""
+        totals = Totals()
+        for indices in self.parts():
+            noise = self.noise(0, turn, indices)
+            prompts, owner = None, torch.zeros_like(indices)
+            if self.config.prompt:
+                prompts, owner = self._reference(0, turn, indices)
+            texts = self._roll_out(noise, self._times(noise, 0), prompts, owner)
+            totals.add(entropy=self._path_entropy(texts))
+        return self.summed(totals)["entropy"]
+
+    def _path_entropy(self, texts: Rollout) -> Tensor:
+        """A part's share of the entropy per token."""
+        return -(texts.log_prob / texts.written.sum(1)).sum() / self.config.train.batch_size
 
     def _times(self, noise: Noise, which: int) -> Tensor:
         """τ ~ π for each text, or one for each group."""
@@ -232,7 +252,7 @@ class DidiTask(DistillTask):
                 disc_accuracy=(r_fake < 0).sum() / (2 * batch) + (r_real > 0).sum() / (2 * counts),
                 reward_student=r_fake.sum() / batch,
                 reward_reference=r_real.sum() / counts,
-                path_entropy=-(part.rollout.log_prob / part.rollout.written.sum(1)).sum() / batch,
+                path_entropy=self._path_entropy(part.rollout),
             )
         numbers = self.summed(totals)
         saturated = self._is_saturated(float(numbers["disc_accuracy"]))
@@ -336,9 +356,6 @@ class DidiTask(DistillTask):
         x = torch.cat([part.rollout.x[::each] for part in parts])
         written = torch.cat([part.rollout.written[::each] for part in parts])
         return unique_ngrams(self.world.gather(x), self.world.gather(written))
-
-
-STUDENT_NUMBERS = ("loss", "policy_loss", "kl", "entropy", "grad_norm")
 
 
 def smooth_bce(log_ratio: Tensor, where: Tensor, target: float) -> Tensor:

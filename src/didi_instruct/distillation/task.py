@@ -28,6 +28,11 @@ from didi_instruct.training.optim import Updater, learning_rate
 from didi_instruct.training.pretrain import CPU_TOKENS
 from didi_instruct.training.world import World
 
+ENOUGH_TEXTS = 256
+"""Texts behind an average by which a collapse is told."""
+BEFORE = 1_000_000
+"""Turn of the first of the batches that are drawn before anything is learnt."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
@@ -69,7 +74,7 @@ def check_fit(
     if size % (processes * group):
         raise UserError(
             f"train.batch_size is {size}, which {processes} processes cannot share in whole "
-            f"groups of {group}."
+            f"groups of {config.group_setting}, {group}."
         )
 
 
@@ -82,6 +87,8 @@ class DistillTask(ABC):
 
     critic_name: str
     """What the second network is called in a checkpoint."""
+    critic_rate: str
+    """The setting that is its learning rate."""
 
     def __init__(
         self,
@@ -120,13 +127,17 @@ class DistillTask(ABC):
         )
         self.accuracy = RunningMean()
         self.entropy_at_start = torch.zeros(1, dtype=torch.float64)
-        """Of the first iteration, nats per token: what a collapse is told from."""
+        """Of the student's draws before it learns, nats per token: a collapse is told from it."""
         self._teacher_id = teacher.fingerprint
         self._teacher_at_start: Tensor | None = None
 
     @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
         """Update the networks once."""
+
+    @abstractmethod
+    def drawn_entropy(self, turn: int) -> Tensor:
+        """Path entropy per token of a batch that nobody learns from."""
 
     def learns(self, step: int) -> bool:
         """Whether the student's turn has come."""
@@ -184,10 +195,13 @@ class DistillTask(ABC):
         """A plain number among those of an iteration."""
         return torch.tensor(value, dtype=torch.float64, device=self.world.device)
 
-    def remember_entropy(self, value: Tensor) -> None:
-        """Keep the first iteration's entropy."""
-        if not bool(self.entropy_at_start):
-            self.entropy_at_start.fill_(float(value))
+    def remember_entropy(self) -> None:
+        """Measure how varied the student's draws are, unless that was done before it learnt."""
+        if bool(self.entropy_at_start) or not self.config.watch.min_entropy:
+            return
+        batches = -(-ENOUGH_TEXTS // self.config.train.batch_size)
+        found = [self.drawn_entropy(BEFORE + turn) for turn in range(batches)]
+        self.entropy_at_start.fill_(float(torch.stack(found).mean()))
 
     # What the loop asks for
 

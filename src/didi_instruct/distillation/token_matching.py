@@ -110,7 +110,7 @@ def path_times(budgets: tuple[int, ...], where: Tensor) -> tuple[Tensor, Tensor,
 class TokenMatchingTask(DistillTask):
     """Student and auxiliary denoiser, in turns."""
 
-    critic_name = "auxiliary"
+    critic_name, critic_rate = "auxiliary", "token_matching.aux_lr"
 
     def __init__(
         self,
@@ -128,6 +128,7 @@ class TokenMatchingTask(DistillTask):
     def step(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
         settings = self.config.token_matching
+        self.remember_entropy()
         for turn in range(settings.aux_steps):
             learns = self.learns(step) and turn == settings.aux_steps - 1
             plans = [self.plan(step, turn, indices) for indices in self.parts()]
@@ -147,15 +148,28 @@ class TokenMatchingTask(DistillTask):
                     texts.append(drawn.x[:: settings.contexts])
             aux_norm = self.critic_updater.update(step)
         numbers = self.summed(totals)
-        norm = self.updater.update(step - self.config.warmup) if learns else self.number(0.0)
-        self.remember_entropy(numbers["path_entropy"])
+        if learns:
+            numbers["grad_norm"] = self.updater.update(step - self.config.warmup)
         x = self.world.gather(torch.cat(texts))
         return numbers | {
-            "grad_norm": norm,
             "aux_grad_norm": aux_norm,
             "unique_4gram": unique_ngrams(x, self._written(x)),
             "kl_start": self.kl_at_start(),
         }
+
+    @torch.no_grad()
+    def drawn_entropy(self, turn: int) -> Tensor:
+        """Path entropy per token of a batch that nobody learns from."""
+        plans = [self.plan(0, turn, indices) for indices in self.parts()]
+        counts, totals = self._counts(plans), Totals()
+        for indices, plan in zip(self.parts(), plans, strict=True):
+            drawn = self._draw(plan, self.noise(0, turn, indices), learns=False, sync=False)
+            totals.add(entropy=self._path_entropy(drawn, counts))
+        return self.summed(totals)["entropy"]
+
+    def _path_entropy(self, drawn: Drawn, counts: Tensor) -> Tensor:
+        """A part's share of the entropy per token."""
+        return -drawn.log_prob / (counts[1] * self.config.token_matching.contexts)
 
     def _written(self, x: Tensor) -> Tensor:
         """Positions of texts that the student has written so far."""
@@ -222,7 +236,7 @@ class TokenMatchingTask(DistillTask):
         self.critic.backward(aux_loss, sync=sync)
         totals.add(
             aux_loss=aux_loss,
-            path_entropy=-drawn.log_prob / (counts[1] * self.config.token_matching.contexts),
+            path_entropy=self._path_entropy(drawn, counts),
             entropy=entropy(drawn.log_p.detach()).sum() / counts[1],
         )
         return drawn, log_phi.detach()

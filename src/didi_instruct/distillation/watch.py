@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from didi_instruct.distillation.task import DistillTask
+from didi_instruct.distillation.task import ENOUGH_TEXTS, DistillTask
 
 HALF = 0.5
+HOLD = {"didi": "didi.kl_weight", "token-matching": "token_matching.anchor"}
+"""The weight of the KL to the teacher."""
 
 
 class Watcher:
@@ -13,10 +15,11 @@ class Watcher:
     def __init__(self, task: DistillTask, say: Callable[[str], None]) -> None:
         self.task, self.say = task, say
         self._said: set[str] = set()
+        self._step: int | None = None
+        self._texts, self._entropy = 0, 0.0
 
     def __call__(self, step: int, values: Mapping[str, float]) -> str | None:
         """Return why training must stop, or None."""
-        config = self.task.config
         if values.get("disc_waits", 0.0) > HALF:
             self._warn(
                 "saturated",
@@ -31,15 +34,28 @@ class Watcher:
                 f"{values['disc_accuracy']:.2f}), so the student waits. If that lasts: raise "
                 "discriminator.lr, discriminator.steps or discriminator.trainable_blocks.",
             )
-        start, least = float(self.task.entropy_at_start), config.watch.min_entropy
-        now = values["path_entropy"]
-        if now < least * start:
-            return (
-                f"entropy collapse, {now:.3g} nats per token where it began with {start:.3g}. "
-                "Try a lower optim.lr or a stronger KL to the teacher (didi.kl_weight, "
-                "token_matching.anchor); watch.min_entropy=0 lets it go on."
-            )
-        return None
+        self._average(step, values["path_entropy"])
+        return self._collapse(step)
+
+    def _average(self, step: int, entropy: float) -> None:
+        """Take the entropy of the texts since the last entry into an average that forgets."""
+        size = self.task.config.train.batch_size
+        texts = size * (1 if self._step is None else step - self._step)
+        self._step, self._texts = step, self._texts + texts
+        weight = texts / min(self._texts, max(ENOUGH_TEXTS, texts))
+        self._entropy += weight * (entropy - self._entropy)
+
+    def _collapse(self, step: int) -> str | None:
+        """Compare averages of many texts: the entropy of a few swings by more than half."""
+        config, start = self.task.config, float(self.task.entropy_at_start)
+        known = self._texts >= ENOUGH_TEXTS and step > config.warmup
+        if not known or self._entropy >= config.watch.min_entropy * start:
+            return None
+        return (
+            f"entropy collapse, {self._entropy:.3g} nats per token where it began with "
+            f"{start:.3g}. Try a lower optim.lr or a higher {HOLD[config.method]}; "
+            "watch.min_entropy=0 lets it go on."
+        )
 
     def _warn(self, cause: str, text: str) -> None:
         if cause not in self._said:

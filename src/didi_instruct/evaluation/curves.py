@@ -47,13 +47,19 @@ class Group:
     """Where the right axis has light lines; it then ends at 1."""
     log: bool = False
     smooth: bool = True
+    dashed: tuple[str, ...] = ()
+    """Numbers that may lie on others, which show through."""
 
 
 GROUPS = (
     Group(title="reward", left=("reward_student", "reward_reference")),
     Group(title="discriminator", left=("disc_loss",), right=("disc_accuracy",), guides=(0.5, 0.95)),
     Group(title="advantage", left=("advantage_std", "advantage_max"), right=("clip_fraction",)),
-    Group(title="loss", left=("loss", "policy_loss", "matching_loss", "aux_loss")),
+    Group(
+        title="loss",
+        left=("loss", "policy_loss", "matching_loss", "aux_loss"),
+        dashed=("policy_loss", "matching_loss"),
+    ),
     Group(title="KL to the teacher", left=("kl", "kl_start", "aux_kl")),
     Group(title="entropy, nats per token", left=("entropy", "path_entropy")),
     Group(title="gradient norms", left=("grad_norm", "disc_grad_norm", "aux_grad_norm"), log=True),
@@ -79,6 +85,7 @@ class Series:
     """Of the weights themselves, where another series is of their average."""
     errors: np.ndarray | None = None
     """Standard errors, 0 where none is known."""
+    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,8 @@ class Panel:
 
     def style(self, series: Series) -> Style:
         """Line style of a series."""
-        return "--" if series.raw or (series.right and self.two_sided) else "-"
+        other_axis = series.right and self.two_sided
+        return "--" if series.raw or series.dashed or other_axis else "-"
 
     def legend(self) -> list[tuple[str, str, Style]]:
         """Label, colour and line style of every entry: raw lines share one."""
@@ -170,7 +178,8 @@ def panels_of(records: Sequence[Mapping[str, float]]) -> list[Panel]:
             if group.log:
                 points = {step: value for step, value in points.items() if value > 0}
             if points:
-                series.append(_series(name, points, colour, right=name in group.right))
+                traits = {"right": name in group.right, "dashed": name in group.dashed}
+                series.append(_series(name, points, colour, **traits))
         if series:
             panels.append(Panel(group.title, tuple(series), group.guides, group.log, group.smooth))
     return panels

@@ -32,6 +32,8 @@ class QuickTest:
     seed: int = 0
     also: Callable[[Tensor], Mapping[str, float]] | None = None
     """More that can be said of samples (N, L), by name."""
+    exact: bool = True
+    """Whether the judge knows the likelihood, or a bound of it."""
 
     def draw(self, rows: Rows, steps: int) -> Samples:
         """Ancestral samples from a denoiser given as rows."""

@@ -47,6 +47,8 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Read config.json of a model folder, refusing what it does not understand."""
     path = folder / CONFIG
+    if folder.is_file():
+        raise UserError(f"{folder} is a file: give the folder of a model.")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
     if not path.is_file():

@@ -122,7 +122,10 @@ def rgas(
     reranks = guidance.candidates > 1 and len(scales) < steps
     guided = reranks or any(scales)
     if guided and guide is None:
-        raise UserError("RGAS needs a discriminator, unless h is 0 and candidates is 1.")
+        raise UserError(
+            "RGAS needs a discriminator, and this model has none: distil with --method didi, "
+            "or use another sampler."
+        )
 
     calls = torch.zeros(len(chain.z), dtype=torch.long, device=chain.z.device)
     for n, chance in enumerate(chances):

@@ -2,7 +2,8 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -20,7 +21,7 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._say = say
         self.signal: int | None = None
-        self._since = 0.0
+        self._since, self._at_once = 0.0, False
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -29,8 +30,21 @@ class Interrupt:
             self.signal, self._since = number, now
             if self._say is not None:
                 self._say("Stopping after this step, to save it (Ctrl-C again: quit without).")
+            if self._at_once:
+                raise KeyboardInterrupt
         elif number == signal.SIGINT and now - self._since > PATIENCE:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self, wanted: bool) -> Iterator[None]:
+        """Within, a signal raises KeyboardInterrupt (if `wanted`): what runs can be made again."""
+        self._at_once = wanted
+        if wanted and self.signal is not None:
+            raise KeyboardInterrupt
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     def __enter__(self) -> Self:
         try:

@@ -28,10 +28,10 @@ class Task(Protocol):
     """Whether each process writes its own part of a checkpoint."""
 
     def step(self, step: int) -> Numbers:
-        """Update the networks once; return 0-d tensors, `loss` and `grad_norm` among them."""
+        """Update the networks once; return 0-d tensors, those that mean something this time."""
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
-        """Extra numbers for the log: learning rate, rates."""
+        """Extra numbers for the log: the learning rate `lr`, and rates."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Everything that changes, by name."""
@@ -114,6 +114,10 @@ class Loop:
         checkpoint.fill(self.task.tensors())
         self._last_saved = checkpoint.folder
 
+    def as_it_stands(self) -> Outcome:
+        """The outcome of a run that had finished before it was resumed."""
+        return Outcome(self.config.steps, None, self._last_saved)
+
     def run(self, start: int = 0, before: Mapping[str, float] | None = None) -> Outcome:
         """Train from step `start` to the end, or until a signal asks to stop.
 
@@ -130,8 +134,8 @@ class Loop:
         self._logged_at = time.monotonic()
         try:
             with Interrupt(self.reporter.say) as interrupt:
-                if again:
-                    self._log_evaluation(start, log)
+                if again and not self._log_evaluation(start, log, interrupt):
+                    return Outcome(start, interrupt.signal, self._last_saved)
                 return self._run(start, interrupt, log)
         finally:
             self.reporter.stop()
@@ -153,8 +157,12 @@ class Loop:
                 self._save(done)
             if stop and not last:
                 return Outcome(done, stop, self._last_saved)
-            if self._evaluates(done, last):
-                self._log_evaluation(done, log)
+            if self._evaluates(done, last) and not self._log_evaluation(done, log, interrupt):
+                if not saves:
+                    if self._pending:
+                        self._log(done, log)
+                    self._save(done)
+                return Outcome(done, interrupt.signal, self._last_saved)
         return Outcome(max(start, self.config.steps), None, self._last_saved)
 
     def _evaluates(self, done: int, last: bool) -> bool:
@@ -164,13 +172,16 @@ class Loop:
     def _log(self, done: int, log: RunLog | None) -> None:
         """Fetch the numbers since the last call, refuse NaN, report their mean."""
         count, self._pending, pending = len(self._pending), [], self._pending
-        names = list(pending[0])
-        table = torch.stack([torch.stack([p[n].float() for n in names]) for p in pending]).cpu()
-        bad = (~torch.isfinite(table)).any(1)
-        if bad.any():
-            self._stop_at_nan(done - count + int(bad.nonzero()[0]) + 1)
+        # A number may be missing where it means nothing: a gradient norm while a network waits.
+        names = [(row, name) for row, numbers in enumerate(pending) for name in numbers]
+        fetched = torch.stack([pending[row][name].float() for row, name in names]).tolist()
+        found: dict[str, list[float]] = {}
+        for (row, name), value in zip(names, fetched, strict=True):
+            if not math.isfinite(value):
+                self._stop_at_nan(done - count + row + 1)
+            found.setdefault(name, []).append(value)
         now = time.monotonic()
-        values = dict(zip(names, table.mean(0).tolist(), strict=True))
+        values = {name: math.fsum(each) / len(each) for name, each in found.items()}
         values |= self.task.describe(done - 1, now - self._logged_at, count)
         self._logged_at = now
         if log is not None:
@@ -191,16 +202,25 @@ class Loop:
             f"Try --resume with a lower {self.remedy}, a lower optim.clip or train.precision=fp32."
         )
 
-    def _log_evaluation(self, done: int, log: RunLog | None) -> None:
+    def _log_evaluation(self, done: int, log: RunLog | None, interrupt: Interrupt) -> bool:
+        """Evaluate; False where a signal cut it off. Several processes must end it together."""
         assert self.evaluate is not None
         started = time.monotonic()
-        result = dict(self.evaluate(done))
+        self.reporter.measuring(done)
+        try:
+            with interrupt.at_once(self.world.size == 1):
+                result = dict(self.evaluate(done))
+        except KeyboardInterrupt:
+            if interrupt.signal is None:
+                raise
+            return False
         if not all(math.isfinite(value) for value in result.values()):
             self._stop_at_nan(done)
         self._logged_at += time.monotonic() - started
         if log is not None:
             log.write({"step": done, **result})
         self.reporter.measured(done, result)
+        return True
 
     def _save(self, done: int) -> None:
         started = time.monotonic()

@@ -1,5 +1,6 @@
 """One module over several processes: replicated (DDP) or sharded (FSDP2)."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,7 +37,9 @@ def parallelise(
     if strategy == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
         # Buffers are constants, or follow from weights that are alike everywhere.
-        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+        known = inspect.signature(DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return DistributedDataParallel(module, device_ids=ids, **{name: False})  # type: ignore[arg-type]
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ class Reporter(Protocol):
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Numbers of the latest logged step."""
 
+    def measuring(self, step: int) -> None:
+        """An evaluation begins."""
+
     def measured(self, step: int, values: Mapping[str, Any]) -> None:
         """Numbers of an evaluation."""
 
@@ -41,9 +44,9 @@ class Reporter(Protocol):
         """Training ends, however it ends."""
 
 
-def readable(values: Mapping[str, Any]) -> str:
-    """Numbers as people read them, in the order given."""
-    parts = []
+def readable(values: Mapping[str, Any], room: int | None = None) -> str:
+    """Numbers as people read them, in the order given; the first of them that fit into `room`."""
+    parts: list[str] = []
     for name, value in values.items():
         if name == "tokens_per_second":
             parts.append(f"{value:,.0f} tokens/s")
@@ -53,7 +56,25 @@ def readable(values: Mapping[str, Any]) -> str:
             parts.append(f"MFU {value:.0%}")
         elif isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
+        if room is not None and len("  ".join(parts)) > room:
+            parts.pop()
+            break
     return "  ".join(parts)
+
+
+def with_errors(values: Mapping[str, Any]) -> str:
+    """Numbers of an evaluation, errors (`NAME_se`) beside what they belong to."""
+    parts = []
+    for name, value in values.items():
+        if name.endswith("_se"):
+            continue
+        error = values.get(f"{name}_se")
+        parts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error else ""))
+    return "  ".join(parts)
+
+
+BAR, COUNTERS = 20, 24
+"""Columns of the bar, and of the counter and the time left with their spaces."""
 
 
 class TerminalReporter:
@@ -65,9 +86,13 @@ class TerminalReporter:
         *,
         seconds_between_lines: float = 10.0,
         shown: Sequence[str] | None = None,
+        summary: Callable[[Mapping[str, Any]], str] = with_errors,
     ) -> None:
-        """Title of the bar; `shown` names the numbers to show, by default all."""
-        self.shown = shown
+        """Title of the bar; `shown` names the numbers to show, by default all.
+
+        `summary` makes the line of an evaluation.
+        """
+        self.shown, self.summary = shown, summary
         self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
         self.title, self.pause = title, seconds_between_lines
         self._progress: Progress | None = None
@@ -79,10 +104,10 @@ class TerminalReporter:
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=BAR),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(elapsed_when_finished=True),
+                TextColumn("{task.fields[numbers]}"),
                 console=self.console,
             )
             self._task = self._progress.add_task(
@@ -93,12 +118,17 @@ class TerminalReporter:
     def tick(self, step: int) -> None:
         """Move the bar."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=step, description=self.title)
 
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Move the bar, or print a line when the last one is old."""
+        names = values if self.shown is None else [n for n in self.shown if n in values]
+        numbers = {name: values[name] for name in names}
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, numbers=self._readable(values))
+            # Counter and time left matter most: numbers take the room that is left.
+            used = len(self.title) + BAR + 2 * len(str(self._steps)) + COUNTERS
+            text = readable(numbers, max(0, self.console.width - used))
+            self._progress.update(self._task, completed=step, numbers=text)
             return
         now = time.monotonic()
         if now - self._last_line >= self.pause or step == self._steps:
@@ -106,23 +136,17 @@ class TerminalReporter:
             rate = (step - self._first) / max(1e-9, now - self._started)
             left = (self._steps - step) / rate if rate else float("inf")
             self.console.print(
-                f"{self.title}: step {step}/{self._steps}  {self._readable(values)}  "
-                f"{left:.0f} s left"
+                f"{self.title}: step {step}/{self._steps}  {readable(numbers)}  {left:.0f} s left"
             )
 
-    def _readable(self, values: Mapping[str, Any]) -> str:
-        names = values if self.shown is None else [n for n in self.shown if n in values]
-        return readable({name: values[name] for name in names})
+    def measuring(self, step: int) -> None:
+        """Say beside the bar why it stands still."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"{self.title} (evaluating)")
 
     def measured(self, step: int, values: Mapping[str, Any]) -> None:
-        """Print them above the bar, errors beside what they belong to."""
-        parts = []
-        for name, value in values.items():
-            if name.endswith("_se"):
-                continue
-            error = values.get(f"{name}_se")
-            parts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error else ""))
-        self.say(f"step {step}: {'  '.join(parts)}")
+        """Print them above the bar."""
+        self.say(f"step {step}: {self.summary(values)}")
 
     def say(self, text: str) -> None:
         """Print above the bar."""
@@ -145,6 +169,9 @@ class SilentReporter:
         """Nothing."""
 
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def measuring(self, step: int) -> None:
         """Nothing."""
 
     def measured(self, step: int, values: Mapping[str, Any]) -> None:
@@ -192,7 +219,7 @@ def _lines_until(path: Path, step: int, again: bool) -> str:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-            if entry["step"] < step or (entry["step"] == step and ("loss" in entry or not again)):
+            if entry["step"] < step or (entry["step"] == step and ("lr" in entry or not again)):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line cut by a kill
