@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import didi_instruct as didi
 from didi_instruct.api import distill as module
+from didi_instruct.api import distill_parts
 from didi_instruct.api.runs import only_run, write_recipe
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -358,13 +359,13 @@ def test_a_diverged_run_goes_on_with_a_lower_learning_rate(run, tmp_path, method
 @pytest.fixture
 def draws(monkeypatch):
     """How many texts the bank's sampler is asked for, call by call."""
-    asked, draw = [], module.ancestral
+    asked, draw = [], distill_parts.ancestral
 
     def counted(denoiser, schedule, canvas, **options):
         asked.append(len(canvas.tokens))
         return draw(denoiser, schedule, canvas, **options)
 
-    monkeypatch.setattr(module, "ancestral", counted)
+    monkeypatch.setattr(distill_parts, "ancestral", counted)
     return asked
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from didi_instruct.api import distill as module
+from didi_instruct.api import distill_parts
 from didi_instruct.cli.distill import evaluation_line
 from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -219,7 +220,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(didi, place, monkeypatch):
 
     command = ["distill", "short.yaml", "--teacher", "teacher", "--out", "run"]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_bank", interrupted)
+        patch.setattr(distill_parts, "open_bank", interrupted)
         code, _, err = didi(*command)
     assert code == 130
     assert err.strip() == "didi: interrupted; the same command goes on where it can, or starts over"

@@ -1,0 +1,91 @@
+"""Quick evaluations of a distillation: what is drawn, who judges, what is measured."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.hosting import Host
+from didi_instruct.distillation.task import DistillTask
+from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.evaluation.paths import Judge, nelbo_judge
+from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
+from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.seeding import mix
+from didi_instruct.training.objectives import Batch, make_objective
+
+
+def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel) -> QuickTest:
+    """The quick evaluation: exact on the oracle language, else judged by the teacher's NELBO."""
+    config = task.config
+    start = torch.full((config.watch.samples, task.length), task.mask_id, device=task.world.device)
+    judge: Judge | None = None
+    also = None
+    if config.prompt:
+        source = valid or task.data
+        assert source is not None
+        given = source.ordered(0, config.watch.samples)
+        start = start[: len(given)]
+        start[:, : config.prompt] = given[:, : config.prompt].to(start.device)
+    elif (language := _oracle(loaded)) is not None:
+        judge, also = oracle_judge(language), oracle_facts
+    else:
+        loss = _loss_of(task.teacher_host, loaded.config)
+        judge = nelbo_judge(loss, loaded.config, device=task.world.device)
+    seed = mix(config.train.seed, "quick")
+    return QuickTest(
+        task.schedule,
+        start,
+        task.mask_id,
+        config.watch.budgets,
+        judge,
+        seed,
+        also,
+        exact=also is not None,
+    )
+
+
+def _loss_of(host: Host, config: ModelConfig) -> Callable[[Batch], Tensor]:
+    """A hosted network's part of its pretraining objective: nats per token of each sequence."""
+    objective = make_objective(config)
+    return lambda batch: host.run(lambda net: {"loss": objective.loss(net, batch)})["loss"]
+
+
+def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
+    """The built-in language, if that is what the model speaks."""
+    language = OracleLanguage.default()
+    speaks = loaded.tokenizer is not None and loaded.tokenizer.hash == language.tokenizer.hash
+    shape = (loaded.config.num_tokens, loaded.config.length)
+    return language if speaks and shape == (language.num_tokens, language.length) else None
+
+
+def evaluator(
+    task: DistillTask, test: QuickTest, valid: TokenSource | None, result: dict[str, float]
+) -> Callable[[int], Mapping[str, float]]:
+    """Quick evaluation of the averaged and of the raw student; every process computes the same."""
+    train = task.config.train
+    loss = _loss_of(task.student, task.model_config)
+
+    def evaluate(step: int) -> Mapping[str, float]:
+        with task.averaged():
+            found = test.measure(task.student_rows)
+            if valid is not None:
+                count = min(train.eval_sequences, valid.num_sequences or train.eval_sequences)
+                held_out = likelihood(
+                    loss,
+                    task.model_config,
+                    valid.ordered,
+                    sequences=count,
+                    device=task.world.device,
+                )
+                found["valid_nats_per_token"] = held_out.nats_per_token
+        if task.updater.ema is not None:
+            found |= test.measure(task.student_rows, "_raw")
+        result.clear()
+        result.update(found)
+        return found
+
+    return evaluate
