@@ -1,0 +1,82 @@
+"""config.json of a foreign model: the few settings that matter here, under their various names."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.errors import UserError
+from didi_instruct.models.manifest import CONFIG, FORMAT
+
+_FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "hidden": (int, ("hidden_dim", "model.hidden_size")),
+    "layers": (int, ("n_blocks", "model.n_blocks")),
+    "heads": (int, ("n_heads", "model.n_heads")),
+    "cond_dim": (int, ("cond_dim", "model.cond_dim")),
+    "vocab_size": (int, ("vocab_size",)),
+    "length": (int, ("model_length", "model.length")),
+    "dropout": (float, ("dropout", "model.dropout")),
+    "time_conditioning": (bool, ("time_conditioning", "algo.time_conditioning")),
+    "causal": (bool, ("causal", "algo.causal_attention", "model.causal")),
+    "model_type": (str, ("model_type", "algo.name", "graph.type")),
+    "padding_id": (int, ("pad_token_id",)),
+}
+"""Our name, type, and theirs: flat as on the hub, nested as in Hydra configurations (SDTT)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What config.json says; None where it is silent, or where there is none."""
+
+    path: Path | None = None
+    is_nested: bool = False
+    """Whether it is a whole Hydra configuration, with the network's shape under `model`."""
+    hidden: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    cond_dim: int | None = None
+    vocab_size: int | None = None
+    length: int | None = None
+    dropout: float | None = None
+    time_conditioning: bool | None = None
+    causal: bool | None = None
+    model_type: str | None = None
+    padding_id: int | None = None
+
+
+def read_settings(folder: Path | None) -> Settings:
+    """Read config.json of a folder; one that has none says nothing."""
+    if folder is None or not (folder / CONFIG).is_file():
+        return Settings()
+    path = folder / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a group of settings: fetch it again.")
+    if content.get("format") == FORMAT:
+        raise UserError(f"{folder} was written by didi and is no foreign checkpoint: load it.")
+    found: dict[str, Any] = {}
+    for name, (kind, theirs) in _FIELDS.items():
+        for place in theirs:
+            value = _look_up(content, place)
+            if value is not None:
+                found[name] = _typed(path, place, value, kind)
+                break
+    return Settings(path, isinstance(content.get("model"), dict), **found)
+
+
+def _look_up(content: dict[str, Any], place: str) -> Any:
+    value: Any = content
+    for part in place.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _typed(path: Path, place: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise UserError(f"{path}: `{place}` is {value!r}, not of type {kind.__name__}.")
+    return value

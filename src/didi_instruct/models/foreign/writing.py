@@ -1,0 +1,141 @@
+"""Our models in the layouts of public checkpoints: weights, config.json and tokenizer.
+
+The numbers are ours, bit by bit. Where a layout cannot say what a model is, the model is refused
+before anything is written. (The noise schedule is not among that: the networks see σ, not t.)
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.files import (
+    AtomicFile,
+    no_space_as_user_error,
+    require_space,
+    sync_folder,
+    write_atomic,
+)
+from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.foreign.special_ids import reopen_padding
+from didi_instruct.models.manifest import CONFIG, DISCRIMINATOR, MODEL
+from didi_instruct.models.tensors import write_tensors
+
+Writable = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "didi-instruct"]
+
+LEAVE_OUT = "write without it (discriminator=False)"
+
+_PREFIX = {"didi-instruct": ""}
+"""Before the core keys; `backbone.` elsewhere."""
+
+
+def write_foreign(
+    loaded: LoadedModel, folder: str | Path, layout: Writable, discriminator: bool = True
+) -> Path:
+    """Write a model in another layout, to a folder that does not exist yet or is empty.
+
+    `discriminator=False` leaves one out where the layout has no place for it.
+    """
+    folder = Path(folder)
+    critic = loaded.discriminator if discriminator else None
+    _refuse(loaded, layout, critic)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is not empty: choose another folder.")
+    tensors = _state(loaded.model)
+    padding = reopen_padding(tensors, loaded.provenance) if loaded.config.kind == "duo" else None
+    prefix = _PREFIX.get(layout, "backbone.")
+    files = {MODEL: {prefix + name: t for name, t in tensors.items()}}
+    if critic is not None:
+        files[DISCRIMINATOR] = _state(critic)
+    settings = _settings(loaded.config, layout, padding)
+    with no_space_as_user_error(folder):
+        require_space(folder, sum(t.nbytes for part in files.values() for t in part.values()))
+        _write(folder, files, settings, loaded)
+    return folder
+
+
+def _refuse(loaded: LoadedModel, layout: str, critic: nn.Module | None) -> None:
+    """Refuse what the layout has no words for."""
+    config = loaded.config
+    if layout not in get_args(Writable):
+        known = ", ".join(get_args(Writable))
+        raise UserError(f"`{layout}` is no layout to write. Known: {known}.")
+    kind = "duo" if layout == "duo-hub" else "mdlm"
+    if config.kind != kind:
+        raise UserError(f"`{layout}` holds `{kind}` models, and this is `{config.kind}`.")
+    if config.learned_positions:
+        raise UserError(f"`{layout}` has rotary positions alone, no `learned_positions`.")
+    if layout == "duo-hub" and not config.time_conditioning:
+        raise UserError("`duo-hub` models see the time, and this has `time_conditioning: false`.")
+    if critic is None:
+        return
+    if layout != "didi-instruct":
+        raise UserError(f"`{layout}` has no place for a discriminator: {LEAVE_OUT}.")
+    trunk: Any = critic.config
+    if trunk.learned_positions or trunk.time_conditioning != config.time_conditioning:
+        raise UserError(
+            "`didi-instruct` has no settings of its own for a discriminator, whose "
+            f"`time_conditioning` or `learned_positions` differ from the model's: {LEAVE_OUT}."
+        )
+
+
+def _state(network: nn.Module) -> dict[str, Tensor]:
+    network = getattr(network, "_orig_mod", network)
+    return {name: t.detach() for name, t in network.state_dict().items()}
+
+
+def _settings(config: ModelConfig, layout: Writable, padding: int | None) -> dict[str, Any]:
+    """Return config.json with the names that the layout's own code reads."""
+    shape = {
+        "cond_dim": config.cond_dim,
+        "n_blocks": config.layers,
+        "n_heads": config.heads,
+        "dropout": config.dropout,
+    }
+    if layout == "sdtt-hub":
+        model = {"hidden_size": config.hidden, "length": config.length, **shape}
+        return {"model": model, "time_conditioning": config.time_conditioning}
+    settings = {
+        "model_type": {"duo-hub": "DUO", "mdlm-hub": "mdlm"}.get(layout, layout),
+        "vocab_size": config.vocab_size,
+        "model_length": config.length,
+        "hidden_dim": config.hidden,
+        **shape,
+    }
+    if layout == "duo-hub":
+        return {**settings, "causal": False, "pad_token_id": padding}
+    return {**settings, "time_conditioning": config.time_conditioning}
+
+
+def _write(
+    folder: Path,
+    files: dict[str, dict[str, Tensor]],
+    settings: dict[str, Any],
+    loaded: LoadedModel,
+) -> None:
+    """Build the folder under a hidden name, then give it its own: it is there whole or not."""
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        for name, tensors in files.items():
+            file = AtomicFile(hidden / name)
+            try:
+                write_tensors(file.write, tensors)
+                file.commit()
+            finally:
+                file.discard()
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save(hidden)
+        write_atomic(hidden / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
+        if folder.exists():
+            folder.rmdir()
+        hidden.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
