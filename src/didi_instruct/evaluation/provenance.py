@@ -1,0 +1,86 @@
+"""Where numbers come from: versions, commit, machine, date; no path and no name of a person."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from didi_instruct import __version__
+
+PACKAGE = Path(__file__).parent.parent
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def provenance() -> dict[str, str]:
+    """What a reader needs to make the numbers again; what is not known is left out."""
+    found = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "didi-instruct": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        # Reading its version would import it, which takes seconds; unused, it has no part in this.
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
+        "system": f"{platform.system()} {platform.machine()}",
+        "CPU": f"{_cpu()}, {_cores()} cores",
+        "GPU": _gpu(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def commit(folder: Path = PACKAGE) -> str | None:
+    """Commit of the working copy that holds `folder`; None where git does not keep its files.
+
+    An installed package may lie inside of somebody else's repository, which says nothing of it.
+    """
+    if _git(folder, "ls-files", "--error-unmatch", "--", "__init__.py") is None:
+        return None
+    name = _git(folder, "rev-parse", "--short=12", "HEAD")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{name}, with changes" if name and changed else name
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    # Other git commands may hold the index: asking must neither wait for it nor rewrite it.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env=environment,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names))

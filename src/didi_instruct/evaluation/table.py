@@ -1,0 +1,180 @@
+"""Columns of an evaluation: names, numbers, intervals, meaning; the same wherever it is shown."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Row = Mapping[str, Any]
+Better = Literal["lower", "higher"]
+SETTINGS = ("steps", "nfe", "passes", "temperature", "top_p")
+"""Of a sampler: text that nobody sampled has none."""
+WIDTH = 12
+"""Characters of a terminal's column."""
+Z95 = 1.959964
+"""Standard errors on either side of a normal mean that leave 5% outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of a row."""
+
+    title: str
+    field: str
+    form: str
+    meaning: str
+    """One plain sentence or two: what it is, and which way is better."""
+    better: Better | None = None
+    """Which way is better whatever the other columns say; None where no way is."""
+
+
+COLUMNS = (
+    Column(
+        "steps", "steps", "{}", "Steps in which a text is written: the budget that rows share."
+    ),
+    Column("NFE", "nfe", "{}", "Steps that the sampler scheduled in the end, its real budget."),
+    Column(
+        "passes", "passes", "{:.1f}",
+        "Forward passes that really ran per text; a backward pass counts as two.",
+    ),
+    Column("T", "temperature", "{:g}", "Temperature: below 1, likely tokens become likelier."),
+    Column("top-p", "top_p", "{:g}", "Tokens are drawn from this share of the probability."),
+    Column(
+        "ppl", "ppl", "{:.2f}",
+        "Perplexity: how surprised the judge is by each token. Lower is better only at equal "
+        "entropy, since dull and repetitive texts surprise nobody.",
+    ),
+    Column(
+        "entropy", "entropy", "{:.3f}",
+        "Variety of the tokens within a text, in nats, mean over texts. Neither high nor low is "
+        "good: it should be that of real text.",
+    ),
+    Column(
+        "path KL", "path_kl", "{:.3f}",
+        "Distance in nats per text from the sampler's law to the judge's: the judge's "
+        "cross-entropy minus the entropy of the draws, an upper bound of the KL divergence. Lower "
+        "is better, at any temperature.",
+        "lower",
+    ),
+    Column(
+        "Δ path KL", "path_kl_vs_baseline", "{:+.3f}",
+        "Path KL minus that of the baseline at equal steps and its best setting. Below 0 is a "
+        "gain, lower is better.",
+        "lower",
+    ),
+    Column(
+        "gap closed", "gap_closed", "{:.1%}",
+        "Share of the path KL that few steps cost the baseline and that this row wins back: 0% is "
+        "the baseline at equal steps, 100% the baseline with its most steps, both at its best "
+        "settings. Higher is better.",
+        "higher",
+    ),
+    Column(
+        "vsF", "vsf", "{:.3f}",
+        "Perplexity divided by the lowest that the baseline reaches at equal steps and equal "
+        "entropy with any temperature or top-p. Below 1 is a gain, lower is better.",
+        "lower",
+    ),
+    Column(
+        "vsF passes", "vsf_passes", "{:.3f}",
+        "As vsF, against the baseline at equal forward passes instead of equal steps.",
+        "lower",
+    ),
+    Column(
+        "AR KL ≥", "ar_kl", "{:.3f}",
+        "A lower bound of the KL divergence in nats per text, from a left-to-right model trained "
+        "on the samples: the true distance is at least this. A low value proves nothing, a high "
+        "one is bad.",
+    ),
+    Column(
+        "AUC", "c2st_auc", "{:.3f}",
+        "How well a fresh classifier tells samples from the reference text: 0.5 is not at all, 1 "
+        "is always. Lower is better.",
+        "lower",
+    ),
+    Column(
+        "MAUVE", "mauve", "{:.3f}",
+        "How far samples and reference text overlap in the judge's eyes, from 0 to 1. Higher is "
+        "better.",
+        "higher",
+    ),
+    Column(
+        "Self-BLEU", "self_bleu", "{:.3f}",
+        "How much the texts repeat each other. Lower is more varied; it should be that of real "
+        "text.",
+    ),
+    Column(
+        "4-grams", "unique_4gram", "{:.3f}",
+        "Share of runs of four tokens that differ, over all texts together. Higher is more varied; "
+        "it should be that of real text.",
+    ),
+)  # fmt: skip
+"""In the order in which they are shown."""
+
+INEXACT_PATH_KL = (
+    "The judge's cross-entropy of the texts minus the entropy of the sampler's draws, in nats per "
+    "text. This judge knows the texts' likelihood only up to a bound, or in other tokens: "
+    "differences between rows count, the value itself does not and may be negative. Lower is "
+    "better."
+)
+
+
+def shown_columns(rows: Sequence[Row]) -> list[Column]:
+    """Choose the columns that have something to tell: numbers, and settings off their defaults."""
+
+    def tells(column: Column) -> bool:
+        values = [row.get(column.field) for row in rows]
+        if column.field in ("temperature", "top_p"):
+            return any(value not in (None, 1) for value in values)
+        if column.field == "nfe":
+            return any(row.get("nfe") not in (None, row.get("steps")) for row in rows)
+        return any(value is not None for value in values)
+
+    return [column for column in COLUMNS if tells(column)]
+
+
+def meaning(column: Column, rows: Sequence[Row]) -> str:
+    """Say what a column means in these rows."""
+    if column.field == "path_kl" and any(row.get("path_kl_exact") is False for row in rows):
+        return INEXACT_PATH_KL
+    return column.meaning
+
+
+def number(row: Row, column: Column) -> str:
+    """A value as it is shown; a dash where there is none."""
+    value = row.get(column.field)
+    return "–" if value is None else column.form.format(value)
+
+
+def interval(row: Row, field: str) -> tuple[float, float] | None:
+    """95% interval of a value: as measured, or from its standard error."""
+    value, ends, error = row.get(field), row.get(f"{field}_ci95"), row.get(f"{field}_se")
+    if value is None:
+        return None
+    if ends is None and error is not None:
+        ends = (value - Z95 * error, value + Z95 * error)
+    if ends is None or not all(map(math.isfinite, ends)):
+        return None
+    return float(ends[0]), float(ends[1])
+
+
+def interval_text(row: Row, column: Column) -> str:
+    """A value's interval as it is shown; empty where there is none."""
+    ends = interval(row, column.field)
+    return "" if ends is None else "[{}, {}]".format(*(column.form.format(end) for end in ends))
+
+
+def unsampled(reference: Row) -> dict[str, Any]:
+    """A row of real text, without what only samplers have."""
+    return {name: value for name, value in reference.items() if name not in SETTINGS}
+
+
+def table(rows: Sequence[Row], reference: Row) -> list[str]:
+    """Rows as lines of a terminal, aligned; the reference text comes last."""
+    everything = [*rows, *([unsampled(reference)] if reference else [])]
+    names = [str(row.get("model", "")) for row in everything]
+    shown, width = shown_columns(everything), max(map(len, [*names, "model"]))
+    lines = ["model".ljust(width) + "".join(column.title.rjust(WIDTH) for column in shown)]
+    for name, row in zip(names, everything, strict=True):
+        lines.append(name.ljust(width) + "".join(number(row, c).rjust(WIDTH) for c in shown))
+    return lines
