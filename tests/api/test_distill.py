@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from didi_instruct.evaluation.paths import path_kl
 from didi_instruct.evaluation.quick import QuickTest, oracle_judge
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.manifest import read_manifest
 from didi_instruct.seeding import mix
 from didi_instruct.training.reporting import SilentReporter
 from didi_instruct.training.world import World
@@ -165,7 +167,8 @@ def test_provenance_tells_recipe_teacher_and_quick_evaluation(finished, models):
     assert told["teacher"] == digest
     assert told["recipe"] == json.loads(json.dumps(asdict(config)))
     assert told["step"] == 6
-    assert told["quick_evaluation"] == {"teacher": result.teacher, "student": result.student}
+    found = {"teacher": result.teacher, "student": result.student, "exact": True}
+    assert told["quick_evaluation"] == found
     last = entries(result.folder)[-1]
     assert last == {"step": 6, **result.student}
     assert entries(result.folder)[0] == {"step": 0, **result.teacher}
@@ -449,6 +452,7 @@ def test_token_matching_continues_the_prompts_of_the_data(run, monkeypatch):
         return drawn
 
     monkeypatch.setattr(TokenMatchingTask, "_draw", watched)
+    monkeypatch.setattr(TokenMatchingTask, "drawn_entropy", lambda *_: torch.ones(()))
     matching = {"contexts": 2, "aux_steps": 2}
     run(recipe("token-matching", prompt=8, data={"source": "oracle"}, token_matching=matching))
     # A prompt for each state, two contexts of each; every one is used once.
@@ -568,8 +572,36 @@ def test_a_finished_run_stays_as_it_is(run, tmp_path):
     again = run(recipe(didi={"kl_weight": 0.5}), resume=True, reporter=heard)
     assert contents(tmp_path / "run") == before
     assert (again.teacher, again.student) == (done.teacher, done.student)
-    assert again.outcome == done.outcome
+    assert (again.outcome.step, again.outcome.signal, again.new) == (6, None, False)
     assert [line for line in heard.lines if "nothing to do" in line]
+
+
+def test_a_finished_run_needs_neither_its_bank_nor_its_checkpoints(run, tmp_path, draws):
+    config = recipe(reference={"source": "bank"})
+    run(config)
+    shutil.rmtree(tmp_path / "run" / "bank")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before, drawn = contents(tmp_path / "run"), len(draws)
+    assert not run(config, resume=True).new
+    with pytest.raises(UserError, match="has made 6 steps, but its checkpoints are gone"):
+        run(replace(config, train=replace(config.train, steps=9)), resume=True)
+    assert (contents(tmp_path / "run"), len(draws)) == (before, drawn)
+
+
+def test_a_model_of_fewer_steps_is_not_a_finished_run(run, tmp_path):
+    """Lengthened and stopped at the new end: the folder still holds the model of the old one."""
+    run(recipe())
+    longer = recipe(train={"steps": 8})
+    stopped = run(longer, resume=True, reporter=Heard(stop_after=8))
+    assert (stopped.outcome.step, stopped.finished) == (8, False)
+    assert read_manifest(tmp_path / "run").provenance["step"] == 6
+    done = run(longer, resume=True)
+    assert done.new
+    assert read_manifest(tmp_path / "run").provenance["step"] == 8
+    assert same_tensors(
+        tmp_path / "run" / "model.safetensors",
+        tmp_path / "run" / "checkpoints" / "step-00000008" / "model.safetensors",
+    )
 
 
 def test_a_run_does_not_go_back(run, tmp_path):
@@ -592,15 +624,15 @@ def test_what_a_resumed_run_changes_is_said(run, tmp_path):
 def test_a_signal_ends_an_evaluation_at_once_and_resume_makes_it_again(run, tmp_path, monkeypatch):
     """Evaluations may take minutes: the step is saved, and the product is the same in the end."""
     run(recipe(train={"eval_every": 2}), "straight")
-    measure, calls = QuickTest.measure, []
+    draw, calls = QuickTest.draw, []
 
-    def interrupted(test, rows, tag=""):
-        calls.append(tag)
+    def interrupted(test, rows, steps, tick=lambda: None):
+        calls.append(steps)
         if len(calls) == 2:  # the teacher is measured first
             os.kill(os.getpid(), signal.SIGINT)
-        return measure(test, rows, tag)
+        return draw(test, rows, steps, tick)
 
-    monkeypatch.setattr(QuickTest, "measure", interrupted)
+    monkeypatch.setattr(QuickTest, "draw", interrupted)
     stopped = run(recipe(train={"eval_every": 2}))
     assert stopped.outcome.signal == signal.SIGINT
     assert stopped.outcome.checkpoint.name == "step-00000002"

@@ -193,7 +193,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(didi, place):
     step = int(checkpoint.name.removeprefix("step-"))
     saved = checkpoint.relative_to(place)
     assert f"Stopped at step {step}; saved {saved}. Go on with --resume." in out
-    assert "Stopping after this step" in err
+    assert "Stopping soon" in err
     assert "Traceback" not in err
     assert not (place / "run" / "config.json").exists()
     code, out, _ = didi(*command, "--resume", "--set", f"train.steps={step + 1}")
@@ -223,7 +223,10 @@ def test_ctrl_c_before_the_first_step_is_one_line(didi, place, monkeypatch):
         patch.setattr(distill_parts, "open_bank", interrupted)
         code, _, err = didi(*command)
     assert code == 130
-    assert err.strip() == "didi: interrupted; the same command goes on where it can, or starts over"
+    assert err.strip() == (
+        "didi: interrupted; the same command goes on or starts over (with --resume where a "
+        "checkpoint was saved)"
+    )
     assert didi(*command)[0] == 0
 
 
@@ -262,7 +265,7 @@ def test_an_evaluation_is_one_short_line():
 def test_the_table_says_who_judges(didi, place, monkeypatch, exact, prompt, heading):
     numbers = {"path_entropy_4": 0.5} if prompt else {"path_kl_4": -1.0, "path_entropy_4": 0.5}
     found = module.DistillResult(
-        place / "run", Outcome(3, None, None), True, numbers, numbers, None, exact, prompt
+        place / "run", Outcome(3, None, None), True, numbers, numbers, None, exact, prompt, False
     )
     monkeypatch.setattr(module, "distill", lambda *_, **__: found)
     code, out, _ = didi("distill", "short.yaml", "--teacher", "teacher", "--out", "run")

@@ -22,6 +22,7 @@ from didi_instruct.api.runs import (
     Change,
     check_folder,
     configure,
+    nothing_to_do,
     only_run,
     start_of,
 )
@@ -37,7 +38,7 @@ from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.manifest import MODEL, read_manifest
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.reporting import Reporter, SilentReporter
-from didi_instruct.training.world import open_world
+from didi_instruct.training.world import World, open_world
 
 CURVES = "curves.png"
 
@@ -59,6 +60,10 @@ class DistillResult:
     """Whether the judge of path KL knows the likelihood; else it is the teacher's own bound."""
     prompt: int = 0
     """Tokens that every text was given."""
+    averaged: bool = True
+    """Whether the student in the folder is the average."""
+    new: bool = True
+    """Whether something was trained; False where a resumed run had finished."""
 
     @property
     def finished(self) -> bool:
@@ -86,13 +91,17 @@ def distill(
     more = [] if method is None else [f"method={method}"]
     config = configure(DistillConfig, recipe, [*overrides, *more] if more else overrides)
     verb = f"didi distill RECIPE --teacher {source}"
-    changes = check_folder(folder, config, resume, verb=verb)
+    check_folder(folder, config, resume, verb=verb)
     loaded = load_model(source)
     student = open_student(config, loaded, source)
     with open_world(device) as world:
         check_fit(config, loaded.config, processes=world.size)
         with only_run(folder, world):
             shown = reporter if world.is_main and reporter else SilentReporter()
+            # Once more: another run may have begun here before this one held the folder.
+            changes = check_folder(folder, config, resume, verb=verb)
+            if nothing_to_do(folder, config.train.steps, resume, shown.say):
+                return _as_before(folder, config, world)
             data, valid = open_texts(config, loaded, source, folder, world, data_progress)
             rows = None if data is None else data.length
             check_fit(config, loaded.config, rows=rows, processes=world.size)
@@ -140,48 +149,57 @@ class _Run:
 
     def __call__(self, changes: Sequence[Change], resume: bool) -> DistillResult:
         start = start_of(self.loop, self.config, changes, resume)
-        if start is None:
-            return self._as_before()
         before: dict[str, float] = {}
         if self.config.watch.budgets:
             budgets = ", ".join(map(str, self.config.watch.budgets))
             self.reporter.say(f"Measuring the teacher at {budgets} steps")
             before = self.test.measure(self.task.teacher)
         outcome = self.loop.run(start, before if self.config.student is None else None)
-        curves = False
+        curves = None
         if outcome.signal is None:
             facts = _provenance(self.config, self.teacher, outcome, before, self.found)
+            facts["quick_evaluation"]["exact"] = self.test.exact
             self.task.write_model(self.folder, facts)
-            if self.world.is_main:
-                title = f"{self.config.method}: {self.folder.name}"
-                log, picture = self.folder / "log.jsonl", self.folder / CURVES
-                curves = draw_curves(log, picture, title=title)
+            curves = _draw(self.folder, self.config) if self.world.is_main else None
             self.world.wait()
-        return self._result(outcome, before, self.found, curves)
-
-    def _as_before(self) -> DistillResult:
-        """What a finished run found when it finished."""
-        found = read_manifest(self.folder).provenance.get("quick_evaluation", {})
-        outcome, curves = self.loop.as_it_stands(), (self.folder / CURVES).exists()
-        return self._result(outcome, found.get("teacher", {}), found.get("student", {}), curves)
-
-    def _result(
-        self,
-        outcome: Outcome,
-        teacher: Mapping[str, float],
-        student: Mapping[str, float],
-        curves: bool,
-    ) -> DistillResult:
         return DistillResult(
             self.folder,
             outcome,
             self.world.is_main,
-            teacher,
-            student,
-            self.folder / CURVES if curves else None,
+            before,
+            self.found,
+            curves,
             self.test.exact,
             self.config.prompt,
+            self.config.train.ema > 0,
         )
+
+
+def _draw(folder: Path, config: DistillConfig) -> Path | None:
+    """The numbers of a run as a picture; None where matplotlib is missing."""
+    title = f"{config.method}: {folder.name}"
+    drawn = draw_curves(folder / "log.jsonl", folder / CURVES, title=title)
+    return folder / CURVES if drawn else None
+
+
+def _as_before(folder: Path, config: DistillConfig, world: World) -> DistillResult:
+    """What a finished run found when it finished."""
+    found = read_manifest(folder).provenance.get("quick_evaluation", {})
+    curves = folder / CURVES if (folder / CURVES).exists() else None
+    if curves is None and world.is_main:
+        curves = _draw(folder, config)
+    return DistillResult(
+        folder,
+        Outcome(config.train.steps, None, None),
+        world.is_main,
+        found.get("teacher", {}),
+        found.get("student", {}),
+        curves,
+        found.get("exact", True),
+        config.prompt,
+        config.train.ema > 0,
+        new=False,
+    )
 
 
 def _check_teacher(folder: Path, fingerprint: str) -> None:

@@ -15,6 +15,7 @@ from didi_instruct.evaluation.paths import Judge, nelbo_judge
 from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.seeding import mix
+from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Batch, make_objective
 
 
@@ -64,14 +65,14 @@ def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
 
 def evaluator(
     task: DistillTask, test: QuickTest, valid: TokenSource | None, result: dict[str, float]
-) -> Callable[[int], Mapping[str, float]]:
+) -> Evaluate:
     """Quick evaluation of the averaged and of the raw student; every process computes the same."""
     train = task.config.train
     loss = _loss_of(task.student, task.model_config)
 
-    def evaluate(step: int) -> Mapping[str, float]:
+    def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
         with task.averaged():
-            found = test.measure(task.student_rows)
+            found = test.measure(task.student_rows, tick=tick)
             if valid is not None:
                 count = min(train.eval_sequences, valid.num_sequences or train.eval_sequences)
                 held_out = likelihood(
@@ -80,10 +81,11 @@ def evaluator(
                     valid.ordered,
                     sequences=count,
                     device=task.world.device,
+                    progress=lambda _: tick(),
                 )
                 found["valid_nats_per_token"] = held_out.nats_per_token
         if task.updater.ema is not None:
-            found |= test.measure(task.student_rows, "_raw")
+            found |= test.measure(task.student_rows, "_raw", tick=tick)
         result.clear()
         result.update(found)
         return found

@@ -1,6 +1,6 @@
 """Pretraining from a recipe to a folder that `didi.load` opens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from didi_instruct import __version__
 from didi_instruct.api.runs import (
     check_folder,
     configure,
+    nothing_to_do,
     only_run,
     open_data_together,
     start_of,
@@ -21,7 +22,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.evaluation.likelihood import likelihood
-from didi_instruct.training.loop import Loop, Outcome
+from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
 from didi_instruct.training.pretrain import PretrainTask
 from didi_instruct.training.reporting import Reporter, SilentReporter
 from didi_instruct.training.world import World, open_world
@@ -35,6 +36,8 @@ class PretrainResult:
     outcome: Outcome
     is_main: bool
     """Whether this is the process that reports."""
+    new: bool = True
+    """Whether something was trained; False where a resumed run had finished."""
 
     @property
     def finished(self) -> bool:
@@ -55,12 +58,17 @@ def pretrain(
     """Train what the recipe says in the folder `out`; under torchrun, every process calls this."""
     folder = Path(out)
     config = configure(PretrainConfig, recipe, overrides)
-    changes = check_folder(folder, config, resume, verb="didi pretrain RECIPE")
+    check_folder(folder, config, resume, verb="didi pretrain RECIPE")
     # A shape that no model can have is refused before a corpus is tokenised for it.
     vocab_size = config.model.vocab_size
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
     with open_world(device) as world, only_run(folder, world):
+        # Once more: another run may have begun here before this one held the folder.
+        changes = check_folder(folder, config, resume, verb="didi pretrain RECIPE")
         shown = reporter if world.is_main and reporter else SilentReporter()
+        if nothing_to_do(folder, config.train.steps, resume, shown.say):
+            outcome = Outcome(config.train.steps, None, None)
+            return PretrainResult(folder, outcome, world.is_main, new=False)
         length, seed = config.model.row_length, config.train.seed
         data, valid = open_data_together(
             config.data, folder, world, data_progress, length=length, seed=seed
@@ -69,8 +77,6 @@ def pretrain(
         evaluate = _evaluator(task, valid, config) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
         start = start_of(loop, config, changes, resume)
-        if start is None:
-            return PretrainResult(folder, loop.as_it_stands(), world.is_main)
         for note in _notes(config, task.model_config, data, world):
             shown.say(note)
         outcome = loop.run(start)
@@ -96,13 +102,11 @@ def _notes(
         yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
 
 
-def _evaluator(
-    task: PretrainTask, valid: TokenSource, config: PretrainConfig
-) -> Callable[[int], Mapping[str, float]]:
+def _evaluator(task: PretrainTask, valid: TokenSource, config: PretrainConfig) -> Evaluate:
     """Held-out nats per token of the averaged model; every process computes the same."""
     count = min(config.train.eval_sequences, valid.num_sequences or config.train.eval_sequences)
 
-    def evaluate(step: int) -> Mapping[str, float]:
+    def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
         with task.averaged(), task.autocast():
             result = likelihood(
                 task.module,
@@ -111,6 +115,7 @@ def _evaluator(
                 sequences=count,
                 batch_size=task.rows_per_pass,
                 device=task.world.device,
+                progress=lambda _: tick(),
             )
         half = (result.ci95[1] - result.ci95[0]) / 2
         return {"valid_nats_per_token": result.nats_per_token, "valid_ci95": half}

@@ -1,7 +1,7 @@
 """A run's folder: its recipe, whether it may be begun or resumed, what may change meanwhile."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import CONFIG
+from didi_instruct.models.manifest import CONFIG, read_manifest
 from didi_instruct.training.loop import Loop
 from didi_instruct.training.world import World
 
@@ -71,23 +71,60 @@ def is_begun(folder: Path) -> bool:
     return finished or any((folder / "checkpoints").glob("step-*"))
 
 
+def steps_made(folder: Path) -> int | None:
+    """Steps behind the finished model in a folder; None where there is no whole one."""
+    if not (folder / CONFIG).exists() or not (folder / RECIPE).exists():
+        return None
+    try:
+        manifest = read_manifest(folder)
+        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
+    except (UserError, OSError):
+        return None
+    whole = all(sizes[name] == record.bytes for name, record in manifest.files.items())
+    step = manifest.provenance.get("step")
+    return step if whole and isinstance(step, int) else None
+
+
+def nothing_to_do(folder: Path, steps: int, resume: bool, say: Callable[[str], None]) -> bool:
+    """Whether a run to resume has finished; it then stays as it is, recipe included."""
+    if not resume or steps_made(folder) != steps:
+        return False
+    say(
+        f"{folder} has finished its {steps} steps: nothing to do "
+        f"(--set train.steps=... above {steps} goes on)."
+    )
+    return True
+
+
 def check_folder(folder: Path, config: Any, resume: bool, *, verb: str) -> list[Change]:
     """Refuse to write over another run, or to resume one that was set up otherwise.
 
     `verb` is the command, with RECIPE for the recipe. Returns what a resumed run changes.
     """
-    begun, recipe = is_begun(folder), folder / RECIPE
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder with --out.")
-    if not resume and begun:
+    if resume:
+        return _check_resumed(folder, config, verb)
+    if is_begun(folder):
         raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
-    own = BEFORE_THE_FIRST_SAVE if recipe.exists() else BEFORE_THE_FIRST_STEP
-    if not resume and folder.exists() and any(p.name not in own for p in folder.iterdir()):
+    own = BEFORE_THE_FIRST_SAVE if (folder / RECIPE).exists() else BEFORE_THE_FIRST_STEP
+    if folder.exists() and any(path.name not in own for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another --out.")
-    if not resume:
-        return []
-    if not begun and not recipe.exists():
+    return []
+
+
+def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
+    """Refuse what cannot go on, or not like this; return what changes."""
+    recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.train.steps
+    if not is_begun(folder) and not recipe.exists():
         raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
+    if made > steps:
+        raise UserError(_cannot_go_back(folder, made, steps))
+    if 0 < made < steps and not any((folder / "checkpoints").glob("step-*")):
+        raise UserError(
+            f"{folder} has made {made} steps, but its checkpoints are gone, so it cannot go on: "
+            "choose another --out."
+        )
     if not recipe.exists():
         return []
     before = parse(type(config), read_yaml(recipe), where=str(recipe))
@@ -102,6 +139,13 @@ def check_folder(folder: Path, config: Any, resume: bool, *, verb: str) -> list[
     return changes
 
 
+def _cannot_go_back(folder: Path, made: int, steps: int) -> str:
+    return (
+        f"{folder} has made {made} steps already, and train.steps is {steps}: it cannot go back. "
+        "Choose another --out to start over."
+    )
+
+
 @contextmanager
 def only_run(folder: Path, world: World) -> Iterator[None]:
     """Hold a run's folder, so that no second command writes into it; all processes call."""
@@ -112,14 +156,15 @@ def only_run(folder: Path, world: World) -> Iterator[None]:
         taken = not _lock(handle)
     try:
         if world.any(taken):
-            raise UserError(f"{folder} is in use by another didi: wait for it, or change --out.")
+            error = UserError(f"{folder} is in use by another didi: wait for it, or change --out.")
+            raise error if world.is_main else SystemExit(2)  # the main process says what is wrong
         yield
     finally:
         if handle is not None:
-            os.close(handle)
-            if new and [path.name for path in folder.iterdir()] == [LOCK]:
+            if new and not taken and [path.name for path in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()  # refused before anything was done: no trace
                 folder.rmdir()
+            os.close(handle)
 
 
 def _lock(handle: int) -> bool:
@@ -137,24 +182,12 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def start_of(loop: Loop, config: Any, changes: Sequence[Change], resume: bool) -> int | None:
-    """Load the last checkpoint and keep the recipe; the step to go on from, None at the end.
-
-    A run that has finished stays as it is, recipe included.
-    """
+def start_of(loop: Loop, config: Any, changes: Sequence[Change], resume: bool) -> int:
+    """Load the last checkpoint and keep the recipe; the step to go on from."""
     folder, steps = loop.folder, loop.config.steps
     start = loop.resume() if resume else 0
     if start > steps:
-        raise UserError(
-            f"{folder} has made {start} steps already, and train.steps is {steps}: "
-            "it cannot go back. Choose another --out to start over."
-        )
-    if resume and start == steps and (folder / CONFIG).exists():
-        loop.reporter.say(
-            f"{folder} has finished its {steps} steps: nothing to do "
-            f"(--set train.steps=... above {steps} goes on)."
-        )
-        return None
+        raise UserError(_cannot_go_back(folder, start, steps))
     for change in changes:
         loop.reporter.say(f"Changed: {change.name} {change.before} -> {change.now}")
     if loop.world.is_main:

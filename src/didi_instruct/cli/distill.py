@@ -84,7 +84,7 @@ def evaluation_line(values: Mapping[str, float]) -> str:
     parts, budgets = [], ", ".join(map(str, _budgets(values)))
     for name, (title, form) in MEASURES.items():
         cells = [_cell(values, f"{name}_{n}", form) for n in _budgets(values)]
-        if all(cells):
+        if cells and all(cells):
             parts.append(f"{title} {', '.join(cells)}")
     if "valid_nats_per_token" in values:
         parts.append(f"held-out text {values['valid_nats_per_token']:.4f} nats per token")
@@ -110,11 +110,12 @@ def _summary(result: "DistillResult") -> None:
         typer.echo(line)
     files = ("discriminator.safetensors", "bank/", "curves.png")
     also = "".join(f", {name}" for name in files if (result.folder / name).exists())
-    averaged = any(name.endswith("_raw") for name in result.student)
+    if result.new:
+        typer.echo(f"Distilled {result.outcome.step} iterations.")
     typer.echo(
-        f"Distilled {result.outcome.step} iterations. Wrote {result.folder}: model.safetensors, "
-        f"config.json and tokenizer.json (the {'averaged ' if averaged else ''}student), "
-        f"recipe.yaml, log.jsonl, checkpoints/{also}"
+        f"{'Wrote' if result.new else 'There is'} {result.folder}: model.safetensors, config.json "
+        f"and tokenizer.json (the {'averaged ' if result.averaged else ''}student), recipe.yaml, "
+        f"log.jsonl, checkpoints/{also}"
     )
     if result.curves is None:
         typer.echo('No curves.png: matplotlib is missing (pip install "didi-instruct[eval]").')

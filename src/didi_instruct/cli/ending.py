@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 def leave_unless_done(outcome: "Outcome", is_main: bool) -> None:
     """Exit if a signal stopped the run, or if another process tells the rest."""
+    # Not typer.Exit: its 130 is what Ctrl-C looks like where nothing was saved.
     code = 0 if outcome.signal is None else 128 + outcome.signal
     if not is_main:
-        raise typer.Exit(code)
+        sys.exit(code)
     if outcome.signal is not None:
         typer.echo(
             f"Stopped at step {outcome.step}; saved {outcome.checkpoint}. Go on with --resume."
         )
-        sys.exit(code)  # typer.Exit(130) is what Ctrl-C elsewhere looks like
+        sys.exit(code)

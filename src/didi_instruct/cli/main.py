@@ -1,5 +1,6 @@
 """The `didi` command. Verbs import what they need when they run, so `--help` is instant."""
 
+import re
 import sys
 import traceback
 from typing import Annotated
@@ -7,10 +8,12 @@ from typing import Annotated
 import typer
 
 from didi_instruct import __version__
-from didi_instruct.cli import data, distill, evaluate, generate, info, pretrain
+from didi_instruct.cli import convert, data, distill, evaluate, generate, info, pretrain
 from didi_instruct.errors import TrainingError, UserError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+OUT_OF_MEMORY = "out of memory|can't allocate memory"
+"""As CUDA and the CPU's allocator say it."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +27,7 @@ app.command("pretrain")(pretrain.command)
 app.command("distill")(distill.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
+app.command("convert")(convert.command)
 app.command("info")(info.command)
 
 
@@ -52,7 +56,8 @@ def main() -> None:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of Ctrl-C
             print(
-                "didi: interrupted; the same command goes on where it can, or starts over",
+                "didi: interrupted; the same command goes on or starts over (with --resume where "
+                "a checkpoint was saved)",
                 file=sys.stderr,
             )
     except Exception as error:
@@ -72,7 +77,7 @@ def _explain(error: Exception) -> int:
         code, text = getattr(error, "exit_code", WRONG_USAGE), error.format_message()
     elif isinstance(error, OSError) and error.strerror is not None:
         code, text = WRONG_USAGE, f"{error.filename or 'Writing'}: {error.strerror}"
-    elif isinstance(error, MemoryError) or "memory" in str(error).lower():
+    elif isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, str(error)):
         code, text = FAILED, f"Out of memory: use smaller batches or texts. ({_first_line(error)})"
     else:
         code, text = FAILED, f"{type(error).__name__}: {error} (--debug shows where)"

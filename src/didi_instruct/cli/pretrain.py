@@ -40,9 +40,10 @@ def command(
         data_progress=PrepareBar,
     )
     leave_unless_done(result.outcome, result.is_main)
-    step = result.outcome.step
+    if result.new:
+        typer.echo(f"Trained {result.outcome.step} steps.")
     typer.echo(
-        f"Trained {step} steps. Wrote {folder}: model.safetensors, config.json and tokenizer.json "
-        "(the averaged model), recipe.yaml, log.jsonl, checkpoints/"
+        f"{'Wrote' if result.new else 'There is'} {folder}: model.safetensors, config.json and "
+        "tokenizer.json (the averaged model), recipe.yaml, log.jsonl, checkpoints/"
     )
     typer.echo(f"Next: didi generate {folder}")

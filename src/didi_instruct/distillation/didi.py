@@ -84,7 +84,7 @@ class DidiTask(DistillTask):
     def step(self, step: int) -> Tensors:
         """One iteration of Algorithm 1."""
         didi = self.config.didi
-        self.remember_entropy()
+        self.remember_entropy(step)
         for turn in range(self.config.discriminator.steps):
             parts = [self.compare(step, turn, indices) for indices in self.parts()]
             numbers = self.teach_discriminator(step, parts)

@@ -195,9 +195,9 @@ class DistillTask(ABC):
         """A plain number among those of an iteration."""
         return torch.tensor(value, dtype=torch.float64, device=self.world.device)
 
-    def remember_entropy(self) -> None:
-        """Measure how varied the student's draws are, unless that was done before it learnt."""
-        if bool(self.entropy_at_start) or not self.config.watch.min_entropy:
+    def remember_entropy(self, step: int) -> None:
+        """Measure how varied the student's draws are, before the first iteration."""
+        if step > 0:
             return
         batches = -(-ENOUGH_TEXTS // self.config.train.batch_size)
         found = [self.drawn_entropy(BEFORE + turn) for turn in range(batches)]

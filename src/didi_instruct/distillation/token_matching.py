@@ -128,7 +128,7 @@ class TokenMatchingTask(DistillTask):
     def step(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
         settings = self.config.token_matching
-        self.remember_entropy()
+        self.remember_entropy(step)
         for turn in range(settings.aux_steps):
             learns = self.learns(step) and turn == settings.aux_steps - 1
             plans = [self.plan(step, turn, indices) for indices in self.parts()]

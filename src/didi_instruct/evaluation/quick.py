@@ -18,6 +18,10 @@ ROWS, LAW_ENTRIES = 256, 2**28
 """Samples drawn at a time, at most; and entries of their laws over the vocabulary in a step."""
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuickTest:
     """What is drawn, and how it is judged: the same for all models of a run."""
@@ -35,12 +39,13 @@ class QuickTest:
     exact: bool = True
     """Whether the judge knows the likelihood, or a bound of it."""
 
-    def draw(self, rows: Rows, steps: int) -> Samples:
-        """Ancestral samples from a denoiser given as rows."""
+    def draw(self, rows: Rows, steps: int, tick: Callable[[], None] = nothing) -> Samples:
+        """Ancestral samples from a denoiser given as rows; `tick` is called between batches."""
         parts = []
         entries = self.start.shape[1] * self.mask_id // steps
         size = max(1, min(ROWS, LAW_ENTRIES // max(1, entries)))
         for first in range(0, len(self.start), size):
+            tick()
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices)
@@ -50,11 +55,13 @@ class QuickTest:
             )
         return join(parts)
 
-    def measure(self, rows: Rows, tag: str = "") -> dict[str, float]:
-        """Numbers of a denoiser at every budget, by name."""
+    def measure(
+        self, rows: Rows, tag: str = "", tick: Callable[[], None] = nothing
+    ) -> dict[str, float]:
+        """Numbers of a denoiser at every budget, by name; `tick` is called between batches."""
         found: dict[str, float] = {}
         for steps in self.budgets:
-            samples = self.draw(rows, steps)
+            samples = self.draw(rows, steps, tick)
             assert samples.log_prob is not None
             written = int((self.start == self.mask_id).sum())
             if self.judge is not None:

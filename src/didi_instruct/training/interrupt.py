@@ -2,8 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -21,7 +20,7 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._say = say
         self.signal: int | None = None
-        self._since, self._at_once = 0.0, False
+        self._since = 0.0
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -29,22 +28,9 @@ class Interrupt:
         if self.signal is None:
             self.signal, self._since = number, now
             if self._say is not None:
-                self._say("Stopping after this step, to save it (Ctrl-C again: quit without).")
-            if self._at_once:
-                raise KeyboardInterrupt
+                self._say("Stopping soon, to save first (Ctrl-C again: quit without).")
         elif number == signal.SIGINT and now - self._since > PATIENCE:
             raise KeyboardInterrupt
-
-    @contextmanager
-    def at_once(self, wanted: bool) -> Iterator[None]:
-        """Within, a signal raises KeyboardInterrupt (if `wanted`): what runs can be made again."""
-        self._at_once = wanted
-        if wanted and self.signal is not None:
-            raise KeyboardInterrupt
-        try:
-            yield
-        finally:
-            self._at_once = False
 
     def __enter__(self) -> Self:
         try:

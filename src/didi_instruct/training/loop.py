@@ -49,7 +49,10 @@ class Task(Protocol):
         """What a checkpoint belongs to, as plain values: the data, say."""
 
 
-Evaluate = Callable[[int], Mapping[str, float]]
+Tick = Callable[[], None]
+"""Called now and then by what may take long, where it may be cut off: it raises to do so."""
+Evaluate = Callable[[int, Tick], Mapping[str, float]]
+"""Numbers of the networks as they are after some steps."""
 Watch = Callable[[int, Mapping[str, float]], str | None]
 """Sees the numbers of every log entry; what it returns is why training must stop."""
 
@@ -62,6 +65,10 @@ class Outcome:
     signal: int | None
     """The signal that interrupted it, or None if it is finished."""
     checkpoint: Path | None
+
+
+class _CutOffError(Exception):
+    """A signal came while something ran that can be made again."""
 
 
 class Loop:
@@ -113,10 +120,6 @@ class Loop:
         self.task.prepare_to_load()
         checkpoint.fill(self.task.tensors())
         self._last_saved = checkpoint.folder
-
-    def as_it_stands(self) -> Outcome:
-        """The outcome of a run that had finished before it was resumed."""
-        return Outcome(self.config.steps, None, self._last_saved)
 
     def run(self, start: int = 0, before: Mapping[str, float] | None = None) -> Outcome:
         """Train from step `start` to the end, or until a signal asks to stop.
@@ -207,12 +210,14 @@ class Loop:
         assert self.evaluate is not None
         started = time.monotonic()
         self.reporter.measuring(done)
+
+        def tick() -> None:
+            if interrupt.signal is not None and self.world.size == 1:
+                raise _CutOffError
+
         try:
-            with interrupt.at_once(self.world.size == 1):
-                result = dict(self.evaluate(done))
-        except KeyboardInterrupt:
-            if interrupt.signal is None:
-                raise
+            result = dict(self.evaluate(done, tick))
+        except _CutOffError:
             return False
         if not all(math.isfinite(value) for value in result.values()):
             self._stop_at_nan(done)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.dit import DiT
+from didi_instruct.models.denoising import Denoising
 from didi_instruct.process import masking, uniform
 from didi_instruct.process.schedule import make_schedule
 
@@ -89,7 +89,7 @@ class MaskedObjective:
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Weighted sum over the masked positions of each sequence."""
-        assert isinstance(model, DiT)
+        assert isinstance(model, Denoising)
         z, sequence = batch["z"], batch["sequence"]
         hidden = model.trunk(z, batch["sigma"]).flatten(0, 1)[batch["rows"]]
         condition = model.condition(batch["sigma"])

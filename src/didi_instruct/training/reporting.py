@@ -73,8 +73,8 @@ def with_errors(values: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-BAR, COUNTERS = 20, 24
-"""Columns of the bar, and of the counter and the time left with their spaces."""
+BAR, COUNTERS, EVALUATING = 20, 14, " (evaluating)"
+"""Columns of the bar, and of the counter and the time left with their spaces; and a remark."""
 
 
 class TerminalReporter:
@@ -126,7 +126,7 @@ class TerminalReporter:
         numbers = {name: values[name] for name in names}
         if self._progress is not None:
             # Counter and time left matter most: numbers take the room that is left.
-            used = len(self.title) + BAR + 2 * len(str(self._steps)) + COUNTERS
+            used = len(self.title + EVALUATING) + BAR + 2 * len(str(self._steps)) + COUNTERS
             text = readable(numbers, max(0, self.console.width - used))
             self._progress.update(self._task, completed=step, numbers=text)
             return
@@ -142,7 +142,7 @@ class TerminalReporter:
     def measuring(self, step: int) -> None:
         """Say beside the bar why it stands still."""
         if self._progress is not None:
-            self._progress.update(self._task, description=f"{self.title} (evaluating)")
+            self._progress.update(self._task, description=self.title + EVALUATING)
 
     def measured(self, step: int, values: Mapping[str, Any]) -> None:
         """Print them above the bar."""
