@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
@@ -52,8 +53,8 @@ class Tokenizer:
     def load(cls, source: str | Path, eot: str | None = None) -> "Tokenizer":
         """Load what `source` names; `eot` is the token that ends a text, if it is unusual.
 
-        A source is `bytes`, a tokenizer.json, a folder with one (a model, prepared data) or with
-        GPT-2's vocab.json and merges.txt, or a Hugging Face id.
+        A source is `bytes`, a tokenizer.json, a folder with one (a model, prepared data), with
+        GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging Face id.
         """
         if str(source) == "bytes":
             return cls(_byte_backend(), eot)
@@ -80,6 +81,44 @@ class Tokenizer:
         backend = Backend(models.WordLevel(vocabulary))
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return cls(backend, eot)  # without a decoder, the library joins tokens with spaces
+
+    @classmethod
+    def from_transformers(cls, loaded: Any, name: str, eot: str | None = None) -> "Tokenizer":
+        """Take over a tokenizer of `transformers`; `name` is what an error calls it."""
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(
+                f"Tokenizer `{name}` has no tokenizer.json form: convert it to one first."
+            )
+        if eot is None and backend.token_to_id(loaded.eos_token or "") is not None:
+            eot = loaded.eos_token
+        return cls(Backend.from_str(backend.to_str()), eot)
+
+    def endless(self) -> "Tokenizer":
+        """Return it for a model whose texts fill their window: no token of theirs ends one."""
+        twin = Tokenizer(Backend.from_str(self._backend.to_str()), self.eot)
+        twin.eot = twin.eot_id = None
+        return twin
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Id of every token."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> set[int]:
+        """Ids of the tokens that are marked as no part of a text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {index for index, token in added.items() if token.special}
+
+    def frame(self, token: str) -> tuple[list[int], list[int]]:
+        """Ids that its own library would put before and after a text; `token` is any special one.
+
+        `encode` never adds them.
+        """
+        ids: list[int] = self._backend.encode(token, add_special_tokens=True).ids
+        place = ids.index(self.vocabulary[token])
+        return ids[:place], ids[place + 1 :]
 
     @cached_property
     def hash(self) -> str:
@@ -170,6 +209,39 @@ def _gpt2_backend(vocabulary: Path, merges: Path) -> Backend:
     return backend
 
 
+def _esm_words(vocabulary: Path) -> list[str]:
+    """Return the tokens of an ESM vocabulary, one per line; nothing if it is none."""
+    if not vocabulary.is_file():
+        return []
+    words = [line.strip() for line in vocabulary.read_text(encoding="utf-8").splitlines()]
+    return words if {"<cls>", "<unk>", "<eos>"} <= set(words) else []
+
+
+def _esm_backend(words: list[str]) -> Backend:
+    """ESM's form, which has no tokenizer.json: residues stand side by side, without spaces.
+
+    What lies between known letters is one unknown token, as in ESM's own.
+    """
+    special = [word for word in words if re.fullmatch("<.+>", word)]
+    letters = sorted(set(words) - set(special) - {""}, key=len, reverse=True)
+    backend = Backend(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Split(Regex("|".join(map(re.escape, letters))), "isolated"),
+        ]
+    )
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(special)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<cls> $A <eos>",
+        special_tokens=[(word, words.index(word)) for word in ("<cls>", "<eos>")],
+    )
+    return backend
+
+
 def _load_json(path: Path, eot: str | None) -> Tokenizer:
     try:
         backend = Backend.from_file(str(path))
@@ -188,7 +260,12 @@ def _load_folder(folder: Path, eot: str | None) -> Tokenizer:
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if vocabulary.is_file() and merges.is_file():
         return Tokenizer(_gpt2_backend(vocabulary, merges), eot)
-    raise UserError(f"{folder}: has neither {_FILE} nor vocab.json and merges.txt.")
+    words = _esm_words(folder / "vocab.txt")
+    if words:
+        return Tokenizer(_esm_backend(words), eot)
+    raise UserError(
+        f"{folder}: has neither {_FILE} nor vocab.json and merges.txt, nor ESM's vocab.txt."
+    )
 
 
 def _configured_eot(config: Path) -> str | None:
@@ -217,11 +294,11 @@ def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
     import transformers
 
     try:
-        with _quiet("huggingface_hub"):
+        with quiet("huggingface_hub"):
             try:  # what was downloaded before needs no network
                 loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
             except (OSError, ValueError):
-                _require_network()
+                require_network()
                 loaded = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a network, a repository and a file format can fail in any way
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -229,15 +306,10 @@ def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
             f"Tokenizer `{name}` is no local file or folder, and loading it from Hugging Face "
             f"failed ({reason}). Give a local directory that has its tokenizer.json."
         ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise UserError(f"Tokenizer `{name}` has no tokenizer.json form: convert it to one first.")
-    if eot is None and backend.token_to_id(loaded.eos_token or "") is not None:
-        eot = loaded.eos_token
-    return Tokenizer(Backend.from_str(backend.to_str()), eot)
+    return Tokenizer.from_transformers(loaded, name, eot)
 
 
-def _require_network() -> None:
+def require_network() -> None:
     """Fail at once where the hub's name cannot be looked up, not after a minute of retries."""
     from huggingface_hub.constants import ENDPOINT
 
@@ -251,7 +323,7 @@ def _require_network() -> None:
 
 
 @contextmanager
-def _quiet(logger: str) -> Iterator[None]:
+def quiet(logger: str) -> Iterator[None]:
     """Keep a library's retries out of the terminal: the error that ends them says it all."""
     log = logging.getLogger(logger)
     level = log.level

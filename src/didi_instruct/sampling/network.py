@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
+from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 
 
 class NetworkDenoiser:
-    """A DiT and its schedule as a denoiser; padding (`PAD` in z) is never attended."""
+    """A network and its schedule as a denoiser; padding (`PAD` in z) is never attended."""
 
-    def __init__(self, network: DiT, schedule: Schedule) -> None:
+    def __init__(self, network: Denoising, schedule: Schedule) -> None:
         self.network, self.schedule = network, schedule
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class NetworkGuide:
 
 
 def selected_logits(
-    network: DiT, tokens: Tensor, sigma: Tensor, where: Tensor, attended: Tensor | None = None
+    network: Denoising, tokens: Tensor, sigma: Tensor, where: Tensor, attended: Tensor | None = None
 ) -> Tensor:
     """Logits (R, V) of the positions that `where` (B, L) selects, in order.
 

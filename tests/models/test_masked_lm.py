@@ -1,0 +1,361 @@
+import itertools
+import json
+import math
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from didi_instruct.api.model import Model
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.likelihood import nats_per_token
+from didi_instruct.models.denoising import Denoising
+from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.chain import PAD
+from didi_instruct.sampling.network import NetworkDenoiser, selected_logits
+from didi_instruct.training.objectives import make_objective
+
+from .masked_folders import ESM, FAMILIES, bert, esm, roberta
+
+LONGEST = {"esm1": 10}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """One family: the network of `transformers`, and the same loaded from its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return FAMILIES[request.param](folder), load_masked_lm(folder), request.param
+
+
+def open_ids(loaded):
+    return [n for n in range(loaded.config.num_tokens) if n not in loaded.model.ids.banned]
+
+
+def some_text(loaded, rows, length, seed=1):
+    """Words that may be written, and masks."""
+    known = torch.tensor([*open_ids(loaded), loaded.config.mask_id])
+    generator = torch.Generator().manual_seed(seed)
+    return known[torch.randint(len(known), (rows, length), generator=generator)]
+
+
+@torch.no_grad()
+def direct(network, loaded, text):
+    """Logits of one text by `transformers` alone: our mask translated, special tokens around."""
+    ids = loaded.model.ids
+    row = [ids.mask if n == loaded.config.mask_id else n for n in text.tolist()]
+    full = torch.tensor([[*ids.before, *row, *ids.after]])
+    return network(input_ids=full).logits[0, len(ids.before) :][: len(row)]
+
+
+def test_logits_are_the_library_s_at_the_text_s_positions(pair):
+    network, loaded, _ = pair
+    text = some_text(loaded, 4, loaded.config.length)
+    written = open_ids(loaded)
+    with torch.no_grad():
+        ours = loaded.model(text)
+    for row, logits in zip(text, ours, strict=True):
+        expected = direct(network, loaded, row)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(logits[:, written], expected[:, written], atol=1e-6, rtol=0)
+    assert ours.shape[-1] == loaded.config.num_tokens == loaded.config.mask_id
+
+
+def test_selected_positions_have_the_logits_of_all(pair):
+    _, loaded, _ = pair
+    assert isinstance(loaded.model, Denoising)
+    text = some_text(loaded, 3, 7)
+    where = text == loaded.config.mask_id
+    sigma = torch.tensor([0.1, 0.5, 2.0])
+    with torch.no_grad():
+        chosen = selected_logits(loaded.model, text, sigma, where)
+        torch.testing.assert_close(chosen, loaded.model(text)[where], atol=1e-6, rtol=0)
+
+
+def test_padding_changes_nothing(pair):
+    """A text has the same logits alone as in a batch with a longer one; its frame ends it."""
+    network, loaded, _ = pair
+    lengths = [3, loaded.config.length, 5]
+    text = some_text(loaded, 3, loaded.config.length)
+    for row, length in zip(text, lengths, strict=True):
+        row[length:] = PAD
+    denoiser = NetworkDenoiser(loaded.model, make_schedule(loaded.config.schedule))
+    together = denoiser(text, torch.full((3,), 0.5))
+    written = open_ids(loaded)
+    for row, logits, length in zip(text, together, lengths, strict=True):
+        expected = direct(network, loaded, row[:length])
+        torch.testing.assert_close(
+            logits[:length, written], expected[:, written], atol=1e-5, rtol=0
+        )
+
+
+def test_the_length_is_all_that_positions_allow(pair):
+    network, loaded, name = pair
+    assert loaded.config.length == LONGEST.get(name, 12)
+    if name != "mpnet":  # not in our table: config.json alone does not tell its first position
+        assert recognise_masked_lm(loaded.provenance["foreign"]["source"]).config == loaded.config
+    if hasattr(network.base_model.embeddings, "position_embeddings"):
+        with pytest.raises((IndexError, RuntimeError)):
+            loaded.model(some_text(loaded, 1, loaded.config.length + 1))
+
+
+def test_banned_ids_have_probability_zero_and_finite_entropy(pair):
+    _, loaded, _ = pair
+    text = torch.full((1, 4), loaded.config.mask_id)
+    logits = loaded.model(text).double()
+    log_p = logits.log_softmax(-1)
+    assert (log_p.exp()[..., list(loaded.model.ids.banned)] == 0).all()
+    assert (log_p.exp()[..., open_ids(loaded)] > 0).all()
+    assert (-(log_p.exp() * log_p).sum(-1)).isfinite().all()
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "confidence"])
+def test_samples_are_text_alone(pair, sampler):
+    _, loaded, _ = pair
+    model = Model(loaded.model, loaded.config, loaded.tokenizer)
+    drawn = model.sample(num=30, steps=4, length=10, sampler=sampler, seed=3)
+    assert drawn.shape == (30, 10)
+    assert set(drawn.unique().tolist()) <= set(open_ids(loaded))
+    assert len(drawn.unique()) > 3
+
+
+def test_bound_is_the_sum_over_all_ways_to_mask(tmp_path):
+    """For alpha_t = 1 - t a set S of k among L positions is masked with weight B(k, L - k + 1).
+
+    4096 draws of the estimator against that sum, with a tolerance of 5 standard errors: a false
+    alarm in less than one of 10^6 seeds.
+    """
+    network, loaded = bert(tmp_path), load_masked_lm(tmp_path)
+    x = torch.tensor([7, 9, 7])
+    total = 0.0
+    for k in (1, 2, 3):
+        weight = math.gamma(k) * math.gamma(4 - k) / math.gamma(4)
+        for places in itertools.combinations(range(3), k):
+            z = x.clone()
+            z[list(places)] = loaded.config.mask_id
+            logits = direct(network, loaded, z).double()
+            logits[:, list(loaded.model.ids.banned)] = -torch.inf
+            log_p = logits.log_softmax(-1)
+            total -= weight * sum(log_p[i, x[i]].item() for i in places)
+    objective = make_objective(loaded.config)
+    drawn = nats_per_token(
+        lambda batch: objective.loss(loaded.model, batch),
+        loaded.config,
+        lambda start, count: x.expand(count, -1),
+        sequences=512,
+        draws=8,
+        batch_size=512,
+    )
+    error = drawn.std().item() / math.sqrt(len(drawn))
+    assert abs(drawn.mean().item() - total / 3) < 5 * error < 0.2 * total
+    model = Model(loaded.model, loaded.config, loaded.tokenizer)
+    assert model.nelbo(x.expand(512, -1), draws=8).item() == pytest.approx(drawn.mean().item())
+
+
+def test_text_of_masks_alone_is_finite_with_token_dropout(tmp_path):
+    """ESM scales what is visible by its share; the frame of a text keeps that above 0."""
+    network, loaded = esm(tmp_path), load_masked_lm(tmp_path)
+    assert network.config.token_dropout
+    masks = torch.full((1, 12), loaded.config.mask_id)
+    assert loaded.model(masks).isfinite().all()
+    off = tmp_path / "off"
+    off.mkdir()
+    esm(off, token_dropout=False)
+    without = load_masked_lm(off).model
+    assert not torch.allclose(loaded.model(masks), without(masks))  # config.json decides
+
+
+def test_residues_and_nothing_else_are_written(tmp_path):
+    esm(tmp_path)
+    loaded = load_masked_lm(tmp_path)
+    words = {index: word for word, index in loaded.tokenizer.vocabulary.items()}
+    assert "".join(sorted(words[n] for n in open_ids(loaded))) == "ACDEFGHIKLMNOPQRSTUVWY"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["MKTAYIAKQR", "MK TAY", "MKjjTA", "j", "MK<mask>A", "mkJJA.-X  B", "M\nK\tjA<null_1>", ""],
+)
+def test_esm_s_vocabulary_reads_like_the_library_s_tokenizer(tmp_path, text):
+    (tmp_path / "vocab.txt").write_text("\n".join(ESM.split()))
+    ours = Tokenizer.load(tmp_path)
+    theirs = transformers.EsmTokenizer(str(tmp_path / "vocab.txt"))
+    ids = ours.encode([text])[0]
+    assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+    before, after = ours.frame("<mask>")
+    assert [*before, *ids, *after] == theirs(text)["input_ids"]
+    if set(text) <= set(ESM.split()):
+        assert ours.decode(ids) == text
+
+
+def test_texts_fill_the_window(tmp_path):
+    """[SEP] is never written, so it must not pass for the end of a text (or of a gap)."""
+    bert(tmp_path)
+    loaded = load_masked_lm(tmp_path)
+    assert Tokenizer.load(tmp_path).eot == "[SEP]"
+    assert loaded.tokenizer.eot_id is None
+    assert loaded.tokenizer.hash == Tokenizer.load(tmp_path).hash
+
+
+@pytest.mark.parametrize("form", ["bin", "shards", "lightning"])
+def test_other_files_of_weights(tmp_path, form):
+    """Pickles are read without running them; DPLM's training writes names under `model.net.`."""
+    network = esm(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    if form == "bin":
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    elif form == "lightning":
+        state = {f"model.net.{name}": t for name, t in weights.items()}
+        torch.save({"state_dict": state, "hyper": Model}, tmp_path / "last.ckpt")
+    else:
+        names = {name: f"part-{n % 2}.safetensors" for n, name in enumerate(weights)}
+        for file in set(names.values()):
+            part = {n: t for n, t in weights.items() if names[n] == file}
+            save_file(part, tmp_path / file)
+        index = json.dumps({"weight_map": names})
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    loaded = load_masked_lm(tmp_path)
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(loaded.model.network.state_dict()[name], tensor), name
+
+
+def test_the_type_of_the_file_is_kept_unless_another_is_asked_for(tmp_path):
+    bert(tmp_path).half().save_pretrained(tmp_path)
+    kept, cast = load_masked_lm(tmp_path), load_masked_lm(tmp_path, dtype=torch.float64)
+    assert {p.dtype for p in kept.model.parameters()} == {torch.float16}
+    assert {p.dtype for p in cast.model.parameters()} == {torch.float64}
+    text = some_text(cast, 1, 5)
+    assert torch.equal(text, some_text(kept, 1, 5))
+    torch.testing.assert_close(kept.model(text).double(), cast.model(text), atol=0.02, rtol=0)
+
+
+def test_tokenizer_without_its_json(tmp_path):
+    """Old checkpoints have BERT's vocab.txt alone."""
+    bert(tmp_path)
+    reference = load_masked_lm(tmp_path)
+    words = sorted(reference.tokenizer.vocabulary.items(), key=lambda item: item[1])
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.txt").write_text("\n".join(word for word, _ in words))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    loaded = load_masked_lm(tmp_path)
+    assert loaded.model.ids == reference.model.ids
+    assert loaded.tokenizer.encode(["w3 w1"]) == [[9, 7]]
+
+
+def test_tokenizer_without_its_last_step(tmp_path):
+    """Some tokenizer.json files forgot what surrounds a text; its names are beside them."""
+    bert(tmp_path)
+    reference = load_masked_lm(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
+    names = {"mask_token": "[MASK]", "cls_token": "[CLS]", "sep_token": {"content": "[SEP]"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    assert load_masked_lm(tmp_path).model.ids == reference.model.ids
+
+
+def test_tensors_of_other_tasks_are_left_out(tmp_path):
+    bert(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    extra = {
+        "bert.pooler.dense.weight": torch.zeros(16, 16),
+        "cls.seq_relationship.bias": torch.zeros(2),
+    }
+    save_file({**weights, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load_masked_lm(tmp_path).model.network.config.model_type == "bert"
+
+
+def without_head(folder):
+    bert(folder).bert.save_pretrained(folder)
+
+
+def with_a_stranger(folder):
+    bert(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "bert.adapter.weight": torch.zeros(2)}, folder / "model.safetensors")
+
+
+def of_another_size(folder):
+    bert(folder)
+    change(folder, intermediate_size=20)
+
+
+def without_weights(folder):
+    bert(folder)
+    (folder / "model.safetensors").unlink()
+
+
+def without_tokenizer(folder):
+    roberta(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+def with_too_small_a_vocabulary(folder):
+    bert(folder)
+    change(folder, vocab_size=10)
+
+
+def without_positions(folder):
+    bert(folder)
+    change(folder, max_position_embeddings=None)
+
+
+def left_to_right(folder):
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2).save_pretrained(folder)
+
+
+def nothing(folder):
+    (folder / "config.json").write_text("[")
+
+
+def change(folder, **settings):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (without_head, "lacks tensors of BertForMaskedLM"),
+        (with_a_stranger, "bert.adapter.weight"),
+        (of_another_size, "intermediate.dense"),
+        (without_weights, "should hold model.safetensors"),
+        (without_tokenizer, "has no tokenizer"),
+        (with_too_small_a_vocabulary, "the tokenizer has 15 ids and the network 10"),
+        (without_positions, "max_position_embeddings"),
+        (left_to_right, "not that of a masked LM"),
+        (nothing, "not that of a masked LM"),
+    ],
+)
+def test_folders_that_are_no_masked_lm_are_refused_by_name(tmp_path, spoil, words):
+    spoil(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_masked_lm(tmp_path)
+    assert words in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_recognition_says_what_it_is(tmp_path):
+    esm(tmp_path)
+    change(tmp_path, architectures=["EsmForDPLM"])
+    found = recognise_masked_lm(tmp_path)
+    assert found.layout == "esm"
+    assert "EsmForDPLM" in found.description
+    assert not found.needs_code
+    assert found.config.num_tokens == 33
+    assert recognise_masked_lm(tmp_path / "nowhere") is None
+    (tmp_path / "config.json").write_text('{"model_type": "mdlm", "n_blocks": 1, "cond_dim": 2}')
+    assert recognise_masked_lm(tmp_path) is None  # a DiT, which is read without its code
+
+
+def test_without_transformers(tmp_path, monkeypatch):
+    bert(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert recognise_masked_lm(tmp_path) is not None
+    with pytest.raises(UserError, match='pip install "transformers'):
+        load_masked_lm(tmp_path)
