@@ -5,8 +5,9 @@ import torch
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import TrainingError, UserError
-from didi_instruct.evaluation import ar_bound
-from didi_instruct.evaluation.ar_bound import Split, ar_kl
+from didi_instruct.evaluation import fitting
+from didi_instruct.evaluation.ar_bound import ar_kl
+from didi_instruct.evaluation.fitting import Split
 from didi_instruct.evaluation.paths import path_kl
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
@@ -106,15 +107,6 @@ def test_noise_cannot_be_learned_from_the_samples_it_is_measured_on():
     assert len(seen) < 400
 
 
-@pytest.mark.parametrize("count", [64, 100, 999])
-def test_a_split_is_a_partition(count):
-    split = Split.draw(count, seed=4)
-    assert torch.cat(split).sort().values.tolist() == list(range(count))
-    assert len(split.held_out) == round(0.2 * count)
-    assert len(split.valid) == round(0.1 * count)
-    assert split.train.tolist() != Split.draw(count, seed=5).train.tolist()
-
-
 def test_the_judge_is_asked_about_the_held_out_samples_alone():
     """A judge that knows the number of each row: the reported mean is that of the held-out."""
     samples = random_tokens()
@@ -138,7 +130,7 @@ def test_the_seed_decides_and_the_global_stream_is_left_alone():
 def test_small_passes_change_the_memory_not_the_result(monkeypatch):
     samples, nats = random_tokens(), torch.zeros(300)
     whole = ar_kl(samples, nats, 5, **TINY)
-    monkeypatch.setattr(ar_bound, "LOGITS_AT_ONCE", 5 * 6 * 5)
+    monkeypatch.setattr(fitting, "LOGITS_AT_ONCE", 5 * 6 * 5)
     parts = ar_kl(samples, nats, 5, **TINY)
     assert parts.cross_entropy == pytest.approx(whole.cross_entropy, abs=1e-3)
 

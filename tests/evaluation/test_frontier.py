@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from didi_instruct.errors import UserError
@@ -12,6 +13,7 @@ from didi_instruct.evaluation.frontier import (
     equal_nfe,
     equal_passes,
     frontier,
+    log_vsf_resampled,
     sweep,
     vsf,
 )
@@ -207,3 +209,32 @@ def test_a_sweep_lists_two_curves_that_meet():
     for top_p in (0.0, 1.1, math.nan):
         with pytest.raises(UserError, match="top_p is .*: it is a share"):
             sweep([], [top_p])
+
+
+def test_the_frontier_is_made_anew_in_every_resample():
+    """Each resample gives what it gives alone, also where it leaves the curves or bends one."""
+    generator = np.random.default_rng(0)
+
+    def cloud(p):
+        entropy = p.entropy + 0.05 * generator.normal(size=300)
+        return np.stack([entropy, math.log(p.perplexity) + 0.2 * generator.normal(size=300)])
+
+    *baseline, student = (replace(p, cloud=cloud(p)) for p in (*TEACHER, point(200, 4.9)))
+    found = log_vsf_resampled(student, baseline)
+
+    def alone(p, k):
+        return replace(p, entropy=p.cloud[0, k], perplexity=math.exp(p.cloud[1, k]))
+
+    for k, value in enumerate(found):
+        expected = vsf(alone(student, k), [alone(p, k) for p in baseline]).value
+        assert math.exp(value) == pytest.approx(expected or math.nan, nan_ok=True)
+    assert 0 < np.isnan(found).mean() < 0.5
+    assert log_vsf_resampled(student, TEACHER) is log_vsf_resampled(TEACHER[0], baseline) is None
+
+
+def test_a_cloud_of_equal_settings_takes_the_lower():
+    twins = [
+        replace(point(p, 4.0, temperature=t), cloud=np.array([[4.0], [math.log(p)]]))
+        for p, t in ((100, 0.8), (80, 0.9))
+    ]
+    assert log_vsf_resampled(twins[0], twins) == pytest.approx([math.log(100 / 80)])

@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.evaluation.paths import (
     gap_closed,
+    gap_closed_resampled,
     nelbo_judge,
     paired_difference,
     path_gaps,
@@ -159,6 +161,17 @@ def test_the_gap_closed_is_zero_for_the_teacher_and_one_for_all_its_steps():
     for many in (5.0, 6.0, math.nan):
         with pytest.raises(ValueError, match="no gap to close"):
             gap_closed(5.0, 4.0, many)
+
+
+def test_the_gap_closed_in_resamples_is_that_of_each():
+    few, own, many = np.random.default_rng(0).normal([[5], [4], [4]], 1.0, size=(3, 50))
+    found = gap_closed_resampled(few, own, many)
+    for value, *alone in zip(found, few, own, many, strict=True):
+        if alone[0] > alone[2]:
+            assert value == pytest.approx(gap_closed(*alone))
+        else:
+            assert math.isnan(value)
+    assert 0 < np.isnan(found).sum() < 50
 
 
 def random_network(kind):

@@ -6,19 +6,21 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from didi_instruct import __version__
 from didi_instruct.api.model import Model, load
 from didi_instruct.api.sources import is_prepared
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource, open_data
 from didi_instruct.data.excerpt import excerpt
 from didi_instruct.data.files import write_atomic
 from didi_instruct.data.manifest import Manifest
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.readers import ReadOptions
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
 
@@ -67,8 +69,35 @@ def evaluate_likelihood(
     """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out)."""
     model = load(source, device=device)
     rows = held_out(model, data, sequences, reading or ReadOptions())
-    check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
     count = min(sequences, rows.num_sequences or sequences)
+    row = likelihood_row(
+        source,
+        model,
+        rows,
+        count,
+        draws=draws,
+        batch_size=batch_size,
+        seed=seed,
+        progress=progress,
+    )
+    row["data"] = data
+    reference = _truth(rows, count) if isinstance(rows, OracleSource) else {}
+    return Report(model=source, judge=None, rows=[row], reference=reference)
+
+
+def likelihood_row(
+    source: str,
+    model: Model,
+    rows: TokenSource,
+    count: int,
+    *,
+    draws: int,
+    batch_size: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Likelihood of the first `count` rows, as a row for JSON."""
+    check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
     result = model.likelihood(
         rows.ordered,
         sequences=count,
@@ -79,23 +108,32 @@ def evaluate_likelihood(
     )
     if not math.isfinite(result.nats_per_token):
         raise UserError(f"{source}: its loss is not a number here, its weights are damaged.")
-    row = {
+    return {
         "nelbo": result.nats_per_token,
         "nelbo_ci95": _finite(result.ci95),
-        "nelbo_ppl": result.ppl,
+        "nelbo_ppl": result.ppl if math.isfinite(result.ppl) else None,
         "nelbo_ppl_ci95": _finite(result.ppl_ci95),
         "bound": result.bound,
         "num_sequences": result.sequences,
         "length": rows.length,
         "draws": result.draws,
         "seed": seed,
-        "data": data,
     }
-    reference = _truth(rows, count) if isinstance(rows, OracleSource) else {}
-    return Report(model=source, judge=None, rows=[row], reference=reference)
 
 
-def held_out(model: Model, data: str, sequences: int, reading: ReadOptions) -> TokenSource:
+class Reader(Protocol):
+    """What text is read with: a model, or what is known of one before it is loaded."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokens."""
+
+
+def held_out(model: Reader, data: str, sequences: int, reading: ReadOptions) -> TokenSource:
     """Held-out rows of data by SOURCE (all rows if nothing is held out), in the model's tokens."""
     if data == "oracle":
         return OracleSource(OracleLanguage.default(), seed=0, split="valid")

@@ -1,27 +1,28 @@
 """Sample quality: draw, keep, judge, compare; every part is kept in a folder and done once."""
 
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from didi_instruct.api.evaluate import held_out
 from didi_instruct.api.generation import Request
 from didi_instruct.api.model import Model, load
-from didi_instruct.api.samplers import find_sampler
+from didi_instruct.api.samplers import SAMPLERS, find_sampler
 from didi_instruct.config.parse import nearest
-from didi_instruct.data.files import write_atomic
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.frontier import Point, equal_nfe, equal_passes, sweep, vsf
+from didi_instruct.evaluation.comparison import compare
+from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.judges import Judge
+from didi_instruct.evaluation.kept import VERSION, content_key, judge_once, key, measure_once
 from didi_instruct.evaluation.likelihood import check_data
-from didi_instruct.evaluation.paths import gap_closed
 from didi_instruct.evaluation.rows import (
     METRICS,
+    Measured,
     Measuring,
     Progress,
     Reference,
@@ -37,11 +38,13 @@ from didi_instruct.evaluation.samples import (
     text_lengths,
     write_samples,
 )
-from didi_instruct.models.manifest import MODEL, read_manifest
+from didi_instruct.models.manifest import read_manifest
 from didi_instruct.training.world import pick_device
 
 NEED_A_PATH = ("path-kl", "ar-kl")
 """Measures of samplers, not of text."""
+OF_A_SAMPLER = ("steps", "nfe", "passes", "disc_calls", "temperature", "top_p")
+"""What real text does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +67,24 @@ class Plan:
     batch_size: int = 64
     until_eot: bool = False
 
-    def requests(self) -> Iterator[Request]:
-        """One wish per row of the table."""
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.sweeps and (self.temperature, self.top_p) != (1, 1):
+            raise UserError(
+                "A sweep tries its own temperatures and top-p: leave out temperature and top_p."
+            )
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether several temperatures or top-p are tried."""
+        return bool(self.temperatures or self.top_ps)
+
+    def requests(self, counts_tokens: bool = False) -> Iterator[Request]:
+        """One wish per row of the table; samplers that count tokens have no steps to choose."""
         settings = [(self.temperature, self.top_p)]
-        if self.temperatures or self.top_ps:
+        if self.sweeps:
             settings = [*sweep(self.temperatures, self.top_ps)]
-        for steps in self.steps:
+        for steps in (None,) if counts_tokens else dict.fromkeys(self.steps):
             for temperature, top_p in settings:
                 yield Request(
                     num=self.num,
@@ -100,7 +115,11 @@ def check_metrics(metrics: Sequence[str], judge: bool, reference: bool) -> None:
 
 
 class Studio:
-    """A folder of samples and of what was measured of them; nothing in it is done twice."""
+    """A folder of samples and of what was measured of them; nothing in it is done twice.
+
+    Every setting and every measure has a file of its own, written whole: what is interrupted loses
+    the one at work, and two evaluations may share a folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,14 +128,17 @@ class Studio:
         self, source: str, model: Model, plan: Plan, progress: Progress | None = None
     ) -> list[SampleSet]:
         """Samples of a model for every row, drawn now where they are missing."""
-        fingerprint = read_manifest(Path(source)).files[MODEL].sha256
-        wishes = list(plan.requests())
+        fingerprint = _fingerprint(source)
+        sampler = find_sampler(plan.sampler, model.config.kind)
+        wishes = list(plan.requests(sampler.counts_tokens))
         found = []
         for number, wish in enumerate(wishes):
             if progress is not None:
                 progress("Drawing", number, len(wishes))
-            key = _key(fingerprint, _plain(wish), plan.until_eot)
-            path = self.folder / "samples" / f"{key}.jsonl"
+            settings = {k: v for k, v in asdict(wish).items() if k != "batch_size"}
+            settings["sampler"] = sampler.name
+            name = key(VERSION, fingerprint, settings, plan.until_eot)
+            path = self.folder / "samples" / f"{name}.jsonl"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_samples(path, _draw(source, fingerprint, model, wish, plan.until_eot))
@@ -132,20 +154,17 @@ class Studio:
         metrics: Sequence[str],
         yardstick: Yardstick,
         progress: Progress | None = None,
-    ) -> Row:
-        """One row; a measure that was taken before is read."""
-        path = self.folder / "measured" / f"{_key(asdict(samples.origin), len(samples))}.json"
-        known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
-        measuring = Measuring(samples, yardstick, progress)
-        row = describe(samples)
+    ) -> Measured:
+        """One row, and the numbers of each sample; a measure that was taken before is read."""
+        folder = self.folder / "measured" / content_key(samples)
+        judge = yardstick.judge.fingerprint if yardstick.judge else ""
+        measuring = Measuring(
+            samples, yardstick, progress, lambda name, make: judge_once(name, judge, make, folder)
+        )
+        found = Measured(describe(samples, yardstick.seed))
         for name in metrics:
-            key = _key(name, _means(name, yardstick))
-            if key not in known:
-                known[key] = METRICS[name].compute(measuring)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, json.dumps(known).encode())
-            row |= known[key]
-        return row
+            found |= measure_once(name, measuring, folder)
+        return found
 
 
 def _draw(source: str, fingerprint: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
@@ -153,7 +172,6 @@ def _draw(source: str, fingerprint: str, model: Model, wish: Request, until_eot:
     drawn = model.request(wish).samples
     seconds = time.perf_counter() - started
     tokens = drawn.tokens.cpu()
-    eot = model.tokenizer.eot_id if model.tokenizer else None
     origin = Origin(
         model=source,
         fingerprint=fingerprint,
@@ -171,51 +189,17 @@ def _draw(source: str, fingerprint: str, model: Model, wish: Request, until_eot:
         seconds=seconds,
     )
     log_prob = None if drawn.log_prob is None else drawn.log_prob.cpu()
-    texts = tuple(model.texts(drawn.tokens)) if model.tokenizer else ("",) * len(tokens)
-    return SampleSet(origin, tokens, texts, log_prob, text_lengths(tokens, eot, until_eot))
+    texts, lengths = _texts(model, tokens, until_eot)
+    return SampleSet(origin, tokens, texts, log_prob, lengths)
 
 
-def compare(
-    rows: Sequence[Row], baseline: Sequence[Row], most_steps: int | None = None
-) -> list[Row]:
-    """Rows with their place on the baseline's frontier and the share of the gap they close.
-
-    `vsf` is at equal steps, `vsf_passes` at equal forward passes; where there is nothing to compare
-    with, they are null and `…_note` says why.
-    """
-    points = [_point(row) for row in baseline if "ppl" in row and "entropy" in row]
-    found = []
-    for row in rows:
-        row = dict(row)
-        if points and "ppl" in row and "entropy" in row:
-            place = _point(row)
-            for name, rivals in (
-                ("vsf", equal_nfe(points, place.nfe)),
-                ("vsf_passes", equal_passes(points, place.passes)),
-            ):
-                result = vsf(place, rivals)
-                row[name] = result.value
-                if result.reason:
-                    row[f"{name}_note"] = result.reason
-        if row.get("path_kl") is not None and most_steps is not None:
-            row["gap_closed"] = _gap_closed(row, baseline, most_steps)
-        found.append(row)
-    return found
-
-
-def _point(row: Row) -> Point:
-    names = ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")
-    return Point(*(row[name] for name in names))
-
-
-def _gap_closed(row: Row, baseline: Sequence[Row], most_steps: int) -> float | None:
-    """Share of what few steps cost the baseline; it at its best setting, few steps and most."""
-    known = [(b["steps"], b["path_kl"]) for b in baseline if b.get("path_kl") is not None]
-    few = [value for steps, value in known if steps == row["steps"]]
-    many = [value for steps, value in known if steps == most_steps]
-    if not few or not many or min(few) <= min(many):
-        return None
-    return gap_closed(min(few), row["path_kl"], min(many))
+def _texts(model: Model, tokens: Tensor, until_eot: bool) -> tuple[tuple[str, ...], Tensor]:
+    """Text of the tokens that count, and how many do: a judge of texts reads what others count."""
+    if model.tokenizer is None:
+        return ("",) * len(tokens), text_lengths(tokens, None, until_eot)
+    lengths = text_lengths(tokens, model.tokenizer.eot_id, until_eot)
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return tuple(model.tokenizer.decode_batch([row[:end] for row, end in rows])), lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +212,8 @@ class Quality:
     judge: str | None
     reference: Row
     """The same measures of the reference text; empty without one."""
+    samples: tuple[SampleSet, ...] = ()
+    """Those behind the rows, the baseline's last."""
 
 
 def evaluate_quality(
@@ -255,36 +241,53 @@ def evaluate_quality(
         if source in sources:
             sets += studio.draw(source, model, plan, progress)
         if source == against:
-            budgets = {*plan.steps, *([plan.most_steps] if plan.most_steps else [])}
-            wide = replace(plan, steps=tuple(sorted(budgets)))
-            rivals += studio.draw(source, model, wide, progress)
+            rivals += studio.draw(source, model, _plan_of_baseline(plan, model), progress)
     check_comparable([*sets, *rivals])
     text = None
     if reference is not None:
         if model is None:
             raise UserError("--reference is read with a model's tokenizer: name the model too.")
-        text = _reference(reference, model, sets[0], plan, reading or ReadOptions())
+        text = _reference(reference, model, sets[0], reading or ReadOptions())
     yardstick = Yardstick(
         judge=judge,
-        reference=None if text is None else Reference(reference or "", text.texts, text.tokens),
+        reference=None if text is None else _as_reference(text),
         num_tokens=_vocabulary(model, sets),
-        seed=plan.seed,
+        seed=plan.seed % (1 << 63),
         device=str(pick_device(device)),
     )
     rows = [studio.measure(s, metrics, yardstick, progress) for s in sets]
+    for row, path in zip(rows, samples, strict=False):  # read ones come first
+        row.row["file"] = str(path)
     baseline = [studio.measure(s, metrics, yardstick, progress) for s in rivals]
-    plain = [name for name in metrics if not METRICS[name].reference and name not in NEED_A_PATH]
+    real: Row = {}
+    if text is not None:
+        known = [name for name in metrics if not METRICS[name].reference]
+        known = [name for name in known if name not in NEED_A_PATH]
+        real = studio.measure(text, known, yardstick, progress).row
+        real |= {**dict.fromkeys(OF_A_SAMPLER), "seed": yardstick.seed}
     return Quality(
-        rows=compare(rows, baseline, plan.most_steps) if baseline else rows,
-        baseline=baseline,
+        rows=compare(rows, baseline, plan.most_steps, yardstick.seed),
+        baseline=[row.row for row in baseline],
         judge=None if judge is None else judge.name,
-        reference={} if text is None else studio.measure(text, plain, yardstick, progress),
+        reference=real,
+        samples=(*sets, *rivals),
     )
 
 
-def _reference(
-    data: str, model: Model, like: SampleSet, plan: Plan, reading: ReadOptions
-) -> SampleSet:
+def _plan_of_baseline(plan: Plan, model: Model) -> Plan:
+    """The same, with most steps too; plainly sampled where it cannot be sampled as the others."""
+    budgets = {*plan.steps, *([plan.most_steps] if plan.most_steps else [])}
+    plan = replace(plan, steps=tuple(sorted(budgets)))
+    sampler = None if plan.sampler is None else SAMPLERS.get(plan.sampler)
+    if sampler is None:
+        return plan
+    guided = sampler.name == "rgas" and model.discriminator is None
+    if guided or sampler.kind != model.config.kind:
+        return replace(plan, sampler=None, options={})
+    return plan
+
+
+def _reference(data: str, model: Model, like: SampleSet, reading: ReadOptions) -> SampleSet:
     """As many real texts as there are samples, in the model's tokens and of the same length."""
     source = held_out(model, data, len(like), reading)
     check_data(model.config, model.tokenizer.hash if model.tokenizer else None, source)
@@ -294,12 +297,13 @@ def _reference(
             f"{data} has rows of {tokens.shape[1]} tokens, but the samples have "
             f"{like.origin.length}: draw them with --length {tokens.shape[1]}."
         )
-    eot = model.tokenizer.eot_id if model.tokenizer else None
-    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    origin = replace(like.origin, model=data, fingerprint=digest, sampler="text", seconds=None)
-    texts = tuple(model.texts(tokens)) if model.tokenizer else ("",) * len(tokens)
-    lengths = text_lengths(tokens, eot, plan.until_eot)
+    texts, lengths = _texts(model, tokens, like.origin.until_eot)
+    origin = replace(like.origin, model=data, sampler="text", seconds=None)
     return SampleSet(origin, tokens, texts, None, lengths)
+
+
+def _as_reference(text: SampleSet) -> Reference:
+    return Reference(text.origin.model, content_key(text), text.texts, text.tokens, text.lengths)
 
 
 def _vocabulary(model: Model | None, sets: Sequence[SampleSet]) -> int:
@@ -309,18 +313,9 @@ def _vocabulary(model: Model | None, sets: Sequence[SampleSet]) -> int:
     return 1 + max(int(s.tokens.max()) for s in sets)
 
 
-def _means(name: str, yardstick: Yardstick) -> list[Any]:
-    """What a value depends on beside the samples."""
-    metric = METRICS[name]
-    judge = yardstick.judge.fingerprint if metric.per_judge and yardstick.judge else None
-    reference = yardstick.reference.name if metric.reference and yardstick.reference else None
-    return [judge, reference, yardstick.seed]
-
-
-def _plain(wish: Request) -> dict[str, Any]:
-    return {k: v for k, v in asdict(wish).items() if k != "batch_size"}
-
-
-def _key(*parts: Any) -> str:
-    """A short name for what a file holds."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:20]
+def _fingerprint(source: str) -> str:
+    """Of all that samples depend on: weights, settings, tokenizer and discriminator."""
+    manifest = read_manifest(Path(source))
+    files = {name: record.sha256 for name, record in manifest.files.items()}
+    other = manifest.discriminator and asdict(manifest.discriminator)
+    return key(files, asdict(manifest.model), other)

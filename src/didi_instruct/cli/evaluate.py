@@ -1,39 +1,24 @@
 """`didi eval`."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, nelbo, zero_shot
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from didi_instruct.api.quality import Quality
     from didi_instruct.data.readers import ReadOptions
 
-LIKELIHOOD = "nelbo"
 TEMPERATURES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
 TOP_PS = (0.98, 0.95, 0.9, 0.8)
 """Settings of `--frontier`, beside the plain one."""
-COLUMNS = (
-    ("steps", "steps", "{}"),
-    ("passes", "passes", "{:.1f}"),
-    ("T", "temperature", "{:g}"),
-    ("top-p", "top_p", "{:g}"),
-    ("ppl", "ppl", "{:.2f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("path KL", "path_kl", "{:.3f}"),
-    ("gap closed", "gap_closed", "{:.1%}"),
-    ("vsF", "vsf", "{:.3f}"),
-    ("vsF passes", "vsf_passes", "{:.3f}"),
-    ("AR KL ≥", "ar_kl", "{:.3f}"),
-    ("AUC", "c2st_auc", "{:.3f}"),
-    ("MAUVE", "mauve", "{:.3f}"),
-    ("Self-BLEU", "self_bleu", "{:.3f}"),
-    ("4-grams", "unique_4gram", "{:.3f}"),
-)
-"""Title, field of the row, format."""
 
 
 def command(
@@ -44,7 +29,7 @@ def command(
         str,
         typer.Option(
             help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, mauve, path-kl, ar-kl, "
-            "c2st; or nelbo, the likelihood of --data."
+            "c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven corpora."
         ),
     ] = "entropy,unique-4gram,self-bleu",
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "8,16,32",
@@ -53,6 +38,12 @@ def command(
         typer.Option(help="oracle, a didi folder, a causal LM (folder, hub id, GGUF file)."),
     ] = None,
     judge_temperature: Annotated[float, typer.Option(help="Divides the judge's logits.")] = 1.0,
+    judge_collapse_spaces: Annotated[
+        bool,
+        typer.Option(
+            "--judge-collapse-spaces", help="For judges that never saw two spaces in a row."
+        ),
+    ] = False,
     reference: Annotated[
         str | None, typer.Option(help="Text to compare with, for mauve and c2st.")
     ] = None,
@@ -72,8 +63,8 @@ def command(
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the sampler.")
     ] = None,
-    temperature: Annotated[float, typer.Option()] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1)] = 1.0,
     until_eot: Annotated[
         bool, typer.Option("--until-eot", help="A text ends at its end-of-text.")
     ] = False,
@@ -84,38 +75,56 @@ def command(
         Path | None, typer.Option(help="Folder for samples and numbers (default: evals/MODEL).")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="For nelbo: text file or folder, prepared folder, oracle.")
+        str | None,
+        typer.Option(
+            help="For nelbo: text file or folder, prepared folder, oracle. For zero-shot: folder "
+            "of the corpora's files (default: the hub)."
+        ),
+    ] = None,
+    corpora: Annotated[
+        str | None,
+        typer.Option(
+            help="For zero-shot: ptb, wikitext, lm1b, lambada, ag_news, pubmed, arxiv (all)."
+        ),
     ] = None,
     field: Annotated[str, typer.Option(help="Field of a record that has the text.")] = "text",
     documents: Annotated[
         str, typer.Option(help="What a document is in a .txt file: file, line or paragraph.")
     ] = "file",
-    sequences: Annotated[int, typer.Option(help="For nelbo: rows of data at most.")] = 1024,
+    sequences: Annotated[
+        int, typer.Option(help="For nelbo and zero-shot: rows of a text at most.")
+    ] = 1024,
     draws: Annotated[int, typer.Option(help="Noise levels per row of a NELBO.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 32,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers here.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
 ) -> None:
     """Measure models: quality and variety of their samples, or the likelihood of text."""
-    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in metrics.split(",") if name.strip()))
     if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
         raise UserError(f"--json {json_file}: give a file in a folder that exists.")
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file, give a folder.")
     if min(sequences, draws, batch_size) < 1:
         raise UserError("--sequences, --draws and --batch-size are 1 or more.")
     from didi_instruct.data.readers import ReadOptions, check_documents
 
     reading = ReadOptions(field=field, documents=check_documents(documents))
-    common: dict[str, Any] = {"reading": reading, "json_file": json_file, "device": device}
+    common: dict[str, Any] = {"json_file": json_file, "device": device}
     models = sources or []
-    if LIKELIHOOD in names:
-        if len(names) > 1:
-            raise UserError("nelbo measures text, the other metrics samples: ask for it alone.")
-        noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
-        _likelihood(models, data, noise, **common)
+    _check_alone(names, data, corpora)
+    noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
+    if NELBO in names:
+        nelbo(models, data, noise, reading, **common)
         return
+    if ZERO_SHOT in names:
+        zero_shot(models, data, corpora, noise, out, **common)
+        return
+    if most_steps is not None and against is None:
+        raise UserError("--most-steps are the baseline's: name it with --against SOURCE.")
     from didi_instruct.api.quality import Plan, check_metrics
     from didi_instruct.config.parse import apply_overrides
 
@@ -135,14 +144,51 @@ def command(
         batch_size=batch_size,
         until_eot=until_eot,
     )
-    settings = {"temperature": judge_temperature, "draws": draws, "batch_size": batch_size}
-    _quality(models, plan, names, judge, settings, reference, against, samples or [], out, **common)
+    settings = {
+        "temperature": judge_temperature,
+        "collapse_spaces": judge_collapse_spaces,
+        "draws": draws,
+        "batch_size": batch_size,
+    }
+    _quality(
+        models,
+        plan,
+        names,
+        judge,
+        settings,
+        reference,
+        against,
+        samples or [],
+        out,
+        reading=reading,
+        **common,
+    )
+
+
+def _check_alone(metrics: "Sequence[str]", data: str | None, corpora: str | None) -> None:
+    """Refuse unknown names, and measures of text and of samples in one table."""
+    from didi_instruct.config.parse import nearest
+    from didi_instruct.evaluation.rows import METRICS
+
+    known = [*METRICS, NELBO, ZERO_SHOT]
+    for name in metrics:
+        if name not in known:
+            raise UserError(f"`{name}` is not a metric.{nearest(name, known)}")
+        if name in (NELBO, ZERO_SHOT) and len(metrics) > 1:
+            raise UserError(f"{name} measures text, other metrics samples: ask for it alone.")
+    if corpora is not None and ZERO_SHOT not in metrics:
+        raise UserError("--corpora is for the metric zero-shot.")
+    if data is not None and not {NELBO, ZERO_SHOT} & {*metrics}:
+        raise UserError(
+            "--data is for the metrics nelbo and zero-shot; what samples are compared with is "
+            "--reference."
+        )
 
 
 def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
     """`8,16` as numbers."""
     try:
-        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
@@ -167,13 +213,17 @@ def _quality(
 ) -> None:
     """Sample quality, as a table and as JSON."""
     from didi_instruct.api.evaluate import Report
+    from didi_instruct.api.preflight import check_models, check_needs
     from didi_instruct.api.quality import evaluate_quality
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
+    from didi_instruct.evaluation.table import table
 
     first = Path(sources[0]) if sources else (samples[0] if samples else Path("samples"))
     folder = out or Path("evals") / first.resolve().stem
+    models = check_models(sources, against, plan, reference, reading)
     opened = None if judge is None else open_judge(judge, device=device, **judge_settings)
+    check_needs(metrics, plan, opened, models)
     with ProgressBar() as bar:
         found = evaluate_quality(
             sources,
@@ -190,72 +240,33 @@ def _quality(
         )
     for line in table([*found.rows, *found.baseline], found.reference):
         typer.echo(line)
-    typer.echo(f"{plan.num} samples per row, seed {plan.seed}; samples and numbers in {folder}")
+    counts = sorted({row["num_samples"] for row in found.rows})
+    typer.echo(f"{_span(counts)} samples per row; samples and numbers in {folder}")
+    name = ", ".join(sources) or ", ".join(map(str, samples))
+    page = _report(folder, name, found)
+    typer.echo(f"Report: {page}")
     if json_file is not None:
-        name = ", ".join(sources) or ", ".join(map(str, samples))
         Report(name, found.judge, found.rows, found.reference, found.baseline).write(json_file)
         typer.echo(f"Wrote {json_file}")
 
 
-def table(rows: "Sequence[dict[str, Any]]", reference: dict[str, Any]) -> list[str]:
-    """Rows as text: the columns that have numbers, aligned."""
-    everything = [*rows, *([reference] if reference else [])]
-    shown = [c for c in COLUMNS if any(row.get(c[1]) is not None for row in everything)]
-    width = max(len(str(row["model"])) for row in everything)
-    lines = ["model".ljust(width) + "".join(title.rjust(12) for title, _, _ in shown)]
-    for row in everything:
-        plain = {} if row is not reference else {"steps": None, "passes": None}
-        cells = [_cell({**row, **plain}.get(name), form) for _, name, form in shown]
-        lines.append(str(row["model"]).ljust(width) + "".join(cell.rjust(12) for cell in cells))
-    return lines
+def _report(folder: Path, name: str, found: "Quality") -> Path:
+    """Write the report that people look at."""
+    from didi_instruct.evaluation.provenance import provenance
+    from didi_instruct.evaluation.report import Content, write_report
 
-
-def _cell(value: Any, form: str) -> str:
-    return "–" if value is None else form.format(value)
-
-
-def _likelihood(
-    sources: "Sequence[str]",
-    data: str | None,
-    noise: dict[str, int],
-    *,
-    reading: "ReadOptions",
-    json_file: Path | None,
-    device: str | None,
-) -> None:
-    """Likelihood of held-out text, with its confidence interval."""
-    if len(sources) != 1:
-        raise UserError("The metric nelbo measures one model: name it.")
-    if data is None:
-        raise UserError("The metric nelbo needs text to measure: add --data DATA.")
-    from didi_instruct.api.evaluate import evaluate_likelihood
-    from didi_instruct.cli.progress import ProgressBar
-
-    with ProgressBar() as bar:
-        report = evaluate_likelihood(
-            sources[0],
-            data,
-            **noise,
-            reading=reading,
-            device=device,
-            progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
-        )
-    _show(report.rows[0], report.reference)
-    if json_file is not None:
-        report.write(json_file)
-        typer.echo(f"Wrote {json_file}")
-
-
-def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
-    low, high = row["nelbo_ci95"] or (float("-inf"), float("inf"))
-    kind = "NELBO (upper bound)" if row["bound"] else "NLL (exact)"
-    typer.echo(
-        f"{kind}: {row['nelbo']:.4f} nats per token, 95% [{low:.4f}, {high:.4f}], "
-        f"perplexity {row['nelbo_ppl']:.3f}; {row['num_sequences']} rows x {row['draws']} draws"
+    content = Content(
+        title=f"Samples of {name}",
+        rows=found.rows,
+        baseline=found.baseline,
+        reference=found.reference,
+        judge=found.judge,
+        samples=found.samples,
+        provenance=provenance(),
+        command=shlex.join(["didi", *sys.argv[1:]]),
     )
-    if reference:
-        typer.echo(
-            f"The same rows cost the oracle itself {reference['exact_nll']:.4f}: "
-            f"ratio {row['nelbo'] / reference['exact_nll']:.4f}. "
-            f"Entropy {reference['entropy']:.4f} +- {reference['entropy_se']:.4f}."
-        )
+    return write_report(folder, content)[0]
+
+
+def _span(numbers: "Sequence[int]") -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

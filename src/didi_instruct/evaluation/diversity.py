@@ -35,6 +35,15 @@ class SelfBleu:
     """One per sample, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unique:
+    """Share of distinct n-grams, and its 95% interval."""
+
+    value: float
+    ci95: tuple[float, float] | None
+    """None where there is but one sample, or one that holds all n-grams."""
+
+
 def unigram_entropy(tokens: Tokens, lengths: ArrayLike | Tensor | None = None) -> Tensor:
     """Entropy in nats of the token counts of each sequence, in float64 on the CPU.
 
@@ -52,11 +61,36 @@ def unigram_entropy(tokens: Tokens, lengths: ArrayLike | Tensor | None = None) -
 
 def unique_ngrams(tokens: Tokens, n: int = 4, lengths: ArrayLike | Tensor | None = None) -> float:
     """Distinct n-grams over all samples together, divided by n-grams in all samples."""
+    return unique_with_interval(tokens, n, lengths).value
+
+
+def unique_with_interval(
+    tokens: Tokens, n: int = 4, lengths: ArrayLike | Tensor | None = None
+) -> Unique:
+    """Share of distinct n-grams, with a 95% interval by the jackknife over samples.
+
+    A bootstrap would repeat samples, and a repeated sample has no n-gram of its own: all resamples
+    would look less diverse than the data. Leaving samples out does not repeat any. Without sample i
+    there are D - s_i distinct n-grams, s_i those that it alone has, of T - t_i in all, so one count
+    gives all the left-out values; their spread is the error.
+
+    The share falls with the number of samples: the interval is about its mean at this number. It is
+    too wide rather than too narrow (Efron and Stein, 1981): √2 times where n-grams are rare and
+    shared by coincidence alone, hardly where some samples are more ordinary than others.
+    """
     *_, counts = _count_orders(_texts(tokens, lengths), n)
     total = int(counts.count.sum())
     if total == 0:
         raise UserError(f"No sample has {n} tokens, so there are no {n}-grams: use a smaller n.")
-    return counts.distinct / total
+    value = counts.distinct / total
+    own = counts.per_sample(counts.in_one_sample())
+    left = total - counts.per_sample(counts.count)
+    number = counts.num_samples
+    if number < 2 or not left.all():
+        return Unique(value, None)
+    without = (counts.distinct - own) / left
+    half = 1.96 * float(np.sqrt((number - 1) * without.var()))
+    return Unique(value, (max(0.0, value - half), min(1.0, value + half)))
 
 
 def self_bleu(sequences: Tokens, n: int = 5, lengths: ArrayLike | Tensor | None = None) -> SelfBleu:
@@ -139,6 +173,11 @@ class _Counts:
         """Sum of the entries' weights, by sample."""
         sums = np.bincount(self.sample, weights=weights, minlength=self.num_samples)
         return sums.astype(np.float64)  # they are integers where there are no entries
+
+    def in_one_sample(self) -> NDArray[np.bool_]:
+        """Whether no other sample has the entry's n-gram."""
+        holders = np.bincount(self.gram, minlength=self.distinct)
+        return np.equal(holders, 1)[self.gram]
 
     def matched_elsewhere(self) -> NDArray[np.int64]:
         """Each count, clipped to the largest count of the same n-gram in any other sample.

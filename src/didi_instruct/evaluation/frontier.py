@@ -10,9 +10,12 @@ is extrapolated.
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from didi_instruct.errors import UserError
 
@@ -34,6 +37,8 @@ class Point:
     """What really ran, in forward passes per sample."""
     temperature: float
     top_p: float
+    cloud: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    """(2, R) entropy and log-perplexity in resamples, the same resamples for all points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,23 @@ def vsf(point: Point, baseline: Sequence[Point]) -> Vsf:
     return Vsf(math.exp(math.log(point.perplexity) - lowest))
 
 
+def log_vsf_resampled(point: Point, baseline: Sequence[Point]) -> NDArray[np.float64] | None:
+    """Log of the ratio in every resample (R,), NaN where no curve reaches; None without clouds.
+
+    The frontier is made anew in each: which of its curves is the lowest may change.
+    """
+    if point.cloud is None or any(rival.cloud is None for rival in baseline):
+        return None
+    entropy, log_perplexity = point.cloud
+    lowest = np.full_like(entropy, np.inf)
+    for left, right in _segments(baseline):
+        assert left.cloud is not None
+        assert right.cloud is not None
+        lowest = np.fmin(lowest, _log_perplexity(left.cloud, right.cloud, entropy))
+    ratio: NDArray[np.float64] = log_perplexity - np.where(lowest < np.inf, lowest, np.nan)
+    return ratio
+
+
 def _cost(points: Sequence[Point]) -> float:
     return max(point.passes for point in points)
 
@@ -145,19 +167,32 @@ def _segments(baseline: Iterable[Point]) -> list[tuple[Point, Point]]:
 
 
 def _log_frontier(baseline: Iterable[Point], entropy: float) -> float | None:
-    passages = [_log_perplexity(*pair, entropy) for pair in _segments(baseline)]
-    return min((value for value in passages if value is not None), default=None)
+    passages = [
+        float(_log_perplexity(_place(left), _place(right), np.array(entropy)))
+        for left, right in _segments(baseline)
+    ]
+    return min((value for value in passages if not math.isnan(value)), default=None)
 
 
-def _log_perplexity(left: Point, right: Point, entropy: float) -> float | None:
-    """Log-perplexity on the straight line between two points, None outside."""
-    low, high = sorted((left, right), key=lambda p: (p.entropy, p.perplexity))
-    if not low.entropy <= entropy <= high.entropy:
-        return None
-    if low.entropy == high.entropy:
-        return math.log(low.perplexity)
-    weight = (entropy - low.entropy) / (high.entropy - low.entropy)
-    return (1 - weight) * math.log(low.perplexity) + weight * math.log(high.perplexity)
+def _place(point: Point) -> NDArray[np.float64]:
+    """Entropy and log-perplexity: (2,)."""
+    return np.array([point.entropy, math.log(point.perplexity)])
+
+
+def _log_perplexity(
+    left: NDArray[np.float64], right: NDArray[np.float64], entropy: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Log-perplexity on the straight line between two places, NaN outside.
+
+    Shapes: left and right (2, ...), entropy (...) -> (...).
+    """
+    turned = left[0] > right[0]
+    low, high = np.where(turned, right, left), np.where(turned, left, right)
+    width = high[0] - low[0]
+    weight = (entropy - low[0]) / np.where(width > 0, width, 1)
+    between = (1 - weight) * low[1] + weight * high[1]
+    value = np.where(width > 0, between, np.minimum(low[1], high[1]))
+    return np.where((low[0] <= entropy) & (entropy <= high[0]), value, np.nan)
 
 
 def _why_not(entropy: float, baseline: Sequence[Point]) -> str:

@@ -14,7 +14,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
@@ -92,6 +94,17 @@ def gap_closed(teacher_few: float, student_few: float, teacher_many: float) -> f
             "with many: there is no gap to close"
         )
     return (teacher_few - student_few) / gap
+
+
+def gap_closed_resampled(
+    teacher_few: NDArray[np.float64],
+    student_few: NDArray[np.float64],
+    teacher_many: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """`gap_closed` in every resample (R,), NaN where the teacher has no gap."""
+    gap = teacher_few - teacher_many
+    share: NDArray[np.float64] = (teacher_few - student_few) / np.where(gap > 0, gap, np.nan)
+    return share
 
 
 def nelbo_judge(

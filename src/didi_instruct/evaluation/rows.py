@@ -1,16 +1,28 @@
-"""One row of a table: what is measured of one set of samples."""
+"""One row of a table: what is measured of one set of samples, with 95% intervals.
 
+Where nothing can be said the number is null and `…_note` tells why; a number that rests on one
+sample has no interval. Nothing here is NaN or infinite, which JSON cannot hold.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.ar_bound import ar_kl
-from didi_instruct.evaluation.diversity import bootstrap, self_bleu, unigram_entropy, unique_ngrams
+from didi_instruct.evaluation.diversity import (
+    bootstrap,
+    self_bleu,
+    unigram_entropy,
+    unique_with_interval,
+)
+from didi_instruct.evaluation.intervals import Interval, around
 from didi_instruct.evaluation.judges import CausalJudge, Judge, Scores
 from didi_instruct.evaluation.mauve import mauve_score
 from didi_instruct.evaluation.samples import SampleSet
@@ -21,6 +33,10 @@ AR_STEPS, TEST_STEPS = 2000, 1000
 """Training steps of the networks behind the AR-entropy bound and the two-sample test."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
+ENDS_WITH_THE_TEXT = "autoregressive"
+"""The sampler whose path has the probability of a text and its end, not of a window."""
+Recall = Callable[[str, Callable[[], Scores]], Scores]
+"""Returns the scores of that name, made now if they are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +44,13 @@ class Reference:
     """Real text, or a teacher with all its steps: what samples are compared with."""
 
     name: str
+    fingerprint: str
+    """Of its content."""
     texts: tuple[str, ...]
     tokens: Tensor
     """(M, L), in the model's own tokens."""
+    lengths: Tensor
+    """(M,) tokens that count, from the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,37 +61,72 @@ class Yardstick:
     reference: Reference | None = None
     num_tokens: int = 0
     seed: int = 0
+    """Of the intervals, and of the networks that are trained to measure."""
     device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Numbers of a row, and those of each sample behind them."""
+
+    row: Row
+    values: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """(N,) each: `nats` and `tokens` of the judge, `entropy`, `path_gap`; to compare rows with."""
+
+    def __or__(self, other: "Measured") -> "Measured":
+        """Both together."""
+        return Measured(self.row | other.row, self.values | other.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A measure, and what it needs."""
 
-    compute: Callable[["Measuring"], Row]
+    compute: Callable[["Measuring"], Measured]
     judge: bool = False
     reference: bool = False
     per_judge: bool = False
     """Whether its value depends on the judge."""
+    learns: bool = False
+    """Whether it trains a network, whose size depends on the vocabulary."""
 
 
 class Measuring:
     """One set of samples under one yardstick; the judge is asked once."""
 
     def __init__(
-        self, samples: SampleSet, yardstick: Yardstick, progress: Progress | None = None
+        self,
+        samples: SampleSet,
+        yardstick: Yardstick,
+        progress: Progress | None = None,
+        recall: Recall | None = None,
     ) -> None:
         self.samples, self.yardstick, self._progress = samples, yardstick, progress
-        self._scores: Scores | None = None
+        self._recall = recall or (lambda _, make: make())
+        self._scores: dict[str, Scores] = {}
 
-    def scores(self) -> Scores:
-        """What the judge says."""
-        if self._scores is None:
-            assert self.yardstick.judge is not None
-            self._scores = self.yardstick.judge.score(
-                self.samples, lambda done, total: self.tell("Judging", done, total)
-            )
-        return self._scores
+    def scores(self, ending: bool = False) -> Scores:
+        """What the judge says of the texts; with `ending`, of their end-of-text as well.
+
+        A text that may end anywhere has a probability only together with its end.
+        """
+        name = "ending" if ending and self.ends_early else "texts"
+        if name not in self._scores:
+            self._scores[name] = self._recall(name, lambda: self._ask(name == "ending"))
+        return self._scores[name]
+
+    def _ask(self, ending: bool) -> Scores:
+        assert self.yardstick.judge is not None
+        lengths, width = self.samples.lengths, self.samples.tokens.shape[1]
+        asked = replace(self.samples, lengths=(lengths + ending).clamp(max=width))
+        return self.yardstick.judge.score(
+            asked, lambda done, total: self.tell("Judging", done, total)
+        )
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether some text ends before its window."""
+        return bool((self.samples.lengths < self.samples.tokens.shape[1]).any())
 
     def tell(self, stage: str, done: int, total: int) -> None:
         """Report progress, if anyone listens."""
@@ -84,93 +139,169 @@ class Measuring:
         assert self.yardstick.reference is not None
         return self.yardstick.reference
 
+    def interval(self, values: Tensor | NDArray[np.float64]) -> Interval | None:
+        """95% bootstrap interval of a mean over samples."""
+        return mean_interval(values, self.yardstick.seed)
 
-def _perplexity(m: Measuring) -> Row:
+
+def measure(name: str, measuring: Measuring) -> Measured:
+    """Take one measure."""
+    found = METRICS[name].compute(measuring)
+    return Measured({key: plain(value) for key, value in found.row.items()}, found.values)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: None for what is not finite, or has an end that is not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list | tuple):
+        inner = [plain(part) for part in value]
+        return None if None in inner else inner
+    return value
+
+
+def mean_interval(values: Tensor | NDArray[np.float64], seed: int) -> Interval | None:
+    """95% bootstrap interval of a mean over samples; one sample has none, infinity neither."""
+    numbers = np.asarray(values, dtype=np.float64)
+    if len(numbers) < 2 or not np.isfinite(numbers).all():
+        return None
+    return list(bootstrap(numbers, seed=seed))
+
+
+def _nothing(name: str, note: str) -> Measured:
+    """No number, and why."""
+    return Measured({name: None, f"{name}_ci95": None, f"{name}_note": note})
+
+
+def _perplexity(m: Measuring) -> Measured:
     scores = m.scores()
-    low, high = scores.interval(m.yardstick.seed)
-    return {"ppl": scores.perplexity(), "ppl_ci95": [low, high], "judge_cut": scores.cut}
+    nats, tokens = scores.nats.cpu().numpy(), scores.tokens.cpu().double().numpy()
+    row: Row = {
+        "ppl": scores.perplexity(),
+        "ppl_ci95": None if np.isinf(nats).any() else scores.interval(m.yardstick.seed),
+        "judge_cut": scores.cut,
+        "judge_tokens": int(tokens.sum()),
+    }
+    if not math.isfinite(row["ppl"]):
+        row["ppl_note"] = _impossible(nats)
+    return Measured(row, {"nats": nats, "tokens": tokens})
 
 
-def _entropy(m: Measuring) -> Row:
+def _impossible(nats: NDArray[np.float64]) -> str:
+    number = int(np.isinf(nats).sum())
+    return f"the judge finds {number} samples impossible" if number else "too large for a number"
+
+
+def _entropy(m: Measuring) -> Measured:
     values = unigram_entropy(m.samples.tokens, m.samples.lengths)
-    return {"entropy": values.mean().item(), "entropy_ci95": _interval(m, values)}
+    row = {"entropy": values.mean().item(), "entropy_ci95": m.interval(values)}
+    return Measured(row, {"entropy": values.numpy()})
 
 
-def _unique(m: Measuring) -> Row:
-    return {"unique_4gram": unique_ngrams(m.samples.tokens, 4, m.samples.lengths)}
+def _unique(m: Measuring) -> Measured:
+    if int(m.samples.lengths.max()) < 4:
+        note = "no sample has 4 tokens"
+        return Measured(
+            {"unique_4gram": None, "unique_4gram_ci95": None, "unique_4gram_note": note}
+        )
+    found = unique_with_interval(m.samples.tokens, 4, m.samples.lengths)
+    return Measured({"unique_4gram": found.value, "unique_4gram_ci95": found.ci95})
 
 
-def _self_bleu(m: Measuring) -> Row:
+def _self_bleu(m: Measuring) -> Measured:
+    if len(m.samples) < 2:
+        return _nothing("self_bleu", "one sample has no others to resemble")
     found = self_bleu(m.samples.tokens, lengths=m.samples.lengths)
-    return {"self_bleu": found.mean, "self_bleu_ci95": _interval(m, found.values)}
+    return Measured({"self_bleu": found.mean, "self_bleu_ci95": m.interval(found.values)})
 
 
-def _mauve(m: Measuring) -> Row:
+def _mauve(m: Measuring) -> Measured:
     judge = m.yardstick.judge
     if not isinstance(judge, CausalJudge):
         raise UserError(
             "MAUVE compares features of a causal language model: give one as --judge, "
             "or leave out the metric mauve."
         )
-    result = mauve_score(m.samples.texts, m.reference.texts, judge.features)
-    return {"mauve": result.value, "mauve_texts": [result.samples, result.reference]}
+    found = mauve_score(m.samples.texts, m.reference.texts, judge.features)
+    texts = [found.samples, found.reference]
+    return Measured({"mauve": found.value, "mauve_ci95": found.ci95, "mauve_texts": texts})
 
 
-def _path_kl(m: Measuring) -> Row:
+def _path_kl(m: Measuring) -> Measured:
     """Nats per sequence; `path_kl_exact` says whether the judge knows the tokens' likelihood."""
-    log_prob = m.samples.log_prob
+    log_prob, note = m.samples.log_prob, ""
     if log_prob is None:
-        return {"path_entropy": None, "path_kl": None}
+        note = "the sampler does not know the probability of its path"
+    elif m.ends_early and m.samples.origin.sampler != ENDS_WITH_THE_TEXT:
+        note = "the path has the probability of whole windows, but the texts end before"
+    if log_prob is None or note:
+        return _nothing("path_entropy", note) | _nothing("path_kl", note)
     assert m.yardstick.judge is not None
-    gaps = m.scores().nats.cpu() + log_prob
-    return {
+    nats = m.scores(ending=True).nats.cpu()
+    gaps = nats + log_prob
+    row: Row = {
         "path_entropy": -log_prob.mean().item(),
+        "path_entropy_ci95": m.interval(-log_prob),
         "path_kl": gaps.mean().item(),
-        "path_kl_ci95": _interval(m, gaps),
+        "path_kl_ci95": m.interval(gaps),
         "path_kl_exact": m.yardstick.judge.exact,
     }
+    if not math.isfinite(row["path_kl"]):
+        row["path_kl_note"] = _impossible(nats.numpy())
+    return Measured(row, {"path_gap": gaps.numpy()})
 
 
-def _ar_bound(m: Measuring) -> Row:
-    assert m.yardstick.judge is not None
-    if not m.yardstick.judge.exact:
+def _ar_bound(m: Measuring) -> Measured:
+    y = m.yardstick
+    assert y.judge is not None
+    if not y.judge.exact:
         raise UserError(
             f"The AR-entropy bound needs a judge that knows the likelihood of tokens, which "
-            f"{m.yardstick.judge.name} does not: use `oracle` or a left-to-right model of didi, "
+            f"{y.judge.name} does not: use `oracle` or a left-to-right model of didi, "
             "or leave out the metric ar-kl."
         )
-    y = m.yardstick
     found = ar_kl(
-        m.samples.tokens,
-        m.scores().nats,
+        constant_after_end(m.samples.tokens, m.samples.lengths),
+        m.scores(ending=True).nats,
         y.num_tokens,
         steps=AR_STEPS,
         seed=y.seed,
         device=torch.device(y.device),
         progress=lambda step: m.tell("AR-entropy bound", step, AR_STEPS),
     )
-    return {"ar_kl": found.kl_lower, "ar_kl_se": found.se}
+    return Measured(
+        {
+            "ar_kl": found.kl_lower,
+            "ar_kl_se": found.se,
+            "ar_kl_ci95": around(found.kl_lower, found.se),
+            "ar_kl_samples": found.held_out,
+        }
+    )
 
 
-def _two_sample(m: Measuring) -> Row:
+def _two_sample(m: Measuring) -> Measured:
     y = m.yardstick
     found = two_sample(
-        m.samples.tokens,
-        m.reference.tokens,
+        constant_after_end(m.samples.tokens, m.samples.lengths),
+        constant_after_end(m.reference.tokens, m.reference.lengths),
         y.num_tokens,
         steps=TEST_STEPS,
         seed=y.seed,
         device=torch.device(y.device),
         progress=lambda step: m.tell("Two-sample test", step, 3 * TEST_STEPS),
     )
-    return {"c2st_auc": found.auc, "c2st_auc_ci95": list(found.auc_ci95)}
+    row = {"c2st_auc": found.auc, "c2st_auc_ci95": found.auc_ci95, "c2st_samples": found.held_out}
+    return Measured(row)
 
 
-def _interval(m: Measuring, values: Tensor | np.ndarray) -> list[float] | None:
-    """95% bootstrap interval of a mean over samples; one sample has none."""
-    if len(values) < 2:
-        return None
-    return list(bootstrap(np.asarray(values), seed=m.yardstick.seed))
+def constant_after_end(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens (B, L) with all that follows a text (its length (B,)) overwritten by its end-of-text.
+
+    So networks that read whole windows see the text and where it ends, and nothing else.
+    """
+    width = tokens.shape[1]
+    end = tokens.gather(1, lengths.clamp(max=width - 1)[:, None])
+    return torch.where(torch.arange(width) > lengths[:, None], end, tokens)
 
 
 METRICS: Mapping[str, Metric] = {
@@ -180,15 +311,15 @@ METRICS: Mapping[str, Metric] = {
     "self-bleu": Metric(_self_bleu),
     "mauve": Metric(_mauve, judge=True, reference=True, per_judge=True),
     "path-kl": Metric(_path_kl, judge=True, per_judge=True),
-    "ar-kl": Metric(_ar_bound, judge=True, per_judge=True),
-    "c2st": Metric(_two_sample, reference=True),
+    "ar-kl": Metric(_ar_bound, judge=True, per_judge=True, learns=True),
+    "c2st": Metric(_two_sample, reference=True, learns=True),
 }
 
 
-def describe(samples: SampleSet) -> Row:
-    """What a row says of its samples before anything is measured."""
+def describe(samples: SampleSet, seed: int = 0) -> Row:
+    """What a row says of its samples before anything is measured; the seed is of intervals."""
     origin, count = samples.origin, len(samples)
-    tokens = count * origin.length
+    tokens, lengths = count * origin.length, samples.lengths.double()
     return {
         "model": origin.model,
         "sampler": origin.sampler,
@@ -200,9 +331,12 @@ def describe(samples: SampleSet) -> Row:
         "top_p": origin.top_p,
         "num_samples": count,
         "length": origin.length,
-        "mean_length": samples.lengths.double().mean().item(),
+        "mean_length": lengths.mean().item(),
+        "mean_length_ci95": mean_interval(lengths, seed),
+        "entropy_of": "text" if origin.until_eot else "window",
         "tokens_per_second": tokens / origin.seconds if origin.seconds else None,
         "seed": origin.seed,
+        "bootstrap_seed": seed,
     }
 
 

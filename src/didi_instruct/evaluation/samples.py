@@ -5,6 +5,7 @@ tokens and the log-probability of its path.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -106,6 +107,8 @@ def read_samples(path: Path) -> SampleSet:
             raise UserError(f"{path} was written by a newer version of didi-instruct: upgrade it.")
         rows = [json.loads(line) for line in lines[1:]]
         return _build(head, rows)
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}.") from None
 
@@ -117,6 +120,8 @@ def _build(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> SampleSet:
     if not rows:
         raise ValueError("it holds no samples")
     log_prob = [row["log_prob"] for row in rows]
+    if not all(value is None or math.isfinite(value) for value in log_prob):
+        raise ValueError("a `log_prob` is not a finite number")
     return SampleSet(
         Origin(**head),
         torch.tensor([row["tokens"] for row in rows]),

@@ -9,6 +9,11 @@ better on validation samples is scored on held-out ones.
 Equal laws give an AUC of 0.5 on average, whatever was learned: an interval above it is a difference
 that is really there. The reverse does not hold: a difference may need more samples, or a larger
 network.
+
+The defaults are for speed. On the oracle language (true samples against its exact denoiser in 8
+steps, 1,024 of each) width 64 at lr 4e-3 was tried against width 128 at 2e-3: AUC 0.83 and 0.83,
+0.79 and 0.78 with two seeds, errors 0.02, in a third of the time. Which of the two finds more with
+few samples, or in text of many more words, is not known: seeds differ by more than they do.
 """
 
 import math
@@ -24,7 +29,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.ar_bound import (
+from didi_instruct.evaluation.fitting import (
     Learner,
     Progress,
     Split,
@@ -87,11 +92,11 @@ def two_sample(
     num_tokens: int,
     *,
     layers: int = 2,
-    hidden: int = 128,
+    hidden: int = 64,
     heads: int = 4,
     steps: int = 1000,
     batch_size: int = 64,
-    lr: float = 2e-3,
+    lr: float = 4e-3,
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,

@@ -1,0 +1,129 @@
+"""`didi eval --metrics nelbo` and `--metrics zero-shot`: the likelihood of text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from didi_instruct.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from didi_instruct.api.evaluate import Report
+    from didi_instruct.data.readers import ReadOptions
+
+NELBO, ZERO_SHOT = "nelbo", "zero-shot"
+
+
+def nelbo(
+    sources: "Sequence[str]",
+    data: str | None,
+    noise: dict[str, int],
+    reading: "ReadOptions",
+    json_file: Path | None,
+    device: str | None,
+) -> None:
+    """Likelihood of held-out text, with its confidence interval."""
+    if len(sources) != 1:
+        raise UserError("The metric nelbo measures one model: name it.")
+    if data is None:
+        raise UserError("The metric nelbo needs text to measure: add --data DATA.")
+    from didi_instruct.api.evaluate import evaluate_likelihood
+    from didi_instruct.cli.progress import ProgressBar
+
+    with ProgressBar() as bar:
+        report = evaluate_likelihood(
+            sources[0],
+            data,
+            **noise,
+            reading=reading,
+            device=device,
+            progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
+        )
+    _show(report.rows[0], report.reference)
+    _write(report, json_file)
+
+
+def zero_shot(
+    sources: "Sequence[str]",
+    data: str | None,
+    corpora: str | None,
+    noise: dict[str, int],
+    out: Path | None,
+    json_file: Path | None,
+    device: str | None,
+) -> None:
+    """Likelihood of the seven corpora, one row each."""
+    if not sources:
+        raise UserError("The metric zero-shot measures models: name one or more.")
+    from didi_instruct.api.zeroshot import evaluate_zero_shot
+    from didi_instruct.cli.progress import ProgressBar
+
+    names = [name.strip() for name in (corpora or "").split(",") if name.strip()]
+    if corpora is not None and not names:
+        raise UserError("--corpora names no corpus: leave it out for all seven.")
+    folder = out or Path("evals") / Path(sources[0]).resolve().stem
+    with ProgressBar() as bar:
+        report = evaluate_zero_shot(
+            sources,
+            out=folder,
+            corpora=names,
+            data=data,
+            **noise,
+            device=device,
+            progress=lambda stage, done, total: bar.update(
+                stage, done, total, "corpora" if stage == "Reading" else "rows"
+            ),
+        )
+    for line in table(report.rows):
+        typer.echo(line)
+    typer.echo(f"At most {noise['sequences']} rows of a corpus; numbers in {folder}")
+    _write(report, json_file)
+
+
+def table(rows: "Sequence[dict[str, Any]]") -> list[str]:
+    """Rows as text, one per model and corpus."""
+    width = max(5, *(len(row["model"]) for row in rows))
+    titles = ("corpus", "perplexity", "95% interval", "nats", "rows", "tokens", "draws")
+    spaces = (9, 13, 22, 9, 8, 10, 7)
+    lines = ["model".ljust(width) + "".join(map(str.rjust, titles, spaces))]
+    for row in rows:
+        low, high = row["nelbo_ppl_ci95"] or (None, None)
+        cells = (
+            row["corpus"],
+            ("≤ " if row["bound"] else "") + _number(row["nelbo_ppl"]),
+            f"[{_number(low)}, {_number(high)}]",
+            f"{row['nelbo']:.4f}",
+            str(row["num_sequences"]),
+            str(row["tokens"]),
+            str(row["draws"]),
+        )
+        lines.append(row["model"].ljust(width) + "".join(map(str.rjust, cells, spaces)))
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
+    low, high = row["nelbo_ci95"] or (float("-inf"), float("inf"))
+    kind = "NELBO (upper bound)" if row["bound"] else "NLL (exact)"
+    typer.echo(
+        f"{kind}: {row['nelbo']:.4f} nats per token, 95% [{low:.4f}, {high:.4f}], "
+        f"perplexity {_number(row['nelbo_ppl'])}; {row['num_sequences']} rows x "
+        f"{row['draws']} draws"
+    )
+    if reference:
+        typer.echo(
+            f"The same rows cost the oracle itself {reference['exact_nll']:.4f}: "
+            f"ratio {row['nelbo'] / reference['exact_nll']:.4f}. "
+            f"Entropy {reference['entropy']:.4f} +- {reference['entropy_se']:.4f}."
+        )
+
+
+def _write(report: "Report", json_file: Path | None) -> None:
+    if json_file is not None:
+        report.write(json_file)
+        typer.echo(f"Wrote {json_file}")

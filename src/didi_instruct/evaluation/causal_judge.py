@@ -1,0 +1,163 @@
+"""Judging texts with a causal language model of `transformers`."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.causal_files import load_causal, require_causal, sample_file
+from didi_instruct.evaluation.causal_nats import batches, causal_nats, pad
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.scores import (
+    Progress,
+    Scores,
+    check_settings,
+    checked,
+    digest,
+    told_apart,
+)
+
+Bos = Literal["auto", "always", "never"]
+
+
+class CausalJudge:
+    """Any causal language model of `transformers`: a directory, a hub id or a GGUF file.
+
+    Texts are tokenised anew, without anything added, and cut to `max_length` tokens (the model's
+    context if None). The first token is scored only after a start token. `bos` decides about that:
+    `auto` does what the model's own tokenizer does (Llama has one; GPT-2, as everyone scores with
+    it, has none), `always` and `never` override it. `temperature` divides the logits.
+
+    `collapse_spaces` makes one space of several first: some models were trained on such text alone,
+    and have tokens for runs of spaces that they never saw. Nothing in their files tells, so it must
+    be asked for.
+    """
+
+    exact = False  # another tokenizer, and perhaps not the whole text
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        batch_size: int = 16,
+        max_length: int | None = None,
+        bos: Bos = "auto",
+        temperature: float = 1.0,
+        collapse_spaces: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        name, self.device = str(source), torch.device(device)
+        check_settings(batch_size, temperature)
+        self.batch_size, self.temperature = batch_size, temperature
+        self.collapse_spaces = collapse_spaces
+        self.name = told_apart(name, temperature, collapse_spaces)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        files, self.tokenizer, self.model = load_causal(source, dtype, trust_remote_code)
+        self.model.to(self.device).eval()
+        require_causal(name, self.model)
+        self.start = _start_token(name, self.tokenizer, bos)
+        context = _context(self.model.config.get_text_config(), self.tokenizer)
+        self.max_length = _max_length(name, max_length, context)
+        settings = (self.start, self.max_length, temperature, collapse_spaces)
+        self.fingerprint = digest(*settings, *(sample_file(path) for path in files))
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score the texts, each from its first token on (or its second: see the class)."""
+        start = [] if self.start is None else [self.start]
+        texts = self._encode(samples.texts)
+        rows = [start + ids[: self.max_length] for ids in texts]
+        nats = causal_nats(
+            lambda ids, real: self.model(ids, attention_mask=real, use_cache=False).logits,
+            rows,
+            num_tokens=self.model.config.get_text_config().vocab_size,
+            temperature=self.temperature,
+            batch_size=self.batch_size,
+            device=self.device,
+            progress=progress,
+        )
+        tokens = torch.tensor([max(len(row) - 1, 0) for row in rows])
+        cut = 0
+        if self.max_length is not None:
+            cut = sum(len(ids) > self.max_length for ids in texts)
+        return checked(self.name, Scores(nats, tokens, cut))
+
+    @torch.no_grad()
+    def features(self, texts: Sequence[str], max_tokens: int = 256) -> NDArray[np.float32]:
+        """Last hidden state at the last of the first `max_tokens` tokens of each text: (N, d)."""
+        start = [] if self.start is None else [self.start]
+        rows = [(start + ids[:max_tokens])[: self.max_length] for ids in self._encode(texts)]
+        if not all(rows):
+            raise UserError(
+                f"Text {rows.index([])} has no tokens, hence no features: leave it out."
+            )
+        trunk, found = self.model.base_model, [torch.empty(0)] * len(rows)
+        for chunk in batches(rows, lambda _: self.batch_size):
+            ids, real = pad([rows[i] for i in chunk], self.device)
+            hidden = trunk(ids, attention_mask=real, use_cache=False).last_hidden_state
+            last = (
+                hidden[torch.arange(len(chunk), device=hidden.device), real.sum(1) - 1]
+                .float()
+                .cpu()
+            )
+            for i, vector in zip(chunk, last, strict=True):
+                found[i] = vector
+        return torch.stack(found).numpy()
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, nothing added."""
+        if not texts:
+            raise UserError("There are no texts to judge.")
+        if self.collapse_spaces:
+            texts = [re.sub(" +", " ", text) for text in texts]
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        ids: list[list[int]] = self.tokenizer(list(texts), **options)["input_ids"]
+        known = self.model.get_input_embeddings().num_embeddings
+        if max((max(row, default=0) for row in ids), default=0) >= known:
+            raise UserError(
+                f"{self.name}: its tokenizer has ids that its model does not know "
+                f"({known} are known): the two do not belong together."
+            )
+        return ids
+
+
+def _start_token(name: str, tokenizer: Any, bos: Bos) -> int | None:
+    """Id to put before every text, if any."""
+    token: int | None = tokenizer.bos_token_id
+    if bos == "never":
+        return None
+    if bos == "always":
+        if token is None:
+            raise UserError(f"The judge {name} has no start token: use bos `auto` or `never`.")
+        return token
+    if bos != "auto":
+        raise UserError(f"bos is {bos!r}: use auto, always or never.")
+    plain, full = (tokenizer("a", add_special_tokens=a)["input_ids"] for a in (False, True))
+    return token if full[:1] == [token] and plain[:1] != [token] else None
+
+
+def _context(config: Any, tokenizer: Any) -> int | None:
+    """Tokens that a model reads at most; None if nobody says."""
+    for name in ("max_position_embeddings", "n_positions"):
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    limit = tokenizer.model_max_length
+    return limit if limit < 1 << 31 else None  # without a limit of its own it says 10^30
+
+
+def _max_length(name: str, wanted: int | None, context: int | None) -> int | None:
+    if wanted is None:
+        return context
+    if wanted < 2:
+        raise UserError(f"The judge's max_length is {wanted}: use 2 or more.")
+    if context is not None and wanted > context:
+        raise UserError(
+            f"The judge's max_length is {wanted}, but {name} reads {context} tokens: use less."
+        )
+    return wanted

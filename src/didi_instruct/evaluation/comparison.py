@@ -1,0 +1,197 @@
+"""Rows beside those of a baseline: place on its frontier, share of its gap, difference of path KL.
+
+Every number has a 95% interval over samples, those of the row and of the baseline alike: all are
+resampled, and what the number chooses from the baseline (its lowest curve, its best setting) is
+chosen anew in each resample.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from didi_instruct.evaluation.frontier import (
+    Point,
+    equal_nfe,
+    equal_passes,
+    log_vsf_resampled,
+    vsf,
+)
+from didi_instruct.evaluation.intervals import (
+    ENOUGH,
+    Noise,
+    Numbers,
+    Resampling,
+    reflected,
+    share_with_value,
+)
+from didi_instruct.evaluation.paths import gap_closed, gap_closed_resampled, paired_difference
+from didi_instruct.evaluation.rows import Measured, Row, plain
+
+
+def compare(
+    rows: Sequence[Measured],
+    baseline: Sequence[Measured],
+    most_steps: int | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Rows with what sets them apart from the baseline; where nothing does, null and a note.
+
+    `vsf` is at equal NFE, `vsf_passes` at equal forward passes. `path_kl_vs_baseline` is against
+    the baseline's best setting of equal NFE, below 0 a gain; `gap_closed` is the share of what few
+    steps cost the baseline, its best settings with few and with `most_steps`. `gap_closed_best`
+    is that of the row's model at its own best setting of that NFE.
+    """
+    resampling = Resampling(seed)
+    ours, theirs = ([_Entry.of(m, resampling) for m in side] for side in (rows, baseline))
+    found = []
+    for entry in ours:
+        row = dict(entry.row)
+        if entry.point is not None:
+            row |= _places(entry.point, [rival.point for rival in theirs if rival.point])
+        if row.get("path_kl") is not None:
+            row |= _against(entry, theirs)
+            if most_steps is not None and theirs:
+                row |= _share(entry, ours, theirs, most_steps)
+        found.append({name: plain(value) for name, value in row.items()})
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """A row in the data and in all resamples."""
+
+    row: Row
+    noise: Noise
+    point: Point | None
+    """None without perplexity or entropy."""
+    gaps: Numbers | None
+    """Log q - log p of each sample, whose mean is the path KL: (N,)."""
+    path_kl: Numbers | None
+    """In each resample: (R,)."""
+
+    @classmethod
+    def of(cls, measured: Measured, resampling: Resampling) -> "_Entry":
+        row, values = measured.row, measured.values
+        noise = Noise(row["seed"], row["num_samples"])
+        means = {
+            name: resampling.means(numbers, noise)
+            for name, numbers in values.items()
+            if noise.size > 1  # one sample has no spread
+        }
+        cloud = None
+        if {"nats", "tokens", "entropy"} <= means.keys():
+            with np.errstate(divide="ignore", invalid="ignore"):
+                cloud = np.stack([means["entropy"], means["nats"] / means["tokens"]])
+        point = None
+        if row.get("ppl") is not None and row.get("entropy") is not None:
+            names = ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")
+            point = replace(Point(*(row[name] for name in names)), cloud=cloud)
+        return cls(row, noise, point, values.get("path_gap"), means.get("path_gap"))
+
+
+def _places(point: Point, rivals: Sequence[Point]) -> Row:
+    """On the baseline's frontier, at equal NFE and at equal passes."""
+    row: Row = {}
+    if not rivals:
+        return row
+    for name, equals in (
+        ("vsf", equal_nfe(rivals, point.nfe)),
+        ("vsf_passes", equal_passes(rivals, point.passes)),
+    ):
+        result = vsf(point, equals)
+        row |= {name: result.value, f"{name}_ci95": None}
+        if result.value is None:
+            row[f"{name}_note"] = result.reason
+            continue
+        ratios = log_vsf_resampled(point, equals)
+        if ratios is not None:
+            ends = reflected(math.log(result.value), ratios)
+            row[f"{name}_ci95"] = ends and [math.exp(min(end, 700)) for end in ends]
+            row |= _lack(name, ratios, "the baseline's frontier reaches")
+    return row
+
+
+def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
+    """Difference to the baseline's best setting of equal NFE, and its error for that setting."""
+    few = _with_path(baseline, nfe=entry.row["nfe"])
+    if not few:
+        return {}
+    best = min(few, key=_path_kl)
+    name = "path_kl_vs_baseline"
+    value = _path_kl(entry) - _path_kl(best)
+    row: Row = {
+        name: value,
+        f"{name}_se": _error(entry, best),
+        f"{name}_at": [best.row["temperature"], best.row["top_p"]],
+    }
+    lowest, own = _lowest(few), entry.path_kl
+    if lowest is None or own is None:
+        return row | {f"{name}_ci95": None}
+    return row | {f"{name}_ci95": reflected(value, own - lowest)}
+
+
+def _share(
+    entry: _Entry, rows: Sequence[_Entry], baseline: Sequence[_Entry], most_steps: int
+) -> Row:
+    """Share of the gap that the row closes, and that its model closes at its best."""
+    few = _with_path(baseline, nfe=entry.row["nfe"])
+    many = _with_path(baseline, steps=most_steps)
+    kin = {name: entry.row.get(name) for name in ("model", "sampler", "nfe")}
+    row: Row = {}
+    for name, own in (("gap_closed", [entry]), ("gap_closed_best", _with_path(rows, **kin))):
+        row |= {name: None, f"{name}_ci95": None}
+        if not few or not many:
+            missing = f"{most_steps} steps" if few else f"{entry.row['nfe']} NFE"
+            row[f"{name}_note"] = f"the baseline has no path KL with {missing}"
+            continue
+        at_best = [min(map(_path_kl, side)) for side in (few, own, many)]
+        if not at_best[0] > at_best[2]:
+            row[f"{name}_note"] = "few steps cost the baseline nothing: there is no gap to close"
+            continue
+        value = row[name] = gap_closed(*at_best)
+        lows = [_lowest(side) for side in (few, own, many)]
+        if lows[0] is not None and lows[1] is not None and lows[2] is not None:
+            shares = gap_closed_resampled(lows[0], lows[1], lows[2])
+            row[f"{name}_ci95"] = reflected(value, shares)
+            row |= _lack(name, shares, "few steps cost the baseline something")
+    return row
+
+
+def _lack(name: str, resampled: Numbers, condition: str) -> Row:
+    """Why there is no interval, if there is none."""
+    share = share_with_value(resampled)
+    if share >= ENOUGH:
+        return {}
+    return {f"{name}_note": f"no interval: {condition} in {share:.0%} of the resamples only"}
+
+
+def _with_path(entries: Sequence[_Entry], **same: object) -> list[_Entry]:
+    """Those that have a path KL and these entries in their row."""
+    return [
+        entry
+        for entry in entries
+        if entry.row.get("path_kl") is not None
+        and all(entry.row.get(name) == value for name, value in same.items())
+    ]
+
+
+def _path_kl(entry: _Entry) -> float:
+    return float(entry.row["path_kl"])
+
+
+def _lowest(entries: Sequence[_Entry]) -> Numbers | None:
+    """Lowest path KL in each resample: (R,)."""
+    known = [entry.path_kl for entry in entries if entry.path_kl is not None]
+    return np.min(known, axis=0) if len(known) == len(entries) else None
+
+
+def _error(one: _Entry, other: _Entry) -> float:
+    """Standard error of the difference of two path KLs; smaller where they share their noise."""
+    if one.gaps is None or other.gaps is None or min(len(one.gaps), len(other.gaps)) < 2:
+        return math.inf
+    if one.noise == other.noise:
+        return paired_difference(torch.from_numpy(one.gaps), torch.from_numpy(other.gaps))[1]
+    return math.hypot(*(g.std(ddof=1) / math.sqrt(len(g)) for g in (one.gaps, other.gaps)))

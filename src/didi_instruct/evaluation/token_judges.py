@@ -1,0 +1,177 @@
+"""Judging tokens: the oracle language, and models of ours."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.causal_nats import causal_nats
+from didi_instruct.evaluation.likelihood import nats_per_token
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.scores import (
+    Progress,
+    Scores,
+    check_settings,
+    checked,
+    digest,
+    told_apart,
+)
+from didi_instruct.training.objectives import Batch
+
+
+class TokenJudge:
+    """What judges of tokens have in common."""
+
+    def __init__(
+        self, name: str, fingerprint: str, tokenizer: str | None, num_tokens: int, length: int
+    ) -> None:
+        self.name, self.fingerprint, self.tokenizer = name, fingerprint, tokenizer
+        self.num_tokens, self.length = num_tokens, length
+
+    def check_tokenizer(self, model: str, theirs: str | None) -> None:
+        """Refuse a model that writes other tokens, by the hash of its tokenizer."""
+        if None not in (theirs, self.tokenizer) and theirs != self.tokenizer:
+            raise UserError(
+                f"{model} and the judge {self.name} have different tokenizers, and this judge "
+                "reads tokens: use a causal language model as the judge."
+            )
+
+    def _check(self, samples: SampleSet) -> None:
+        """Refuse samples that are not sequences of this judge's tokens."""
+        self.check_tokenizer(f"The samples of {samples.origin.model}", samples.origin.tokenizer)
+        tokens = samples.tokens
+        if tokens.shape[1] > self.length:
+            raise UserError(
+                f"The samples have {tokens.shape[1]} tokens, but the judge {self.name} reads "
+                f"{self.length}: draw shorter ones."
+            )
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_tokens:
+            raise UserError(
+                f"A sample has a token outside 0..{self.num_tokens - 1}, which the judge "
+                f"{self.name} does not know."
+            )
+
+    def _check_whole(self, samples: SampleSet) -> None:
+        """Refuse texts that end before their window: only the window has a probability here."""
+        self._check(samples)
+        if bool((samples.lengths < samples.tokens.shape[1]).any()):
+            raise UserError(
+                f"The judge {self.name} knows the probability of whole windows, but these texts "
+                "end before: draw them without until_eot, or use a left-to-right judge."
+            )
+
+
+class OracleJudge(TokenJudge):
+    """The oracle language's own log p."""
+
+    exact = True
+
+    def __init__(self, language: OracleLanguage, batch_size: int = 1024) -> None:
+        self.language, self.batch_size = language, batch_size
+        tables = (language.prior, language.initial, language.transition, language.emission)
+        content = [table.cpu().numpy().tobytes() for table in tables]
+        fingerprint = digest(language.words, language.sentences, *content)
+        hash_ = language.tokenizer.hash
+        super().__init__("oracle", fingerprint, hash_, language.num_tokens, language.length)
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score whole sequences, exactly."""
+        self._check_whole(samples)
+        count, length = samples.tokens.shape
+        if length != self.length:
+            raise UserError(f"The oracle's sequences have {self.length} tokens, not {length}.")
+        parts = []
+        for first in range(0, count, self.batch_size):
+            chunk = samples.tokens[first : first + self.batch_size].to(self.language.device)
+            parts.append(-self.language.log_prob(chunk).cpu())
+            if progress is not None:
+                progress(first + len(chunk), count)
+        nats = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+        return checked(self.name, Scores(nats, torch.full((count,), length)))
+
+
+class DiffusionJudge(TokenJudge):
+    """A diffusion model's NELBO, an upper bound of -log p, estimated from `draws` noise levels.
+
+    `loss` is the network's part of the objective, as for `likelihood`. The noise follows the row.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        loss: Callable[[Batch], Tensor],
+        config: ModelConfig,
+        *,
+        name: str,
+        fingerprint: str,
+        tokenizer: str | None = None,
+        draws: int = 8,
+        batch_size: int = 64,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        fingerprint = digest(fingerprint, draws, seed)
+        super().__init__(name, fingerprint, tokenizer, config.num_tokens, config.length)
+        self.loss, self.config, self.device = loss, config, device
+        self.draws, self.batch_size, self.seed = draws, batch_size, seed
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score whole windows."""
+        self._check_whole(samples)
+        count, length = samples.tokens.shape
+        nats = nats_per_token(
+            self.loss,
+            self.config,
+            lambda start, number: samples.tokens[start : start + number],
+            sequences=count,
+            draws=self.draws,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            device=self.device,
+            progress=None if progress is None else (lambda done: progress(done, count)),
+        )
+        return checked(self.name, Scores(length * nats, torch.full((count,), length)))
+
+
+class ARJudge(TokenJudge):
+    """A left-to-right model of ours: the exact log p of the tokens that count."""
+
+    exact = True
+
+    def __init__(
+        self,
+        network: nn.Module,
+        config: ModelConfig,
+        *,
+        name: str,
+        fingerprint: str,
+        tokenizer: str | None = None,
+        temperature: float = 1.0,
+        batch_size: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_settings(batch_size, temperature)
+        fingerprint, name = digest(fingerprint, temperature), told_apart(name, temperature)
+        super().__init__(name, fingerprint, tokenizer, config.num_tokens, config.length)
+        self.network, self.config, self.device = network, config, torch.device(device)
+        self.temperature, self.batch_size = temperature, batch_size
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score the tokens of each sample that count, from the start symbol on."""
+        self._check(samples)
+        start = self.config.vocab_size - 1
+        pairs = zip(samples.tokens.tolist(), samples.lengths.tolist(), strict=True)
+        nats = causal_nats(
+            lambda ids, _: self.network(ids),
+            [[start, *row[:length]] for row, length in pairs],
+            num_tokens=self.num_tokens,
+            temperature=self.temperature,
+            batch_size=self.batch_size,
+            device=self.device,
+            progress=progress,
+        )
+        return checked(self.name, Scores(nats, samples.lengths.clone()))

@@ -1,0 +1,214 @@
+"""Measures of one set of samples, at their ends: few, equal, short or impossible texts."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation import rows
+from didi_instruct.evaluation.judges import Scores
+from didi_instruct.evaluation.rows import (
+    METRICS,
+    Measuring,
+    Reference,
+    Yardstick,
+    constant_after_end,
+    describe,
+    measure,
+    plain,
+)
+from didi_instruct.evaluation.samples import Origin, SampleSet, text_lengths
+
+EOT = 3
+PLAIN = ("ppl", "entropy", "unique-4gram", "self-bleu", "path-kl")
+
+
+def sample_set(tokens, *, until_eot=False, log_prob=None, sampler="ancestral"):
+    origin = Origin(
+        model="m", fingerprint="f", tokenizer=None, sampler=sampler, steps=4, nfe=4, passes=4.0,
+        disc_calls=0, temperature=1.0, top_p=1.0, seed=5, length=tokens.shape[1],
+        until_eot=until_eot, seconds=2.0,
+    )  # fmt: skip
+    lengths = text_lengths(tokens, EOT, until_eot)
+    texts = tuple(" ".join(map(str, row)) for row in tokens.tolist())
+    return SampleSet(origin, tokens, texts, log_prob, lengths)
+
+
+class CoinJudge:
+    """Every token has probability 1/4, the forbidden one none."""
+
+    name, fingerprint, exact = "coin", "coin", True
+
+    def __init__(self, forbidden=-1):
+        self.forbidden, self.asked = forbidden, []
+
+    def score(self, samples, progress=None):
+        self.asked.append(samples.lengths.tolist())
+        nats = samples.lengths.double() * math.log(4)
+        nats[(samples.tokens == self.forbidden).any(1)] = math.inf
+        return Scores(nats, samples.lengths.clone())
+
+
+def row_of(samples, *names, judge=None, **yardstick):
+    measuring = Measuring(samples, Yardstick(judge=judge or CoinJudge(), **yardstick))
+    found = {}
+    for name in names:
+        found |= measure(name, measuring).row
+    json.dumps(found, allow_nan=False)
+    return found
+
+
+def random_tokens(count, length=12, seed=0):
+    return torch.randint(3, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_mean_over_samples_has_its_interval():
+    samples = sample_set(random_tokens(40), log_prob=torch.linspace(-20, -10, 40).double())
+    row = row_of(samples, *PLAIN)
+    for name in ("entropy", "unique_4gram", "self_bleu", "path_entropy", "path_kl"):
+        low, high = row[f"{name}_ci95"]
+        assert low < row[name] < high, name
+    assert row["ppl"] == pytest.approx(4)
+    assert row["ppl_ci95"] == pytest.approx([4, 4])
+    assert row["judge_tokens"] == 40 * 12
+    assert row["path_kl"] == pytest.approx(12 * math.log(4) - row["path_entropy"])
+    about = describe(samples, seed=9)
+    assert (about["num_samples"], about["seed"], about["bootstrap_seed"]) == (40, 5, 9)
+    assert (about["mean_length"], about["mean_length_ci95"]) == (12, [12, 12])
+
+
+def test_one_sample_has_numbers_and_no_intervals():
+    samples = sample_set(random_tokens(1), log_prob=torch.tensor([-9.0]).double())
+    row = row_of(samples, *PLAIN) | describe(samples)
+    intervals = [name for name in row if name.endswith("_ci95")]
+    assert len(intervals) == 7
+    assert all(row[name] is None for name in intervals)
+    assert row["self_bleu"] is None
+    assert row["self_bleu_note"] == "one sample has no others to resemble"
+    assert row["path_kl"] == pytest.approx(12 * math.log(4) - 9)
+
+
+def test_equal_samples_have_intervals_without_width():
+    """Two, and many: nothing varies, so nothing is NaN."""
+    for count in (2, 30):
+        tokens = torch.tensor([[0, 1, 2, 0, 1, 1, 2, 2]]).repeat(count, 1)
+        row = row_of(sample_set(tokens, log_prob=torch.full((count,), -7.0).double()), *PLAIN)
+        for name in ("ppl", "entropy", "unique_4gram", "self_bleu", "path_kl", "path_entropy"):
+            assert row[f"{name}_ci95"] == pytest.approx([row[name]] * 2), name
+        assert row["unique_4gram"] == 1 / count
+
+
+def test_texts_without_tokens_are_no_mistake():
+    """All end at once: they have no n-grams and resemble nobody; a judge has nothing to score."""
+    tokens = torch.full((3, 6), EOT)
+    row = row_of(sample_set(tokens, until_eot=True), "entropy", "unique-4gram", "self-bleu")
+    assert (row["entropy"], row["self_bleu"], row["unique_4gram"]) == (0, 0, None)
+    assert row["unique_4gram_note"] == "no sample has 4 tokens"
+
+
+def test_what_a_judge_finds_impossible_is_said():
+    tokens = random_tokens(10)
+    tokens[:2, 0] = 2
+    tokens[2:] = tokens[2:].clamp(max=1)
+    samples = sample_set(tokens, log_prob=torch.full((10,), -9.0).double())
+    row = row_of(samples, "ppl", "entropy", "path-kl", judge=CoinJudge(forbidden=2))
+    assert (row["ppl"], row["ppl_ci95"], row["path_kl"], row["path_kl_ci95"]) == (None,) * 4
+    assert row["ppl_note"] == row["path_kl_note"] == "the judge finds 2 samples impossible"
+    assert row["path_entropy"] == 9
+
+
+def test_numbers_are_those_that_json_knows():
+    assert plain(math.inf) is plain(math.nan) is plain((0.0, math.inf)) is None
+    assert plain((1.0, 2.0)) == [1.0, 2.0]
+    assert plain("text") == "text"
+
+
+ENDED = torch.tensor([[0, 1, EOT, 2, EOT, 1], [0, 1, 2, 0, 1, 2], [EOT, 0, 0, 1, 1, 2]])
+
+
+def test_what_follows_the_end_of_a_text_is_made_constant():
+    lengths = text_lengths(ENDED, EOT, True)
+    assert lengths.tolist() == [2, 6, 0]
+    expected = [[0, 1, EOT, EOT, EOT, EOT], [0, 1, 2, 0, 1, 2], [EOT] * 6]
+    assert constant_after_end(ENDED, lengths).tolist() == expected
+    assert torch.equal(constant_after_end(ENDED, torch.full((3,), 6)), ENDED)
+
+
+def test_networks_see_texts_and_the_judge_scores_the_same(monkeypatch):
+    """Garbage after the end reaches neither network; the judge scores the end-of-text as well."""
+    seen = {}
+
+    def ar_kl(tokens, nats, num_tokens, **settings):
+        seen["ar"], seen["nats"] = tokens, nats
+        return type("Bound", (), {"kl_lower": 3.0, "se": 0.5, "held_out": 9})
+
+    def two_sample(a, b, num_tokens, **settings):
+        seen["a"], seen["b"] = a, b
+        return type("Test", (), {"auc": 0.5, "auc_ci95": (0.4, 0.6), "held_out": 8})
+
+    monkeypatch.setattr(rows, "ar_kl", ar_kl)
+    monkeypatch.setattr(rows, "two_sample", two_sample)
+    samples, judge = sample_set(ENDED, until_eot=True), CoinJudge()
+    other = ENDED.flip(0)
+    lengths = text_lengths(other, EOT, True)
+    reference = Reference("r", "f", samples.texts, other, lengths)
+    row = row_of(samples, "ppl", "ar-kl", "c2st", judge=judge, reference=reference)
+    constant = constant_after_end(ENDED, samples.lengths)
+    assert torch.equal(seen["ar"], constant)
+    assert torch.equal(seen["a"], constant)
+    assert torch.equal(seen["b"], constant.flip(0))
+    assert seen["nats"].tolist() == pytest.approx([3 * math.log(4), 6 * math.log(4), math.log(4)])
+    assert judge.asked == [[2, 6, 0], [3, 6, 1]]
+    assert row["judge_tokens"] == 8
+    assert row["ar_kl_ci95"] == pytest.approx([2.02, 3.98])
+    assert (row["ar_kl_samples"], row["c2st_samples"]) == (9, 8)
+
+
+def test_the_path_of_a_window_is_not_compared_with_a_text_that_ends():
+    log_prob = torch.tensor([-5.0, -6.0, -4.0]).double()
+    ended = sample_set(ENDED, until_eot=True, log_prob=log_prob)
+    row = row_of(ended, "path-kl")
+    assert (row["path_kl"], row["path_kl_ci95"]) == (None, None)
+    assert row["path_kl_note"].startswith("the path has the probability of whole windows")
+    whole = row_of(sample_set(ENDED, log_prob=log_prob), "path-kl")
+    assert whole["path_kl"] == pytest.approx(6 * math.log(4) - 5)
+    # A left-to-right sampler stops there: its path is that of the text and its end.
+    origin = replace(ended.origin, sampler="autoregressive")
+    left_to_right = row_of(replace(ended, origin=origin), "path-kl")
+    assert left_to_right["path_kl"] == pytest.approx((3 + 6 + 1) / 3 * math.log(4) - 5)
+    none = row_of(sample_set(ENDED), "path-kl")
+    assert none["path_kl_note"] == "the sampler does not know the probability of its path"
+
+
+def test_a_row_says_what_its_entropy_is_of():
+    assert describe(sample_set(ENDED))["entropy_of"] == "window"
+    ended = describe(sample_set(ENDED, until_eot=True))
+    assert ended["entropy_of"] == "text"
+    assert ended["mean_length"] == pytest.approx(8 / 3)
+    assert ended["mean_length_ci95"][0] < 8 / 3 < ended["mean_length_ci95"][1]
+
+
+def test_a_bound_needs_an_exact_judge_and_mauve_one_of_texts():
+    judge = CoinJudge()
+    judge.exact = False
+    with pytest.raises(UserError, match="leave out the metric ar-kl"):
+        row_of(sample_set(ENDED), "ar-kl", judge=judge)
+    with pytest.raises(UserError, match="leave out the metric mauve"):
+        row_of(sample_set(ENDED), "mauve", judge=judge)
+    assert METRICS["mauve"].reference
+
+
+def test_values_of_each_sample_come_with_the_row():
+    samples = sample_set(random_tokens(6), log_prob=torch.arange(6).double())
+    measuring = Measuring(samples, Yardstick(judge=CoinJudge()))
+    found = (
+        measure("ppl", measuring) | measure("entropy", measuring) | measure("path-kl", measuring)
+    )
+    assert found.values.keys() == {"nats", "tokens", "entropy", "path_gap"}
+    assert found.values["entropy"].mean() == found.row["entropy"]
+    expected = np.arange(6) + 12 * math.log(4)
+    assert found.values["path_gap"] == pytest.approx(expected)
