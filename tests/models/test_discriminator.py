@@ -74,6 +74,14 @@ def test_power_iteration_runs_in_training_alone():
     assert not torch.equal(discriminator.output_layer.main[0].weight_u, before)
 
 
+def test_nothing_is_computed_on_the_meta_device(monkeypatch):
+    monkeypatch.setattr(SpectralLinear, "_iterate", lambda *_: pytest.fail("iterated"))
+    with torch.device("meta"):
+        assert Discriminator(CONFIG).output_layer.main[0].weight_u.is_meta
+    with pytest.raises(pytest.fail.Exception):
+        SpectralLinear(2, 2)
+
+
 def test_largest_singular_value_is_one_from_the_start():
     torch.manual_seed(0)
     for layer in (SpectralLinear(32, 32).eval(), SpectralLinear(32, 1).eval()):

@@ -282,6 +282,14 @@ def test_tables_are_rebuilt_when_a_model_leaves_the_meta_device():
         torch.testing.assert_close(dit.eval()(tokens_of()), source(tokens_of()))
 
 
+def test_no_table_is_built_on_the_meta_device():
+    """A length that a file claims must not cost memory (here petabytes) before it is checked."""
+    with torch.device("meta"):
+        dit = DiT(config(length=10**14))
+    assert dit.rotary_emb.cos.shape == (10**14, dit.rotary_emb.width // 2)
+    assert dit.rotary_emb.cos.is_meta
+
+
 def test_foreign_frequencies_are_checked():
     """16-bit frequencies are replaced by exact ones; those of another base are refused."""
     source = model()

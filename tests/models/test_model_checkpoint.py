@@ -11,6 +11,7 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.files import AtomicFile, sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models import tensors as tensor_files
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import load_model, save_model
@@ -121,6 +122,28 @@ def test_16_bit_weights_on_disk(tmp_path):
     assert torch.equal(loaded.model(TOKENS), network().bfloat16()(TOKENS))
     wide = load_model(tmp_path, dtype=torch.float32).model
     assert torch.equal(wide(TOKENS), network().bfloat16().float()(TOKENS))
+
+
+def test_a_file_read_in_parts_is_the_same_file(folder, monkeypatch):
+    """Read a few numbers at a time or all at once, cast or not, every tensor is itself."""
+    whole = load_file(folder / "model.safetensors")
+    opened = []
+
+    def watched(*arguments, **options):
+        opened.append(arguments)
+        return safe_open(*arguments, **options)
+
+    monkeypatch.setattr(tensor_files, "NUMBERS_AT_ONCE", 500)
+    monkeypatch.setattr(tensor_files, "safe_open", watched)
+    for dtype in (None, torch.bfloat16):
+        parts = tensor_files.read_tensors(
+            folder / "model.safetensors", "cpu", dtype, keep=["rotary_emb.inv_freq"]
+        )
+        assert parts.keys() == whole.keys()
+        for name, tensor in whole.items():
+            kept = dtype is None or name == "rotary_emb.inv_freq"
+            assert torch.equal(parts[name], tensor if kept else tensor.to(dtype)), name
+    assert len(opened) > 10
 
 
 def test_saving_replaces_what_was_there(folder):
@@ -304,6 +327,14 @@ def test_integers_and_foreign_positions_are_no_weights(folder):
         (lambda c: c["model"].update(kind="gpt"), "`model.kind` is 'gpt'"),
         (lambda c: c["model"].update(hidden=15), "model.hidden is 15 with 2 heads"),
         (lambda c: c["model"]["schedule"].update(name="x"), "`model.schedule.name` is 'x'"),
+        (
+            lambda c: c["model"].update(length=2**20 + 1),
+            "`model.length` is 1048577",
+        ),
+        (
+            lambda c: c["discriminator"].update(length=10**12),
+            "`discriminator.length` is 10000",
+        ),
         (lambda c: c["model"].update(layers=10**9), "look like a denoiser with 2 layers"),
         (lambda c: c["model"].update(heads=4), "rotary_emb.inv_freq (4,) for (2,)"),
         (lambda c: c["files"].pop("model.safetensors"), "does not list model.safetensors"),

@@ -1,46 +1,172 @@
-"""Facts about models for `didi info`."""
+"""Facts about models for `didi info`: what headers and settings tell, without loading weights."""
 
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from didi_instruct.api.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.config.model import ModelConfig, architecture
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
 from didi_instruct.models.build import count_discriminator_parameters, count_parameters
 from didi_instruct.models.checkpoint import load_model
+from didi_instruct.models.foreign.layouts import FIRST, WeightSet, clean, find_discriminator
+from didi_instruct.models.foreign.places import locate
+from didi_instruct.models.foreign.reading import Found, recognise
+from didi_instruct.models.foreign.shapes import Family
+from didi_instruct.models.foreign.stores import Header, Store, open_store
+from didi_instruct.models.masked_families import recognise_masked_lm
+from didi_instruct.models.masked_weights import weight_stores
+
+BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
+"""Tensors of a discriminator that are no parameters."""
+
+
+FIXED = ("inv_freq", "position_ids")
+TIED = ("lm_head.decoder.weight", "predictions.decoder.weight", "vocab_projector.weight")
+"""Tensors of a masked LM that are no parameters, and those that are the embedding once more."""
 
 
 def describe_architecture(name: str) -> dict[str, Any]:
     """Facts about a named architecture, without allocating it."""
     config = architecture(name)
-    parameters = count_parameters(config)
-    return {"architecture": name, **_facts(config, parameters, parameters)}
+    critic = None if config.kind == "ar" else count_discriminator_parameters(config)
+    return {"architecture": name, **_facts(config, count_parameters(config), critic)}
+
+
+def describe_source(
+    source: str, weights: WeightSet = "ema", family: Family | None = None
+) -> dict[str, Any]:
+    """Facts about any SOURCE; a file that holds nothing known is described by its tensors."""
+    check_choices(weights, family)
+    origin = find(source)
+    if origin.form == "foreign":
+        return _describe_foreign(origin, weights, family)
+    refuse_choices(origin, weights, family)
+    if origin.form == "didi":
+        return describe_folder(str(origin.path))
+    return _describe_masked_lm(origin)
 
 
 def describe_folder(folder: str) -> dict[str, Any]:
-    """Facts about a model on disk, its files verified."""
+    """Facts about a folder that didi wrote, its files verified."""
     loaded = load_model(Path(folder))
-    parameters = list(loaded.model.parameters())
-    total = sum(p.numel() for p in parameters)
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    facts = {"architecture": loaded.config.kind, **_facts(loaded.config, total, trainable)}
-    if loaded.discriminator is None:
-        facts["discriminator_parameters"] = None
+    network, critic = loaded.model, loaded.discriminator
+    facts = _facts(loaded.config, _count(network), None if critic is None else _count(critic))
+    facts = {"architecture": loaded.config.kind, **facts}
+    facts["layout"] = "didi"
     facts["tokenizer_hash"] = loaded.tokenizer.hash if loaded.tokenizer else None
     facts["provenance"] = loaded.provenance
     return facts
 
 
-def _facts(config: ModelConfig, parameters: int, trainable: int) -> dict[str, Any]:
+def _describe_foreign(origin: Origin, weights: WeightSet, family: Family | None) -> dict[str, Any]:
+    place = locate(origin.path)
+    store = open_store(place.model)
+    try:
+        found = recognise(origin.path, weights, family)
+    except UserError as error:
+        if any(clean(name).endswith(FIRST) for name in store.headers):
+            raise  # a network of the family, and something to mend
+        return _describe_unknown(store, str(error))
+    critic = _critic_parameters(found) if found.has_discriminator else None
+    folder = place.tokenizer_folder
+    return {
+        "architecture": found.config.kind,
+        **_facts(found.config, count_parameters(found.config), critic),
+        "layout": found.layout,
+        "description": found.description,
+        "weights": list(found.weights),
+        "dtype": _common_type(store.headers.values()),
+        "tokenizer_hash": None if folder is None else Tokenizer.load(folder).hash,
+        "provenance": {"source": origin.name},
+        "notes": list(found.notes),
+    }
+
+
+def _critic_parameters(found: Found) -> int:
+    place = locate(found.path)
+    store = open_store(place.discriminator or place.model)
+    keys = find_discriminator(store)
+    return sum(
+        prod(store.headers[name].shape) for key, name in keys.items() if not key.endswith(BUFFERS)
+    )
+
+
+def _describe_unknown(store: Store, reason: str) -> dict[str, Any]:
+    """What a file holds that is no model known here; numbered tensors of one shape are one line."""
+    kinds: Counter[tuple[str, tuple[int, ...], str]] = Counter(
+        (re.sub(r"\d+", "N", name[:120]), header.shape, _type(header))
+        for name, header in store.headers.items()
+    )
+    shape = ["vocab_size", "mask_id", "length", "discriminator_parameters"]
+    return {
+        "architecture": "unknown",
+        "parameters": sum(prod(header.shape) for header in store.headers.values()),
+        "trainable_parameters": None,
+        **dict.fromkeys(shape),
+        "layout": None,
+        "notes": [reason],
+        "tensors": [
+            {"name": name, "shape": list(shape), "dtype": dtype, "count": count}
+            for (name, shape, dtype), count in kinds.items()
+        ],
+        "not_tensors": [f"{name[:120]}: {what}" for name, what in store.blocked.items()],
+        "not_run": list(store.untouched),
+    }
+
+
+def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
+    found = recognise_masked_lm(origin.path)
+    assert found is not None
+    stores = weight_stores(origin.path)
+    headers = {name: header for store in stores for name, header in store.headers.items()}
+    tied = found.settings.get("tie_word_embeddings", True)
+    parameters = sum(
+        prod(header.shape)
+        for name, header in headers.items()
+        if header.is_weight and not name.endswith(FIXED) and not (tied and name.endswith(TIED))
+    )
+    code = ["It brings its own code, which runs only with trust_remote_code=True."]
+    mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own."
+    return {
+        "architecture": found.model_type,
+        **_facts(found.config, parameters, None),
+        "layout": found.layout,
+        "description": found.description,
+        "dtype": _common_type(headers.values()),
+        "provenance": {"source": origin.name},
+        "notes": [*found.notes, *(code if found.needs_code else []), mask],
+    }
+
+
+def _count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def _common_type(headers: Iterable[Header]) -> str:
+    return Counter(map(_type, headers)).most_common(1)[0][0]
+
+
+def _type(header: Header) -> str:
+    return str(header.dtype).removeprefix("torch.")
+
+
+def _facts(config: ModelConfig, parameters: int, critic: int | None) -> dict[str, Any]:
     shape = asdict(config)
     return {
         "parameters": parameters,
-        "trainable_parameters": trainable,
+        "trainable_parameters": parameters,
         "vocab_size": config.vocab_size,
         "mask_id": config.mask_id,
         "length": config.length,
-        "discriminator_parameters": (
-            None if config.kind == "ar" else count_discriminator_parameters(config)
-        ),
+        "discriminator_parameters": critic,
         "layers": config.layers,
         "hidden": config.hidden,
         "heads": config.heads,

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from didi_instruct.api import publish
 from didi_instruct.api.generation import Generated, Request, generate, mask_symbol, to_text
+from didi_instruct.api.open import open_source
 from didi_instruct.api.samplers import Engine
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
-from didi_instruct.models.checkpoint import load_model, save_model
+from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT, Trunk
+from didi_instruct.models.dit import Trunk
+from didi_instruct.models.foreign.layouts import WeightSet
+from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
@@ -58,7 +62,7 @@ class Model:
 
         Shapes: tokens (B, L), t a number or (B,) -> (B, L, V) over the real tokens.
         """
-        if not isinstance(self.network, DiT):
+        if not isinstance(self.network, Denoising):
             raise UserError("An AR model has no denoiser: it reads clean text from left to right.")
         time = torch.as_tensor(t, dtype=torch.float32, device=self.device)
         sigma = self.schedule.sigma(time.expand(len(tokens)))
@@ -135,20 +139,28 @@ class Model:
         return mask_symbol(self.config)
 
     def _as_denoiser(self) -> Denoiser:
-        if isinstance(self.network, DiT):
+        if isinstance(self.network, Denoising):
             return NetworkDenoiser(self.network, self.schedule)
         return self.denoiser
 
-    def save(self, folder: str | Path) -> None:
-        """Write the model in the layout that `didi.load` reads."""
-        save_model(
-            Path(folder),
-            self.network,
-            self.config,
-            tokenizer=self.tokenizer,
-            discriminator=self.discriminator,
-            provenance=self.provenance,
-        )
+    def save(self, folder: str | Path, *, license: str | None = None) -> None:
+        """Write the model in the layout that `didi.load` reads, with a model card.
+
+        `license` is the hub's name of the weights' licence (`mit`, `apache-2.0`); the card says
+        none where none is given. A README.md that someone else wrote stays as it is.
+        """
+        publish.save(self, Path(folder), str(folder), license)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        license: str | None = None,
+    ) -> str:
+        """Upload the model and its card to the Hugging Face hub; return the address."""
+        return publish.push(self, repo_id, private, token, license)
 
     def _checked(self, tokens: Tensor) -> Tensor:
         if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= self.config.length:
@@ -164,16 +176,47 @@ class Model:
 
 
 def load(
-    source: str | Path, *, device: str | None = None, time_conditioning: bool | None = None
+    source: str | Path,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    time_conditioning: bool | None = None,
+    weights: WeightSet = "ema",
+    family: Family | None = None,
+    tokenizer: str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> Model:
-    """Open a model written by `didi`: a run's folder, or one of its checkpoints.
+    """Open any SOURCE: a folder of ours, a foreign checkpoint, a Hugging Face id.
 
     `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
-    tells its student the real time although the teacher was trained without.
+    tells its student the real time although the teacher was trained without. `dtype` casts the
+    weights. The others are for foreign models: which of a training run's `weights` to take, the
+    `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
+    that brings none, and whether code in a folder may run.
     """
-    loaded = load_model(Path(source), device=str(pick_device(device)))
+    loaded = open_source(
+        source,
+        device=str(pick_device(device)),
+        dtype=dtype,
+        weights=weights,
+        family=family,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+    )
     config = loaded.config
-    if time_conditioning is not None and isinstance(loaded.model, DiT):
-        config = replace(config, time_conditioning=time_conditioning)
-        loaded.model.config = config
+    if time_conditioning is not None:
+        config = _tell_time(loaded.model, config, time_conditioning)
+        if loaded.discriminator is not None:
+            trunk = loaded.discriminator
+            _tell_time(trunk, trunk.config, time_conditioning)
     return Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
+
+
+def _tell_time(network: nn.Module, config: ModelConfig, wanted: bool) -> ModelConfig:
+    """Let a network see the time, or not; return its configuration."""
+    if isinstance(network, Trunk):
+        network.config = replace(config, time_conditioning=wanted)
+        return network.config
+    if wanted:
+        raise UserError("This network has no time embedding: leave out `time_conditioning`.")
+    return config

@@ -34,6 +34,8 @@ class SpectralLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weights of a torch linear layer, and converge u and v from a random start."""
+        if self.weight_orig.is_meta:
+            return  # there are no numbers to draw, and power iterations take time even so
         bound = self.weight_orig.shape[1] ** -0.5
         self.weight_orig.uniform_(-bound, bound)
         self.bias.uniform_(-bound, bound)

@@ -123,9 +123,13 @@ class Rotary(nn.Module):
         """Set the frequencies and rebuild the tables beside them."""
         device = inv_freq.device
         self.inv_freq = inv_freq.float()
+        if inv_freq.is_meta:  # shapes alone: a length read from a file may be absurd
+            shape = (self.length, len(inv_freq))
+            self.cos, self.sin = (torch.empty(shape, device=device) for _ in range(2))
+            return
         # Built on the CPU, so that every device sees the same bits.
-        source = self._frequencies() if inv_freq.is_meta else self.inv_freq.cpu()
-        angles = torch.outer(torch.arange(self.length, dtype=torch.float32, device="cpu"), source)
+        positions = torch.arange(self.length, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, self.inv_freq.cpu())
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":

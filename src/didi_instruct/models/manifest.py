@@ -17,6 +17,9 @@ MODEL = "model.safetensors"
 DISCRIMINATOR = "discriminator.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
+LONGEST = 1 << 20
+"""Tokens of a text: more than any model here was trained on, and a table that still fits."""
+
 _KEYS = ("format", "version", "model", "discriminator", "provenance", "files")
 _REQUIRED = ("kind", "layers", "hidden", "heads", "vocab_size", "length", "time_conditioning")
 
@@ -106,4 +109,10 @@ def _model_config(path: Path, value: Any, group: str) -> ModelConfig:
     missing = [name for name in _REQUIRED if name not in settings]
     if missing:
         raise UserError(f"{path}: `{group}.{missing[0]}` is missing.")
-    return parse(ModelConfig, settings, where=str(path), prefix=f"{group}.")
+    config = parse(ModelConfig, settings, where=str(path), prefix=f"{group}.")
+    if config.length > LONGEST:
+        raise UserError(
+            f"{path}: `{group}.length` is {config.length}, which no model has: restore the file, "
+            f"or set what the model was trained with ({LONGEST} at most)."
+        )
+    return config

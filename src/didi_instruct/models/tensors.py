@@ -3,8 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,42 @@ DTYPES = {
 }
 """Types a weight may have on disk, by their safetensors names."""
 
+_ON_DISK = DTYPES | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Types that can be written: foreign models keep a few counters beside their weights."""
+
 ALIGNMENT = 64
 """Bytes to which torch aligns the tensors it allocates on the CPU."""
 
 LISTED = 3
 """Tensors named in an error before the rest is only counted."""
 
+NUMBERS_AT_ONCE = 16 << 20
+"""Read between two openings of a file."""
+
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+Watch = Callable[[int, int], None]
+"""Sees how many bytes of how many are written."""
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watching(watch: Watch | None) -> Iterator[None]:
+    """Tell `watch` of all tensors written meanwhile, whoever writes them, file by file."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
 
 
 def write_tensors(
@@ -60,7 +92,7 @@ def write_tensors(
     for name in names:
         tensor, end = tensors[name], offset + tensors[name].nbytes
         header[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": _ON_DISK[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -69,9 +101,12 @@ def write_tensors(
     encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)
     put(len(encoded).to_bytes(8, "little"))
     put(encoded)
+    watch = _watch.get()
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().view(-1)
         put(flat.view(torch.uint8).numpy().data)
+        if watch is not None:
+            watch(header[name]["data_offsets"][1], offset)
     return 8 + len(encoded) + offset, digest.hexdigest()
 
 
@@ -95,14 +130,31 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Return all tensors: memory-mapped on the CPU, and copied only to change device or type.
 
-    `dtype` does not apply to the names in `keep`.
+    `dtype` does not apply to the names in `keep`. A file is mapped as a whole, and its pages count
+    as memory until the last of its tensors is gone. So it is opened again now and then: what was
+    cast is let go, and never are both all of the file and all of the copies in memory.
     """
     kept = set(keep)
-    with safe_open(path, framework="pt") as file:
-        return {
-            name: file.get_tensor(name).to(device, None if name in kept else dtype)
-            for name in file.keys()  # noqa: SIM118
-        }
+    tensors: dict[str, Tensor] = {}
+    for names in _groups(path):
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                to = None if name in kept else dtype
+                tensors[name] = file.get_tensor(name).to(device, to)
+    return tensors
+
+
+def _groups(path: Path) -> Iterator[list[str]]:
+    """Names of a file's tensors, as many at a time as may be in memory twice."""
+    group: list[str] = []
+    size = 0
+    for name, shape in read_shapes(path).items():
+        group.append(name)
+        size += prod(shape)
+        if size >= NUMBERS_AT_ONCE:
+            yield group
+            group, size = [], 0
+    yield group
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def cache(tmp_path, monkeypatch):
     """A cache as the library lays it out; anything that would use the network fails the test."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_require_network", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(hub, "require_network", lambda: pytest.fail("the network was asked"))
     home = tmp_path / "models--someone--mdlm"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text(REVISION)
@@ -34,7 +34,7 @@ def test_without_network_one_line_says_so(cache, monkeypatch):
     def offline():
         raise ConnectionError("no network: its name cannot be looked up")
 
-    monkeypatch.setattr(hub, "_require_network", offline)
+    monkeypatch.setattr(hub, "require_network", offline)
     for name in ("someone/other", "someone/mdlm"):  # the second has a cache without weights
         cache.mkdir(parents=True, exist_ok=True)
         with pytest.raises(UserError, match="not in the local cache.*no network.*local folder"):
@@ -61,7 +61,7 @@ def test_pickles_only_where_there_are_no_safetensors_and_never_code(
         asked["patterns"] = allow_patterns
         return str(cache)
 
-    monkeypatch.setattr(hub, "_require_network", lambda: None)
+    monkeypatch.setattr(hub, "require_network", lambda: None)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert fetch("someone/mdlm") == cache

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from didi_instruct.data.tokenizer import _quiet, _require_network
+from didi_instruct.data.tokenizer import quiet, require_network
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.places import SUFFIXES
 
@@ -36,8 +36,8 @@ def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        with _quiet("huggingface_hub"):
-            _require_network()
+        with quiet("huggingface_hub"):
+            require_network()
             files = huggingface_hub.list_repo_files(repo_id, revision=revision)
             safe = any(name.endswith(".safetensors") for name in files)
             patterns = PATTERNS if safe else PATTERNS + PICKLED

@@ -1,0 +1,230 @@
+"""The model card: README.md of a saved model, for its readers and for the hub.
+
+It says what the configuration and the provenance say. What they do not, it does not: a licence is
+named only where somebody gave one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.files import write_atomic
+from didi_instruct.errors import UserError
+
+README = "README.md"
+MARK = (
+    "<!-- Written by didi, which replaces this file on the next save unless this line is gone. -->"
+)
+
+_KINDS = {
+    "mdlm": "masked diffusion",
+    "duo": "uniform-state diffusion",
+    "ar": "left to right",
+}
+_METHODS = {"didi": "DiDi-Instruct", "token-matching": "token-level matching"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a card is about."""
+
+    name: str
+    """What `didi.load` finds it by: a folder, or a name on the hub."""
+    config: ModelConfig
+    parameters: int
+    discriminator_parameters: int | None = None
+    tokens: int | None = None
+    """Of its tokenizer, if it has one."""
+    license: str | None = None
+    """By the hub's name."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a licence that the hub would refuse."""
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            raise UserError(
+                f"license is {self.license!r}: use the hub's short name (mit, apache-2.0, "
+                "cc-by-4.0, other)."
+            )
+
+    def look_up(self, *path: str) -> Any:
+        """Return a value of the provenance, None where it is silent."""
+        value: Any = self.provenance
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+def write_card(folder: Path, subject: Subject) -> bool:
+    """Write README.md, unless there is one that somebody else wrote; return whether it was."""
+    path = folder / README
+    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return False
+    write_atomic(path, card(subject).encode())
+    return True
+
+
+def card(subject: Subject) -> str:
+    """Return the card as Markdown, with the front matter that the hub reads."""
+    matter = yaml.safe_dump(front_matter(subject), sort_keys=False, allow_unicode=True)
+    name = without_paths(subject.name)
+    lines = ["---", matter.rstrip(), "---", MARK, "", f"# {name}", ""]
+    for part in (_summary, _architecture, _use, _training, _foreign, _numbers, _licence):
+        lines += [*part(subject), ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def front_matter(subject: Subject) -> dict[str, Any]:
+    """Return what the hub sorts models by; only what is known."""
+    tags = ["didi-instruct", _KINDS[subject.config.kind].replace(" ", "-")]
+    if _method(subject):
+        tags += ["distillation", "few-step"]
+    matter: dict[str, Any] = {
+        "library_name": "didi-instruct",
+        "pipeline_tag": "text-generation",
+        "tags": tags,
+    }
+    if subject.license is not None:
+        matter["license"] = subject.license
+    if subject.look_up("foreign", "hub"):
+        matter["base_model"] = str(subject.look_up("foreign", "hub"))
+    return matter
+
+
+def without_paths(value: Any) -> Any:
+    """Shorten absolute paths to their last part: where a disk keeps things is nobody's business."""
+    if isinstance(value, Mapping):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(item) for item in value]
+    if isinstance(value, str) and re.match(r"[/~\\]|[A-Za-z]:[/\\]", value):
+        return PurePath(value.replace("\\", "/")).name
+    return value
+
+
+def _method(subject: Subject) -> str | None:
+    method = subject.look_up("recipe", "method")
+    return None if method is None else _METHODS.get(str(method), str(method))
+
+
+def _summary(subject: Subject) -> Iterator[str]:
+    size = f"{subject.parameters:,} parameters"
+    made = "" if _method(subject) is None else f", distilled by {_method(subject)}"
+    yield f"A language model of {_KINDS[subject.config.kind]} with {size}{made}."
+
+
+def _architecture(subject: Subject) -> Iterator[str]:
+    config = subject.config
+    extra = {"mdlm": ", the mask included", "ar": ", the start symbol included"}
+    critic, tokens = subject.discriminator_parameters, subject.tokens
+    rows = {
+        "kind": f"`{config.kind}` ({_KINDS[config.kind]})",
+        "layers × hidden × heads": f"{config.layers} × {config.hidden} × {config.heads}",
+        "parameters": f"{subject.parameters:,}",
+        "vocabulary": f"{config.vocab_size:,}{extra.get(config.kind, '')}",
+        "mask id": "none" if config.mask_id is None else f"{config.mask_id:,}",
+        "longest text": f"{config.length:,} tokens",
+        "sees the time": "yes" if config.time_conditioning else "no",
+        "noise schedule": f"{config.schedule.name}, ε {config.schedule.eps:g}",
+        "discriminator": "none" if critic is None else f"{critic:,} parameters",
+        "tokenizer": "none" if tokens is None else f"{tokens:,} tokens, in `tokenizer.json`",
+    }
+    if config.kind == "ar":
+        for name in ("sees the time", "noise schedule", "mask id"):
+            del rows[name]
+    yield from ("## Architecture", "", "| | |", "|---|---|")
+    yield from (f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _use(subject: Subject) -> Iterator[str]:
+    name = without_paths(subject.name)
+    yield from ("## Use", "", "With `didi-instruct` installed:", "", "```bash")
+    yield f"didi info {name}"
+    if subject.tokens is not None:
+        yield f"didi generate {name} --steps 16 --num 4"
+    yield from ("```", "", "```python", "import didi_instruct as didi", "")
+    yield f'model = didi.load("{name}")'
+    call = "sample" if subject.tokens is None else "generate"
+    yield from (f"print(model.{call}(num=4, steps=16, seed=0))", "```")
+
+
+def _training(subject: Subject) -> Iterator[str]:
+    yield from ("## Training", "")
+    recipe = without_paths(subject.look_up("recipe"))
+    facts = {
+        "data": subject.look_up("recipe", "data", "source"),
+        "method": _method(subject),
+        "steps": subject.look_up("step"),
+        "batch": subject.look_up("recipe", "train", "batch_size"),
+        "learning rate": subject.look_up("recipe", "optim", "lr"),
+        "seed": subject.look_up("recipe", "train", "seed"),
+        "teacher (SHA-256 of its weights)": subject.look_up("teacher"),
+        "reproduces": subject.look_up("reproduces"),
+        "didi-instruct": subject.look_up("didi_instruct"),
+        "torch": subject.look_up("torch"),
+    }
+    known = {name: without_paths(value) for name, value in facts.items() if value is not None}
+    if not known:
+        yield "The files say nothing about how it was trained, or on what."
+        return
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {name} | {_cell(value)} |" for name, value in known.items())
+    if isinstance(recipe, Mapping):
+        settings = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip()
+        yield from ("", "<details><summary>The recipe</summary>", "", "```yaml", settings, "```")
+        yield from ("", "</details>")
+
+
+def _foreign(subject: Subject) -> Iterator[str]:
+    source = subject.look_up("foreign")
+    if not isinstance(source, Mapping):
+        return
+    name = _cell(without_paths(source.get("source")))
+    yield from ("## Where the weights come from", "")
+    layout, weights = source.get("layout"), source.get("weights")
+    yield f"Read from `{name}` (layout `{layout}`, weights `{weights}`)."
+    notes = source.get("notes")
+    yield ""
+    yield from (f"- {_cell(note)}" for note in (notes if isinstance(notes, list) else []))
+
+
+def _numbers(subject: Subject) -> Iterator[str]:
+    found = {who: subject.look_up("quick_evaluation", who) for who in ("teacher", "student")}
+    columns = {who: n for who, n in found.items() if isinstance(n, Mapping) and n}
+    names = dict.fromkeys(n for numbers in columns.values() for n in numbers)
+    if not names:
+        return
+    yield from ("## Numbers", "")
+    yield "Of the quick evaluation at the end of training; a name ends with the number of steps."
+    yield ""
+    yield f"| | {' | '.join(columns)} |"
+    yield f"|---|{'---|' * len(columns)}"
+    for name in names:
+        if not name.endswith("_se"):
+            cells = (_number(numbers, name) for numbers in columns.values())
+            yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def _licence(subject: Subject) -> Iterator[str]:
+    yield from ("## Licence", "")
+    if subject.license is not None:
+        yield f"`{subject.license}`"
+    else:
+        yield "Unknown: ask who published the weights and the data before you use them."
+
+
+def _number(numbers: Mapping[str, Any], name: str) -> str:
+    value, error = numbers.get(name), numbers.get(f"{name}_se")
+    if not isinstance(value, (int, float)):
+        return "–"
+    return f"{value:.4g} ± {error:.2g}" if isinstance(error, (int, float)) else f"{value:.4g}"
+
+
+def _cell(value: Any) -> str:
+    """One line that breaks no table."""
+    return " ".join(str(value).split()).replace("|", "\\|")

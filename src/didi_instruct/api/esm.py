@@ -1,0 +1,78 @@
+"""ESM-2 models (DPLM) as a folder that `transformers` reads: tensors copied bit by bit.
+
+The weights never become a network on the way, so nothing can be lost: not a type, not a tensor that
+our own code has no use for. DPLM's training checkpoints have `model.net.` before every name.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from didi_instruct.data.files import (
+    AtomicFile,
+    no_space_as_user_error,
+    require_space,
+    sync_folder,
+)
+from didi_instruct.errors import UserError
+from didi_instruct.models.manifest import CONFIG, MODEL
+from didi_instruct.models.masked_families import recognise_masked_lm
+from didi_instruct.models.masked_weights import read_weights, weight_stores
+from didi_instruct.models.tensors import write_tensors
+
+PARTS = ("esm.", "lm_head.")
+BESIDE = (
+    CONFIG,
+    "vocab.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+)
+"""Copied as they are, where they exist."""
+
+
+def copy_esm(source: Path, folder: Path) -> Path:
+    """Write the ESM-2 model of a folder to another, which does not exist yet or is empty."""
+    found = recognise_masked_lm(source)
+    kind = None if found is None else found.model_type
+    if kind != "esm":
+        raise UserError(
+            f"{source} is `{kind}`, and `esm` holds ESM-2 models alone: copy the folder."
+        )
+    weights = read_weights(weight_stores(source))
+    tensors = {name: tensor for name, tensor in weights.items() if name.startswith(PARTS)}
+    if not all(any(name.startswith(part) for name in tensors) for part in PARTS):
+        raise UserError(
+            f"{source} is no whole ESM-2 masked LM: it needs tensors `esm.`, `lm_head.`."
+        )
+    with no_space_as_user_error(folder):
+        require_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
+        _write(source, folder, tensors)
+    return folder
+
+
+def _write(source: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Build the folder under a hidden name, then give it its own: it is there whole or not."""
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        file = AtomicFile(hidden / MODEL)
+        try:
+            write_tensors(file.write, tensors)
+            file.commit()
+        finally:
+            file.discard()
+        for name in BESIDE:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, hidden / name)
+        if folder.exists():
+            folder.rmdir()
+        hidden.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)

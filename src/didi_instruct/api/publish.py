@@ -1,0 +1,109 @@
+"""A model as a folder with its card, and as a repository on the Hugging Face hub."""
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from didi_instruct.api.card import Subject, without_paths, write_card
+from didi_instruct.data.tokenizer import quiet, require_network
+from didi_instruct.errors import UserError
+from didi_instruct.models.ar import ARModel
+from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import DiT
+
+if TYPE_CHECKING:
+    from didi_instruct.api.model import Model
+
+
+def save(
+    model: "Model",
+    folder: Path,
+    name: str,
+    license: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model in the layout that `didi.load` reads, with a card under that name."""
+    refuse(model.network)
+    critic = model.discriminator
+    told = dict(model.provenance if provenance is None else provenance)
+    subject = Subject(
+        name=name,
+        config=model.config,
+        parameters=_count(model.network),
+        discriminator_parameters=None if critic is None else _count(critic),
+        tokens=None if model.tokenizer is None else model.tokenizer.size,
+        license=license,
+        provenance=told,
+    )
+    save_model(
+        folder,
+        model.network,
+        model.config,
+        tokenizer=model.tokenizer,
+        discriminator=critic,
+        provenance=told,
+    )
+    write_card(folder, subject)
+
+
+def push(
+    model: "Model", repo_id: str, private: bool, token: str | None, license: str | None = None
+) -> str:
+    """Upload a model, saved for a moment; return the repository's address.
+
+    What can be known to be wrong is refused before anything is written or sent. Absolute paths in
+    the provenance are shortened: they name folders of this machine.
+    """
+    import huggingface_hub
+
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) is None:
+        raise UserError(f"`{repo_id}` is no name on Hugging Face: give `owner/name`.")
+    refuse(model.network)
+    if token is None and huggingface_hub.get_token() is None:
+        raise UserError(
+            f"{repo_id}: there is no token to write with: log in with `hf auth login`, or give "
+            "`token`."
+        )
+    with _explained(repo_id):
+        require_network()
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, Path(folder), repo_id, license, without_paths(model.provenance))
+        with _explained(repo_id), quiet("huggingface_hub"):
+            api = huggingface_hub.HfApi(token=token)
+            address = api.create_repo(repo_id, private=private, exist_ok=True)
+            message = "Model written by didi"
+            api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    return str(address)
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Make one line of what a network or a server can do."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        remedy = "try again with a network, or save to a folder and run `hf upload` elsewhere"
+        if isinstance(error, HfHubHTTPError):
+            remedy = "check the name, and that the token may write there"
+        raise UserError(f"{repo_id}: uploading failed ({reason}): {remedy}.") from error
+
+
+def refuse(network: nn.Module) -> None:
+    """Refuse what our layout cannot hold."""
+    if not isinstance(getattr(network, "_orig_mod", network), (DiT, ARModel)):
+        raise UserError(
+            "didi's layout holds its own networks alone, and this one is of `transformers`: load "
+            "it from where it is; `didi convert SOURCE DEST --to esm` copies an ESM-2 model."
+        )
+
+
+def _count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

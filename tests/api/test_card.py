@@ -1,0 +1,220 @@
+"""The model card: what it says is what the files say, and the hub can read it."""
+
+import re
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+
+import didi_instruct as didi
+from didi_instruct.api import publish
+from didi_instruct.api.card import MARK, Subject, card, without_paths
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.errors import UserError
+from didi_instruct.models.build import build_model
+from didi_instruct.models.discriminator import Discriminator
+
+CONFIG = ModelConfig(layers=1, hidden=32, heads=2, cond_dim=8, length=32, vocab_size=65)
+PROVENANCE = {
+    "recipe": {
+        "method": "token-matching",
+        "data": {"source": "/home/ann/texts|one"},
+        "train": {"batch_size": 8, "seed": 5},
+        "optim": {"lr": 3e-4},
+    },
+    "teacher": "ab" * 32,
+    "step": 90,
+    "quick_evaluation": {
+        "teacher": {"path_kl_4": 14.97, "path_kl_4_se": 0.123, "unique_4gram_4": 0.5},
+        "student": {"path_kl_4": 13.5},
+    },
+    "didi_instruct": "0.1.0",
+}
+
+
+def make(provenance=None, **parts):
+    torch.manual_seed(0)
+    tokenizer = OracleLanguage.default().tokenizer
+    network = build_model(CONFIG)
+    return didi.Model(network, CONFIG, tokenizer, provenance=provenance, **parts)
+
+
+def parsed(text):
+    """Front matter by a YAML reader of its own, and the rest."""
+    _, matter, body = text.split("---\n", 2)
+    return yaml.safe_load(matter), body
+
+
+def test_a_saved_model_has_a_card_that_the_hub_reads(tmp_path):
+    model = make(PROVENANCE, discriminator=Discriminator(CONFIG))
+    model.save(tmp_path / "mine", license="apache-2.0")
+    text = (tmp_path / "mine" / "README.md").read_text()
+    matter, body = parsed(text)
+    assert huggingface_hub.ModelCard(text).data.to_dict() == matter
+    assert matter["license"] == "apache-2.0"
+    assert matter["pipeline_tag"] == "text-generation"
+    assert matter["library_name"] == "didi-instruct"
+    assert "base_model" not in matter
+    parameters = sum(p.numel() for p in model.network.parameters())
+    critic = sum(p.numel() for p in model.discriminator.parameters())
+    for line in (
+        f"| parameters | {parameters:,} |",
+        f"| discriminator | {critic:,} parameters |",
+        "| layers × hidden × heads | 1 × 32 × 2 |",
+        "| mask id | 64 |",
+        "| data | texts\\|one |",
+        "| method | token-level matching |",
+        "| steps | 90 |",
+        f"| teacher (SHA-256 of its weights) | {'ab' * 32} |",
+        "| | teacher | student |",
+        "| `path_kl_4` | 14.97 ± 0.12 | 13.5 |",
+        "| `unique_4gram_4` | 0.5 | – |",
+        "didi generate mine --steps 16 --num 4",
+    ):
+        assert f"{line}\n" in body, line
+    assert "/home/ann" not in text
+    assert str(tmp_path) not in text
+    assert didi.load(tmp_path / "mine").provenance == PROVENANCE  # the folder keeps it all
+
+
+def test_what_is_unknown_is_not_claimed():
+    text = card(Subject(name="x", config=CONFIG, parameters=7))
+    matter, body = parsed(text)
+    assert "license" not in matter
+    assert "Unknown: ask who published" in body
+    assert "say nothing about how it was trained" in body
+    assert "## Numbers" not in body
+    assert "didi generate" not in body  # it has no tokenizer
+    assert "model.sample(" in body
+
+
+@pytest.mark.parametrize("kind", ["duo", "ar"])
+def test_other_kinds_have_no_mask(kind):
+    config = ModelConfig(kind=kind, layers=1, hidden=32, heads=2, vocab_size=64, length=8)
+    matter, body = parsed(card(Subject(name="x", config=config, parameters=7)))
+    assert not re.search(r"mask id \| \d", body)
+    assert matter["tags"][1] == {"duo": "uniform-state-diffusion", "ar": "left-to-right"}[kind]
+
+
+def test_the_origin_of_foreign_weights_is_told():
+    foreign = {
+        "source": "someone/mdlm@main", "hub": "someone/mdlm", "layout": "mdlm-hub",
+        "weights": "only", "notes": ["It has no tokenizer."],
+    }  # fmt: skip
+    text = card(Subject(name="x", config=CONFIG, parameters=7, provenance={"foreign": foreign}))
+    matter, body = parsed(text)
+    assert matter["base_model"] == "someone/mdlm"
+    assert "Read from `someone/mdlm@main` (layout `mdlm-hub`, weights `only`)." in body
+    assert "- It has no tokenizer." in body
+
+
+@pytest.mark.parametrize(
+    "odd", [{"recipe": 3}, {"quick_evaluation": {"teacher": [1]}}, {"foreign": "x"}, {"step": None}]
+)
+def test_provenance_of_any_form_makes_a_card(odd):
+    assert "## Architecture" in card(Subject(name="x", config=CONFIG, parameters=7, provenance=odd))
+
+
+def test_words_that_someone_wrote_stay(tmp_path):
+    model = make()
+    model.save(tmp_path)
+    assert MARK in (tmp_path / "README.md").read_text()
+    model.save(tmp_path, license="mit")  # its own card is brought up to date
+    assert "license: mit" in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text("# Mine\n")
+    model.save(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+
+
+def test_paths_of_a_machine_are_shortened():
+    value = {"a": ["/x/y", "hf:z", "a/b"], "b": {"c": "~/q.txt", "d": 3}, "e": "C:\\u\\v"}
+    assert without_paths(value) == {
+        "a": ["y", "hf:z", "a/b"],
+        "b": {"c": "q.txt", "d": 3},
+        "e": "v",
+    }
+
+
+def test_a_licence_is_the_hubs_name(tmp_path):
+    with pytest.raises(UserError, match="license is 'Apache 2.0'.*apache-2.0"):
+        make().save(tmp_path / "new", license="Apache 2.0")
+    assert not (tmp_path / "new").exists()
+
+
+class StandIn:
+    """HfApi without a hub: keeps what it was given."""
+
+    calls: list = []  # noqa: RUF012
+    error = None
+
+    def __init__(self, token=None):
+        self.calls.append(("token", token))
+
+    def create_repo(self, repo_id, private, exist_ok):
+        if self.error:
+            raise self.error
+        self.calls.append(("create", repo_id, private, exist_ok))
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_folder(self, repo_id, folder_path, commit_message):
+        model = didi.load(folder_path, device="cpu")
+        text = didi_card(folder_path)
+        self.calls.append(("upload", repo_id, model, text))
+
+
+def didi_card(folder):
+    from pathlib import Path
+
+    return Path(folder, "README.md").read_text()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", StandIn)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.setattr(publish, "require_network", lambda: None)
+    monkeypatch.setattr(StandIn, "calls", [])
+    monkeypatch.setattr(StandIn, "error", None)
+    return StandIn
+
+
+def test_pushed_is_what_would_be_saved(hub):
+    model = make(PROVENANCE)
+    address = model.push_to_hub("ann/tiny", private=True, token="t", license="mit")
+    assert address == "https://huggingface.co/ann/tiny"
+    (_, token), create, (_, repo, pushed, text) = hub.calls
+    assert (token, create, repo) == ("t", ("create", "ann/tiny", True, True), "ann/tiny")
+    ours, theirs = model.network.state_dict(), pushed.network.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    assert "didi generate ann/tiny" in text
+    assert pushed.provenance["recipe"]["data"]["source"] == "texts|one"
+    assert model.provenance == PROVENANCE
+
+
+def test_nothing_is_sent_without_a_token_or_a_name(hub):
+    with pytest.raises(UserError, match="no token to write with: log in with `hf auth login`"):
+        make().push_to_hub("ann/tiny")
+    with pytest.raises(UserError, match="give `owner/name`"):
+        make().push_to_hub("tiny", token="t")
+    assert hub.calls == []
+
+
+def test_no_network_is_one_line(hub, monkeypatch):
+    def offline():
+        raise ConnectionError("no network: its name cannot be looked up")
+
+    monkeypatch.setattr(publish, "require_network", offline)
+    with pytest.raises(UserError, match="ann/tiny: uploading failed .no network.*hf upload"):
+        make().push_to_hub("ann/tiny", token="t")
+    assert hub.calls == []
+
+
+def test_a_refusal_is_one_line(hub, monkeypatch):
+    response = type("Response", (), {"headers": {}, "request": None})()
+    refusal = huggingface_hub.errors.HfHubHTTPError("403 Forbidden\nlong story", response=response)
+    monkeypatch.setattr(StandIn, "error", refusal)
+    with pytest.raises(UserError, match="403 Forbidden.*the token may write there") as caught:
+        make().push_to_hub("ann/tiny", token="t")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,150 @@
+"""`didi convert` and `didi info` of foreign checkpoints, as people meet them."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tests.models import masked_folders
+from tests.models.foreign.reference import (
+    VOCAB,
+    critic_weights,
+    hub_config,
+    hub_folder,
+    lightning_file,
+    prefixed,
+    weights,
+)
+
+from didi_instruct.cli.main import main
+from didi_instruct.data.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def didi(monkeypatch, capsys):
+    """Run `didi` in this process: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def released(tmp_path):
+    folder = hub_folder(tmp_path / "released", weights(), hub_config(), critic_weights())
+    Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)]).save(folder)
+    return folder
+
+
+def test_converted_and_used(didi, released, tmp_path):
+    ours = tmp_path / "ours"
+    code, out, err = didi("convert", released, ours, "--to", "didi")
+    assert code == 0, err
+    assert f"Wrote {ours} (didi):" in out
+    for name in ("model.safetensors", "discriminator.safetensors", "config.json", "README.md"):
+        assert f"{name:26} {(ours / name).stat().st_size:>14,} bytes" in out
+    assert "Writing: " in err
+    texts = [didi("generate", source, "--steps", 4, "--seed", 3)[1] for source in (released, ours)]
+    assert texts[0] == texts[1]
+    assert len(texts[0].split()) == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "esm"], "holds ESM-2 models alone"),
+        (["--to", "mdlm-hubb"], "Did you mean `mdlm-hub`?"),
+        (["--to", "mdlm-hub"], "--no-discriminator"),
+        (["--to", "didi", "--weights", "best"], "use `ema`"),
+        (["--to", "didi", "--family", "gpt"], "`gpt` is not a family"),
+        ([], "--to"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(didi, released, tmp_path, arguments, message):
+    code, _, err = didi("convert", released, tmp_path / "dest", *arguments)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "dest").exists()
+
+
+def test_info_of_a_release_by_its_headers(didi, released, monkeypatch):
+    monkeypatch.setattr("didi_instruct.models.foreign.reading._load", pytest.fail)
+    code, out, _ = didi("info", released, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["parameters"] == sum(
+        t.numel() for name, t in weights().items() if not name.endswith("inv_freq")
+    )
+    assert facts["discriminator_parameters"] == sum(
+        t.numel()
+        for name, t in critic_weights().items()
+        if not name.endswith(("inv_freq", "weight_u", "weight_v"))
+    )
+    assert (facts["architecture"], facts["layout"]) == ("mdlm", "didi-instruct")
+    assert (facts["vocab_size"], facts["mask_id"], facts["length"]) == (VOCAB, VOCAB - 1, 16)
+    assert facts["trainable_parameters"] == facts["parameters"]
+    assert facts["dtype"] == "F32"
+    code, out, _ = didi("info", released)
+    assert code == 0
+    assert "didi-instruct: mdlm (2 × 32 × 4), vocabulary 19, with a discriminator" in out
+
+
+def test_info_of_a_training_run_notes_what_was_assumed(didi, tmp_path):
+    path = lightning_file(tmp_path / "last.ckpt", prefixed("backbone.", weights()), weights(3))
+    code, out, _ = didi("info", path, "--json", "--family", "duo")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["layout"], facts["architecture"], facts["mask_id"]) == ("lightning", "duo", None)
+    assert facts["weights"] == ["ema", "raw"]
+    assert facts["discriminator_parameters"] is None
+    assert any("longest text" in note for note in facts["notes"])
+
+
+def test_info_of_an_unknown_file_lists_what_it_holds(didi, tmp_path):
+    state = {f"layers.{n}.weight": torch.ones(2, 3) for n in range(5)}
+    state |= {"gate": torch.zeros((), dtype=torch.int64), "recipe": torch.nn.Identity()}
+    torch.save({"state_dict": state}, tmp_path / "odd.ckpt")
+    code, out, err = didi("info", tmp_path / "odd.ckpt")
+    assert code == 0, err
+    assert "layers.N.weight  5 × (2 × 3) float32" in out
+    assert "gate  (a number) int64" in out
+    assert "torch.nn.modules.linear.Identity" in out
+    assert "no network of the DiT family" in out
+    facts = json.loads(didi("info", tmp_path / "odd.ckpt", "--json")[1])
+    assert facts["parameters"] == 31
+    assert facts["layout"] is None
+
+
+def test_info_of_a_damaged_release_says_what_to_mend(didi, released):
+    config = json.loads((released / "config.json").read_text())
+    (released / "config.json").write_text(json.dumps(config | {"hidden_dim": 64}))
+    code, _, err = didi("info", released)
+    assert code == 2
+    assert "another model's" in err
+
+
+@pytest.mark.parametrize("family", ["esm", "bert", "distilbert", "modernbert", "roberta"])
+def test_info_of_a_masked_lm_counts_like_transformers(didi, tmp_path, family):
+    network = masked_folders.FAMILIES[family](tmp_path / "hf")
+    code, out, err = didi("info", tmp_path / "hf", "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["parameters"] == sum(p.numel() for p in network.parameters())
+    assert facts["architecture"] == family
+    assert facts["mask_id"] == network.config.vocab_size == facts["vocab_size"] - 1
+    assert facts["layout"] == ("esm" if family == "esm" else "masked-lm")
+    assert facts["discriminator_parameters"] is None
+
+
+def test_info_counts_tied_weights_once_in_a_pickle_too(didi, tmp_path):
+    network = masked_folders.esm(tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    torch.save(network.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
+    facts = json.loads(didi("info", tmp_path / "hf", "--json")[1])
+    assert facts["parameters"] == sum(p.numel() for p in network.parameters())
