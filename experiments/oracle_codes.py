@@ -65,9 +65,17 @@ def step_log_likelihoods(
 
 
 def loss_of(
-    model: Student, x: Tensor, budgets: tuple[int, ...], mask_id: int, generator: torch.Generator
+    model: Student,
+    x: Tensor,
+    budgets: tuple[int, ...],
+    mask_id: int,
+    generator: torch.Generator,
+    sampled: int = 0,
 ) -> Tensor:
-    """Negative log-likelihood of a random step of a random budget, per revealed token."""
+    """Negative log-likelihood of a random step of a random budget, per revealed token.
+
+    `sampled` codes per text are drawn from the posterior and learn; 0: all of them do.
+    """
     device = x.device
     budget = torch.tensor(budgets, device=device)[
         torch.randint(len(budgets), (len(x),), generator=generator, device=device)
@@ -77,8 +85,18 @@ def loss_of(
     low, high = (done / budget)[:, None], ((done + 1) / budget)[:, None]
     revealed = (order >= low) & (order < high)
     z = torch.where(order < low, x, torch.full_like(x, mask_id))
-    each = step_log_likelihoods(model, z, x, revealed)
-    return -(each.logsumexp(1) - math.log(each.shape[1])).sum() / revealed.sum()
+    if not sampled:
+        each = step_log_likelihoods(model, z, x, revealed)
+        return -(each.logsumexp(1) - math.log(each.shape[1])).sum() / revealed.sum()
+    # The gradient of the log of a mixture is that of its parts, weighted by their posterior.
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        each = step_log_likelihoods(model, z, x, revealed)
+    code = each.softmax(1).multinomial(sampled, replacement=True, generator=generator).flatten()
+    rows = torch.arange(len(x), device=device).repeat_interleave(sampled)
+    token = model(z[rows], code).gather(-1, x[rows][..., None]).squeeze(-1)
+    own = -(token * revealed[rows]).sum() / sampled / revealed.sum()
+    whole = -(each.logsumexp(1) - math.log(each.shape[1])).sum() / revealed.sum()
+    return own + (whole - own).detach()
 
 
 @torch.no_grad()
@@ -129,6 +147,7 @@ def main() -> None:
     parser.add_argument("--codes", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--sampled", type=int, default=0)
     parser.add_argument("--budgets", default="4,8")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--num", type=int, default=4096)
@@ -137,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
-    language = OracleLanguage.default()
+    language = OracleLanguage.default().to(device)
     network = copy.deepcopy(load(args.teacher, device=device).network)
     assert isinstance(network, DiT)
     network.unfold()
@@ -147,15 +166,15 @@ def main() -> None:
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0
     )
     generator = torch.Generator(device).manual_seed(args.seed)
-    words = torch.Generator().manual_seed(1000 + args.seed)
+    words = torch.Generator(device).manual_seed(1000 + args.seed)
     budgets = tuple(int(part) for part in args.budgets.split(","))
     started, history = time.time(), []
     for step in range(args.steps):
-        x = language.sample(args.batch, words).to(device)
+        x = language.sample(args.batch, words)
         optimizer.param_groups[0]["lr"] = (
             args.lr * min(1, (step + 1) / 100) * (1 - step / args.steps)
         )
-        loss = loss_of(model, x, budgets, language.mask_id, generator)
+        loss = loss_of(model, x, budgets, language.mask_id, generator, args.sampled)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import didi_instruct as didi
 from didi_instruct.api import distill as module
 from didi_instruct.api import distill_parts
+from didi_instruct.api.open import fingerprint
 from didi_instruct.api.runs import only_run, write_recipe
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -30,7 +31,8 @@ from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.paths import path_kl
 from didi_instruct.evaluation.quick import QuickTest, oracle_judge
 from didi_instruct.models.build import build_model
-from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.checkpoint import load_model, save_model
+from didi_instruct.models.foreign.writing import write_foreign
 from didi_instruct.models.manifest import read_manifest
 from didi_instruct.seeding import mix
 from didi_instruct.training.reporting import SilentReporter
@@ -688,9 +690,9 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path):
 
 
 def test_a_missing_model_is_named(run, tmp_path):
-    with pytest.raises(UserError, match="nowhere: no such folder"):
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
         run(recipe(), teacher="nowhere")
-    with pytest.raises(UserError, match="elsewhere: no such folder"):
+    with pytest.raises(UserError, match="`elsewhere` is no file or folder here"):
         run(recipe(student="elsewhere"))
     assert not (tmp_path / "run").exists()
 
@@ -847,3 +849,19 @@ def test_a_damaged_manifest_does_not_keep_a_run_from_resuming(run, tmp_path):
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     (newest / "manifest.json").write_text('{"info": ')
     assert run(config, resume=True).finished
+
+
+def test_a_public_checkpoint_is_a_teacher(run, models, tmp_path):
+    """Of another layout, without a tokenizer: the student is ours, and says where it comes from."""
+    write_foreign(load_model(models / "teacher"), tmp_path / "hub", "mdlm-hub")
+    words = tmp_path / "words"
+    OracleLanguage.default().tokenizer.save(words)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "hub" / name).unlink()
+    config = recipe(reference={"source": "bank"}, data={"source": "oracle"}, prompt=4)
+    result = run(config, teacher=tmp_path / "hub", tokenizer=words)
+    assert result.finished
+    student = didi.load(result.folder, device="cpu")
+    assert student.tokenizer.hash == OracleLanguage.default().tokenizer.hash
+    assert student.provenance["teacher_source"] == str(tmp_path / "hub")
+    assert student.provenance["teacher"] == fingerprint(tmp_path / "hub")

@@ -130,7 +130,7 @@ def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(didi, place, settings
     [
         (["short.yaml"], "Missing option '--teacher'"),
         (["--teacher", "teacher"], "Missing argument"),
-        (["short.yaml", "--teacher", "nowhere"], "nowhere: no such folder"),
+        (["short.yaml", "--teacher", "nowhere"], "`nowhere` is no file or folder here"),
         (["no-such", "--teacher", "teacher"], "`no-such` is neither a recipe file nor a shipped"),
         (["short.yaml", "--method", "sdtt"], "choose one of didi, token-matching"),
         (["short.yaml", "--method", "magic"], "choose one of didi, token-matching"),

@@ -18,6 +18,7 @@ from didi_instruct.api.distill_parts import (
     open_texts,
 )
 from didi_instruct.api.distill_watch import evaluator, quick_test
+from didi_instruct.api.open import find, fingerprint, open_source
 from didi_instruct.api.runs import (
     Change,
     check_folder,
@@ -34,8 +35,7 @@ from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
-from didi_instruct.models.checkpoint import load_model
-from didi_instruct.models.manifest import MODEL, read_manifest
+from didi_instruct.models.manifest import read_manifest
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.reporting import Reporter, SilentReporter
 from didi_instruct.training.world import World, open_world
@@ -78,21 +78,25 @@ def distill(
     out: str | Path,
     overrides: Sequence[str] = (),
     method: Method | None = None,
+    tokenizer: str | Path | None = None,
     resume: bool = False,
     device: str | None = None,
     reporter: Reporter | None = None,
     data_progress: PrepareBar = nullcontext,
     bank_progress: BankBar = nullcontext,
 ) -> DistillResult:
-    """Distil `teacher` as the recipe says, in the folder `out`; under torchrun, all call this."""
+    """Distil `teacher` (any SOURCE) as the recipe says, in `out`; under torchrun, all call this.
+
+    `tokenizer` is for a foreign teacher that brings none.
+    """
     if not isinstance(teacher, (str, Path)):
-        raise UserError(f"teacher is a {type(teacher).__name__}: give the folder of a model.")
-    folder, source = Path(out), Path(teacher)
+        raise UserError(f"teacher is a {type(teacher).__name__}: give its folder or name.")
+    folder, source = Path(out), str(teacher)
     more = [] if method is None else [f"method={method}"]
     config = configure(DistillConfig, recipe, [*overrides, *more] if more else overrides)
     verb = f"didi distill RECIPE --teacher {source}"
     check_folder(folder, config, resume, verb=verb)
-    loaded = load_model(source)
+    loaded = open_source(source, tokenizer=tokenizer)
     student = open_student(config, loaded, source)
     with open_world(device) as world:
         check_fit(config, loaded.config, processes=world.size)
@@ -102,13 +106,15 @@ def distill(
             changes = check_folder(folder, config, resume, verb=verb)
             if nothing_to_do(folder, config.train.steps, resume, shown.say):
                 return _as_before(folder, config, world)
-            data, valid = open_texts(config, loaded, source, folder, world, data_progress)
+            words = str(tokenizer or find(source).path)
+            data, valid = open_texts(config, loaded, words, folder, world, data_progress)
             rows = None if data is None else data.length
             check_fit(config, loaded.config, rows=rows, processes=world.size)
             taught = Teacher(
                 network=denoiser_of(loaded, source).to(world.device),
                 tokenizer=loaded.tokenizer,
-                fingerprint=read_manifest(source).files[MODEL].sha256,
+                fingerprint=fingerprint(source),
+                source=source,
             )
             if resume:
                 _check_teacher(folder, taught.fingerprint)
@@ -226,6 +232,7 @@ def _provenance(
     return {
         "recipe": asdict(config),
         "teacher": teacher.fingerprint,
+        "teacher_source": teacher.source,
         "step": outcome.step,
         "quick_evaluation": {"teacher": dict(before), "student": dict(after)},
         "didi_instruct": __version__,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from didi_instruct.api.open import open_source
 from didi_instruct.api.runs import open_data_together
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig
@@ -19,8 +20,9 @@ from didi_instruct.distillation.task import DistillTask, Teacher
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
-from didi_instruct.models.checkpoint import LoadedModel, load_model
+from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.masked_lm import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -33,8 +35,13 @@ BankBar = Callable[[], Any]
 """Opens a progress display (`Progress`) for as long as a bank is being drawn."""
 
 
-def denoiser_of(loaded: LoadedModel, source: Path) -> DiT:
+def denoiser_of(loaded: LoadedModel, source: str) -> DiT:
     """The network of a model that these methods can distil."""
+    if isinstance(loaded.model, MaskedLM):
+        raise UserError(
+            f"{source} is a masked LM of transformers: only networks of the DiT family can be "
+            "distilled."
+        )
     if not isinstance(loaded.model, DiT) or loaded.config.kind != "mdlm":
         raise UserError(
             f"{source} is a model of kind `{loaded.config.kind}`: these methods distil masked "
@@ -43,14 +50,14 @@ def denoiser_of(loaded: LoadedModel, source: Path) -> DiT:
     return loaded.model
 
 
-def open_student(config: DistillConfig, teacher: LoadedModel, source: Path) -> DiT:
+def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> DiT:
     """Where the student starts: a copy of the teacher, or a model that speaks its tokens."""
     network = denoiser_of(teacher, source)
     if config.student is None:
         # Copied tensors: those of a loaded model are views of its file.
         return copy.deepcopy(network)
-    other = Path(config.student)
-    loaded = load_model(other)
+    other = config.student
+    loaded = open_source(other)
     student = denoiser_of(loaded, other)
     hashes = [m.tokenizer.hash if m.tokenizer else None for m in (teacher, loaded)]
     if hashes[0] != hashes[1] or loaded.config.num_tokens != teacher.config.num_tokens:
@@ -74,15 +81,18 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: Path) -> D
 def open_texts(
     config: DistillConfig,
     teacher: LoadedModel,
-    source: Path,
+    tokenizer: str,
     folder: Path,
     world: World,
     progress: PrepareBar,
 ) -> tuple[TokenSource | None, TokenSource | None]:
-    """Training text and held-out text, if the recipe names any, in the teacher's tokens."""
+    """Training text and held-out text, if the recipe names any, in the teacher's tokens.
+
+    `tokenizer` is where its tokenizer is.
+    """
     if not config.data.source:
         return None, None
-    settings = replace(config.data, tokenizer=str(source))
+    settings = replace(config.data, tokenizer=tokenizer)
     data, valid = open_data_together(
         settings, folder, world, progress, length=teacher.config.length, seed=config.train.seed
     )

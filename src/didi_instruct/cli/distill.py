@@ -31,6 +31,9 @@ def command(
     method: Annotated[
         str | None, typer.Option(help="didi or token-matching, instead of the recipe's.")
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For a foreign teacher that brings none.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
@@ -54,6 +57,7 @@ def command(
     result = distill(
         recipe,
         teacher=teacher,
+        tokenizer=tokenizer,
         out=folder,
         overrides=overrides or (),
         method=cast("Method | None", method),

@@ -11,7 +11,8 @@ from didi_instruct.errors import UserError
 
 def command(
     source: Annotated[
-        str | None, typer.Argument(help="The model: a folder written by didi.")
+        str | None,
+        typer.Argument(help="The model: a folder, a foreign checkpoint, a Hugging Face id."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Steps per sample (of a block, with blocks); 16 if not said.")
@@ -49,10 +50,23 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For a foreign model that brings none: folder, file, hub id.")
+    ] = None,
+    weights: Annotated[
+        str, typer.Option(help="Of a foreign training run's file: ema (averaged) or raw.")
+    ] = "ema",
+    family: Annotated[
+        str | None,
+        typer.Option(help="What a foreign network was trained as: mdlm, sedd, duo, ar."),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
+    ] = False,
 ) -> None:
     """Sample text: from nothing, after a prompt, or into gaps."""
     if source is None:
-        raise UserError("Name a model: a folder that `didi pretrain` wrote.")
+        raise UserError("Name a model: a folder of `didi pretrain`, or a Hugging Face id.")
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
@@ -67,10 +81,13 @@ def command(
         sampler=sampler, options=apply_overrides({}, options or (), flag="--option"),
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
     )  # fmt: skip
-    model = load(source, device=device)
+    choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer}
+    model = load(source, device=device, trust_remote_code=trust_remote_code, **choices)
     name = find_sampler(sampler, model.config.kind).name
     if model.tokenizer is None:
-        raise UserError(f"{source} has no tokenizer, so its samples are no text: use Python.")
+        raise UserError(
+            f"{source} has no tokenizer, so its samples are no text: give it with --tokenizer."
+        )
     recorded = (
         None
         if trace is None

@@ -42,6 +42,8 @@ class Teacher:
     tokenizer: Tokenizer | None
     fingerprint: str
     """Of its weights."""
+    source: str = ""
+    """Where it was found."""
     rows: Rows | None = None
     """A denoiser to follow instead of the network: an exact one, say."""
 
