@@ -149,7 +149,7 @@ class _Run:
             reporter=reporter,
             evaluate=evaluator(task, test, valid, self.found),
             watch=Watcher(task, reporter.say),
-            remedy=f"optim.lr or {task.critic_rate}",
+            remedy=task.rates,
             first_save=max(1, config.warmup),
         )
 

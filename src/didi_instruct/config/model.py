@@ -31,6 +31,9 @@ class ModelConfig:
     """Width of the time embedding."""
     vocab_size: int = 50258
     """Ids the embedding knows. For `mdlm` and `ar` the last is the extra one (mask, start)."""
+    masks: int = 1
+    """Of an `mdlm`: last ids that all mean a mask. In each step of sampling all masks of a text are
+    the same one of them, drawn at random, so that tokens drawn at once share a code."""
     length: int = 1024
     """Longest sequence."""
     dropout: float = 0.0
@@ -52,6 +55,13 @@ class ModelConfig:
             raise UserError(
                 f"model.vocab_size is {self.vocab_size}: one token and the mask need 2 or more."
             )
+        if not 1 <= self.masks < self.vocab_size:
+            raise UserError(
+                f"model.masks is {self.masks}: use 1 or more, and leave room for tokens in a "
+                f"vocabulary of {self.vocab_size}."
+            )
+        if self.masks > 1 and self.kind != "mdlm":
+            raise UserError(f"model.masks is {self.masks}, but `{self.kind}` has no masks.")
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise UserError(
                 f"model.hidden is {self.hidden} with {self.heads} heads: "
@@ -70,12 +80,12 @@ class ModelConfig:
     @property
     def num_tokens(self) -> int:
         """V: tokens that can be generated."""
-        return self.vocab_size if self.kind == "duo" else self.vocab_size - 1
+        return self.vocab_size if self.kind == "duo" else self.vocab_size - self.masks
 
     @property
     def mask_id(self) -> int | None:
-        """The extra id: the mask of `mdlm`, the start symbol of `ar`; `duo` has none."""
-        return None if self.kind == "duo" else self.vocab_size - 1
+        """The extra id: the (first) mask of `mdlm`, the start of `ar`; `duo` has none."""
+        return None if self.kind == "duo" else self.vocab_size - self.masks
 
 
 ARCHITECTURES: dict[str, ModelConfig] = {

@@ -18,7 +18,7 @@ from didi_instruct.distillation.hosting import Tensors
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout, walk
-from didi_instruct.distillation.task import DistillTask, Teacher, check_fit
+from didi_instruct.distillation.task import CriticTask, Teacher, check_fit
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy
@@ -53,10 +53,10 @@ class Compared:
     """(R, L) positions that were not given."""
 
 
-class DidiTask(DistillTask):
+class DidiTask(CriticTask):
     """Student and discriminator, in turns."""
 
-    critic_name, critic_rate = "discriminator", "discriminator.lr"
+    critic_name, rates = "discriminator", "optim.lr or discriminator.lr"
 
     def __init__(
         self,

@@ -87,18 +87,14 @@ class DistillTask(ABC):
     processes and passes may share a batch as they like.
     """
 
-    critic_name: str
-    """What the second network is called in a checkpoint."""
-    critic_rate: str
-    """The setting that is its learning rate."""
+    rates: str = "optim.lr"
+    """The settings that are learning rates, in words."""
 
     def __init__(
         self,
         config: DistillConfig,
         teacher: Teacher,
         student: DiT,
-        critic: Trunk,
-        critic_lr: float,
         world: World,
         data: TokenSource | None = None,
     ) -> None:
@@ -114,32 +110,25 @@ class DistillTask(ABC):
         self.mask_id, self.length = mask_id, rows or teacher.network.config.length
         train = config.train
         self.student = Host(student.requires_grad_(True), train, world)
-        self.critic = Host(critic, train, world)
         self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
         schedule = make_schedule(teacher.network.config.schedule)
         self.teacher = teacher.rows or rows_of(self.teacher_host, schedule)
         self.student_rows = rows_of(self.student, self.schedule)
         self.updater = Updater(student, config.optim, train.steps - config.warmup, train.ema)
-        critic_optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
-        self.critic_updater = Updater(critic, critic_optim, train.steps, ema=0.0)
         # Moments exist from the start: a checkpoint may come before a network's first update.
-        self.prepare_to_load()
+        self.updater.prepare_to_load()
         self.sharded = (
             train.strategy == "fsdp" and world.size > 1 and train.checkpoints == "sharded"
         )
-        self.accuracy = RunningMean()
         self.entropy_at_start = torch.zeros(1, dtype=torch.float64)
-        """Of the student's draws before it learns, nats per token: a collapse is told from it."""
+        """Of the student's draws before it learns, nats per token: a collapse is told from it;
+        0 where nothing is drawn."""
         self._teacher_id = teacher.fingerprint
         self._teacher_at_start: Tensor | None = None
 
     @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
         """Update the networks once."""
-
-    @abstractmethod
-    def drawn_entropy(self, turn: int) -> Tensor:
-        """Path entropy per token of a batch that nobody learns from."""
 
     def learns(self, step: int) -> bool:
         """Whether the student's turn has come."""
@@ -197,14 +186,6 @@ class DistillTask(ABC):
         """A plain number among those of an iteration."""
         return torch.tensor(value, dtype=torch.float64, device=self.world.device)
 
-    def remember_entropy(self, step: int) -> None:
-        """Measure how varied the student's draws are, before the first iteration."""
-        if step > 0:
-            return
-        batches = -(-ENOUGH_TEXTS // self.config.train.batch_size)
-        found = [self.drawn_entropy(BEFORE + turn) for turn in range(batches)]
-        self.entropy_at_start.fill_(float(torch.stack(found).mean()))
-
     # What the loop asks for
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
@@ -221,23 +202,20 @@ class DistillTask(ABC):
         }
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Both networks, the student's average, the moments, the memory of the gates."""
-        return {
-            **{f"student/{n}": t for n, t in self.updater.tensors().items()},
-            **{f"{self.critic_name}/{n}": t for n, t in self.critic_updater.tensors().items()},
-            "watch/accuracy": self.accuracy.state,
-            "watch/entropy_at_start": self.entropy_at_start,
-        }
+        """The student, its average, the moments."""
+        return {f"student/{n}": t for n, t in self.updater.tensors().items()}
 
     def prepare_to_load(self) -> None:
-        """Create the moments of both optimizers."""
+        """Create the moments."""
         self.updater.prepare_to_load()
-        self.critic_updater.prepare_to_load()
 
     def checkpoint_bytes(self) -> int:
         """Weights, average, moments, and the model to load."""
-        networks = (self.student.network, self.critic.network)
-        return 5 * sum(p.numel() * 4 for network in networks for p in network.parameters())
+        return 5 * sum(p.numel() * 4 for network in self.networks() for p in network.parameters())
+
+    def networks(self) -> list[Trunk]:
+        """Those that learn."""
+        return [self.student.network]
 
     def identity(self) -> Mapping[str, Any]:
         """The teacher, and the data that positions in the stream refer to."""
@@ -259,8 +237,8 @@ class DistillTask(ABC):
         """Write the averaged student, and the discriminator if there is one; all call."""
         with self.averaged() as network:
             student = _whole(network)
-        critic = self.critic.network
-        discriminator = _whole(critic) if self.critic_name == "discriminator" else None
+        critic = self.discriminator
+        discriminator = None if critic is None else _whole(critic)
         if self.world.is_main:
             save_model(
                 folder,
@@ -269,8 +247,77 @@ class DistillTask(ABC):
                 tokenizer=self.tokenizer,
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
-                discriminator_config=critic.config,
+                discriminator_config=None if critic is None else critic.config,
             )
+
+    @property
+    def discriminator(self) -> Trunk | None:
+        """What is written beside the student."""
+        return None
+
+
+class CriticTask(DistillTask):
+    """A task with a second network, which learns from what the student draws."""
+
+    critic_name: str
+    """What it is called in a checkpoint."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        critic: Trunk,
+        critic_lr: float,
+        world: World,
+        data: TokenSource | None = None,
+    ) -> None:
+        super().__init__(config, teacher, student, world, data)
+        if student.config.masks > 1:
+            raise UserError(
+                f"The student has {student.config.masks} masks, which {config.method} does not "
+                "know: use method=mixture, or another student."
+            )
+        self.critic = Host(critic, config.train, world)
+        optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
+        self.critic_updater = Updater(critic, optim, config.train.steps, ema=0.0)
+        self.critic_updater.prepare_to_load()
+        self.accuracy = RunningMean()
+
+    @abstractmethod
+    def drawn_entropy(self, turn: int) -> Tensor:
+        """Path entropy per token of a batch that nobody learns from."""
+
+    def remember_entropy(self, step: int) -> None:
+        """Measure how varied the student's draws are, before the first iteration."""
+        if step > 0:
+            return
+        batches = -(-ENOUGH_TEXTS // self.config.train.batch_size)
+        found = [self.drawn_entropy(BEFORE + turn) for turn in range(batches)]
+        self.entropy_at_start.fill_(float(torch.stack(found).mean()))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Both networks, the student's average, the moments, the memory of the gates."""
+        return {
+            **super().tensors(),
+            **{f"{self.critic_name}/{n}": t for n, t in self.critic_updater.tensors().items()},
+            "watch/accuracy": self.accuracy.state,
+            "watch/entropy_at_start": self.entropy_at_start,
+        }
+
+    def prepare_to_load(self) -> None:
+        """Create the moments of both optimizers."""
+        super().prepare_to_load()
+        self.critic_updater.prepare_to_load()
+
+    def networks(self) -> list[Trunk]:
+        """Both."""
+        return [*super().networks(), self.critic.network]
+
+    @property
+    def discriminator(self) -> Trunk | None:
+        """The critic, where it is one: an auxiliary denoiser is not kept."""
+        return self.critic.network if self.critic_name == "discriminator" else None
 
 
 def _whole(network: nn.Module) -> dict[str, Tensor]:

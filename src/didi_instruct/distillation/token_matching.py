@@ -27,7 +27,7 @@ from didi_instruct.distillation.rollout import (
     revealed_shares,
     walk,
 )
-from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.distillation.task import CriticTask, Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy, kl
 from didi_instruct.process.masking import stratified_times
@@ -107,10 +107,10 @@ def path_times(budgets: tuple[int, ...], where: Tensor) -> tuple[Tensor, Tensor,
     return times, 1 - done / budget.double(), 1 - (done + 1) / budget.double()
 
 
-class TokenMatchingTask(DistillTask):
+class TokenMatchingTask(CriticTask):
     """Student and auxiliary denoiser, in turns."""
 
-    critic_name, critic_rate = "auxiliary", "token_matching.aux_lr"
+    critic_name, rates = "auxiliary", "optim.lr or token_matching.aux_lr"
 
     def __init__(
         self,

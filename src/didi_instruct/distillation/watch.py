@@ -34,6 +34,8 @@ class Watcher:
                 f"{values['disc_accuracy']:.2f}), so the student waits. If that lasts: raise "
                 "discriminator.lr, discriminator.steps or discriminator.trainable_blocks.",
             )
+        if "path_entropy" not in values:  # a method that draws nothing
+            return None
         self._average(step, values["path_entropy"])
         return self._collapse(step)
 

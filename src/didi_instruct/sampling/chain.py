@@ -5,6 +5,7 @@ bookkeeping: which positions are still open, what the drawn tokens cost, how man
 watching.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -44,6 +45,7 @@ class Purpose(IntEnum):
     ORDER = 4
     START = 5
     BLOCK = 6
+    CODE = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,9 @@ class Draw:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    measure_path: bool = True
+    """Sum a step's code out of its log-probability, where a model has codes: a pass for each of
+    them, which is not counted. Without it the log-probability of such a model is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,9 @@ class Canvas:
     """(L,) or (B, L) positions where masks may be filled; the others stay masks. None: all."""
     stream: tuple[int, ...] = ()
     """First numbers of all its random streams: a text written in parts has other noise in each."""
+    masks: int = 1
+    """Ids that mean a mask, from `mask_id` on: all masks of a text carry one of them in a step,
+    drawn anew for each, so that positions drawn independently share something random: a code."""
 
     @property
     def open(self) -> Tensor:
@@ -155,6 +163,7 @@ class Chain:
         self.confidence = torch.zeros(self.z.shape, dtype=torch.float64, device=self.z.device)
         self.passes = 0.0
         self._index = 0
+        self._times = torch.zeros(batch, device=self.z.device)
 
     @property
     def masked(self) -> Tensor:
@@ -174,24 +183,48 @@ class Chain:
         stream = (*self.canvas.stream, *stream)
         return uniforms(self.settings.seed, self.canvas.samples, stream, self.z.shape[1])
 
+    @property
+    def code(self) -> Tensor:
+        """(B,) which of the masks each sample has in this step."""
+        if self.canvas.masks == 1:
+            return torch.zeros_like(self.canvas.samples)
+        stream = (*self.canvas.stream, Purpose.CODE, self._index)
+        numbers = uniforms(self.settings.seed, self.canvas.samples, stream, 1).squeeze(1)
+        return (numbers * self.canvas.masks).long()
+
     def logits(self, t: float | Tensor, where: Tensor) -> Tensor:
         """Logits (R, V) of the positions `where` (B, L) selects; rows without one are not run.
 
         t is one time for all samples, or (B,).
         """
-        active = where.any(1)
-        if not active.any():
+        if not where.any():
             raise ValueError("no position is selected: the step needs no pass")
-        z, where = self.z[active], where[active]
-        times = torch.as_tensor(t, device=z.device).expand(len(self.z))[active]
+        self._times = torch.as_tensor(t, device=self.z.device).expand(len(self.z))
+        logits, rows = self._run(self.code, where)
+        self.passes += rows / len(self.z)
+        return logits
+
+    def _run(self, code: Tensor, where: Tensor) -> tuple[Tensor, int]:
+        """Logits (R, V) of the selected positions under codes (B,), and the rows that ran."""
+        active = where.any(1)
+        z, times, code, where = self.z[active], self._times[active], code[active], where[active]
         if len(z) > 1 and bool((z == z[:1]).all() & (times == times[:1]).all()):
-            # The same input for every row, such as all masks: one row serves all of them.
-            self.passes += 1 / len(self.z)
+            # The same text in every row, such as all masks: one row for each code serves all.
+            codes, which = torch.unique(code, return_inverse=True)
             columns = where.any(0)
-            shared = logits_at(self.denoiser, z[:1], times[:1], columns[None])
-            return shared[(columns.cumsum(0) - 1)[where.nonzero()[:, 1]]]
-        self.passes += len(z) / len(self.z)
-        return logits_at(self.denoiser, z, times, where)
+            rows = self._coded(z[:1].expand(len(codes), -1), codes)
+            everywhere = columns.expand(len(codes), -1)
+            shared = logits_at(self.denoiser, rows, times[: len(codes)], everywhere)
+            row, column = where.nonzero().unbind(1)
+            place = which[row] * columns.sum() + columns.cumsum(0)[column] - 1
+            return shared[place], len(codes)
+        return logits_at(self.denoiser, self._coded(z, code), times, where), len(z)
+
+    def _coded(self, z: Tensor, code: Tensor) -> Tensor:
+        """Texts whose masks carry a code: (B, L), (B,) -> (B, L)."""
+        if self.canvas.masks == 1:
+            return z
+        return torch.where(z == self.canvas.mask_id, z + code[:, None], z)
 
     def law(self, logits: Tensor) -> Tensor:
         """Log-probabilities (R, V) that tokens are drawn from."""
@@ -205,7 +238,29 @@ class Chain:
             log_p = restrict(part, temperature=0.0) if greedy else self.law(part)
             tokens.append(draw(log_p, numbers))
             log_ps.append(log_p.gather(-1, tokens[-1][:, None]).squeeze(-1))
-        self.put(where, torch.cat(tokens), torch.cat(log_ps))
+        token, log_p = torch.cat(tokens), torch.cat(log_ps)
+        if self.canvas.masks > 1 and self.settings.measure_path:
+            self._sum_out_code(where, token, log_p, greedy=greedy)
+        self.put(where, token, log_p)
+
+    def _sum_out_code(self, where: Tensor, token: Tensor, log_p: Tensor, *, greedy: bool) -> None:
+        """Correct the path's log-probability from the drawn code's to that of the mixture."""
+        row = where.nonzero()[:, 0]
+        each = []
+        for code in range(self.canvas.masks):
+            logits, _ = self._run(torch.full_like(self.canvas.samples, code), where)
+            found = torch.zeros_like(self.log_prob)
+            start = 0
+            for (part,) in in_parts(logits):
+                law = restrict(part, temperature=0.0) if greedy else self.law(part)
+                end = start + len(part)
+                own = law.gather(-1, token[start:end, None]).squeeze(-1)
+                found.index_add_(0, row[start:end], own)
+                start = end
+            each.append(found)
+        drawn = torch.zeros_like(self.log_prob).index_add_(0, row, log_p)
+        mixture = torch.stack(each).logsumexp(0) - math.log(self.canvas.masks)
+        self.log_prob += mixture - drawn
 
     def put(self, where: Tensor, token: Tensor, log_p: Tensor) -> None:
         """Write tokens (R,) that had these log-probabilities (R,)."""
@@ -229,7 +284,8 @@ class Chain:
         """Return the result; weights that give no numbers are refused here, once."""
         if bool(self.log_prob.isnan().any()):
             raise UserError("The model's logits are not numbers: its weights are damaged.")
-        log_prob = self.log_prob if exact_path else None
+        known = self.canvas.masks == 1 or self.settings.measure_path
+        log_prob = self.log_prob if exact_path and known else None
         return Samples(self.z, log_prob, nfe, self.passes, disc_calls)
 
 

@@ -67,17 +67,27 @@ class MaskedObjective:
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """One time per stratum of (0, 1), one uniform per position."""
         times = masking.stratified_times(count, generator)
-        return times, torch.rand(count, self.config.length, generator=generator)
+        noise = times, torch.rand(count, self.config.length, generator=generator)
+        if self.config.masks == 1:
+            return noise
+        return *noise, torch.randint(self.config.masks, (count,), generator=generator)
 
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
-        """Mask, and list the masked positions: the only rows that the output layer sees."""
-        t, uniforms = noise
-        mask_id = self.config.vocab_size - 1
+        """Mask, and list the masked positions: the only rows that the output layer sees.
+
+        Where there are several masks, each row has one of them: the mean over codes of -log p is
+        no less than -log of the mean, so the bound still is one.
+        """
+        t, uniforms, *code = noise
+        mask_id = self.config.mask_id
+        assert mask_id is not None
         z = masking.mask(
             tokens, self.schedule.alpha(t)[:, None], mask_id, uniforms[:, : tokens.shape[1]]
         )
         masked = (z == mask_id).flatten().nonzero().squeeze(1)
         weight = self.schedule.nelbo_weight(t) / tokens.shape[1]
+        for which in code:
+            z = torch.where(z == mask_id, z + which[:, None], z)
         return {
             "z": z,
             "sigma": self.schedule.sigma(t),
