@@ -48,10 +48,29 @@ def test_a_second_time_it_has_nothing_to_do(corpus: Path) -> None:
     assert "Already prepared" in result.stdout
 
 
+def test_it_says_how_many_documents_do_not_fit(corpus: Path) -> None:
+    """Lines 0 to 9 have 19 characters, the next 90 one more, the others two."""
+    options = ["--rows", "document", "--length", "21", "--valid", "290"]
+    result = runner.invoke(app, arguments(corpus, *options))
+    assert result.exit_code == 0, result.output
+    assert "train: 10 rows of 21 tokens from 10 documents, 1 shard\n" in result.stdout
+    held_out = "valid: 90 rows of 21 tokens from 290 documents, 1 shard"
+    assert f"{held_out}; 200 too long for a row, left out\n" in result.stdout
+    again = runner.invoke(app, arguments(corpus, *options))
+    assert "; 200 too long for a row, left out\n" in again.stdout
+    result = runner.invoke(app, arguments(corpus, *options, "--long", "cut", "--overwrite"))
+    assert "290 rows of 21 tokens from 290 documents" in result.stdout
+    assert "; 200 too long for a row, cut\n" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (["--documents", "page"], "--documents is `page`"),
+        (["--rows", "page"], "--rows is `page`: use stream or document"),
+        (["--long", "cut"], "--long cut needs --rows document"),
+        (["--rows", "document", "--long", "keep"], "--long is `keep`: use drop or cut"),
+        (["--rows", "document"], "no document of the training part (297 documents) fits"),
         (["--length", "-3"], "--length is -3"),
         (["--tokenizer", "./no/such/tokenizer.json"], "no such tokenizer"),
         (["--valid", "1000"], "leaves nothing to train on"),

@@ -393,7 +393,7 @@ def test_a_matching_that_cannot_learn_is_refused(matching, message):
         ),
         (
             {"reference": {"source": "data"}},
-            "reference.source=data compares with real text: name it with --set data.source=...",
+            "reference.source=data takes real text: name it with --set data.source=...",
         ),
         (
             {"didi": {"grouping": "tau", "group_size": 3}},
@@ -417,7 +417,7 @@ def test_a_run_that_cannot_start_is_refused(values, message):
             "`didi.group_sise` is not a setting. Did you mean `group_size`?",
         ),
         ({"discriminatr": {}}, "`discriminatr` is not a setting. Did you mean `discriminator`?"),
-        ({"method": "dido"}, "`method` is 'dido'; choose one of didi, token-matching."),
+        ({"method": "dido"}, "`method` is 'dido'; choose one of didi, token-matching, mixture."),
         (
             {"didi": {"grouping": "group"}},
             "`didi.grouping` is 'group'; choose one of batch, tau, state.",
@@ -525,3 +525,30 @@ def test_an_optimizer_given_in_part_keeps_the_papers_other_settings():
     optim = parse(DistillConfig, {"optim": {"lr": 1e-4}}, where="mine.yaml").optim
     found = (optim.lr, optim.beta2, optim.weight_decay, optim.schedule)
     assert found == (1e-4, 0.999, 0.01, "linear")
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        ({"codes": 1}, "mixture.codes is 1: use 2 or more."),
+        ({"learning": 0}, "mixture.learning is 0: use 1 or more."),
+        ({"budgets": []}, "mixture.budgets is []: step counts, 1 or more."),
+        ({"budgets": [4, 0]}, "mixture.budgets is [4, 0]: step counts, 1 or more."),
+    ],
+)
+def test_a_mixture_that_cannot_learn_is_refused(mixture, message):
+    assert refused({"method": "mixture", "mixture": mixture}) == message
+
+
+def test_a_mixture_needs_neither_groups_nor_a_warm_up():
+    config = parse(
+        DistillConfig,
+        {
+            "method": "mixture",
+            "token_matching": {"contexts": 5},
+            "discriminator": {"warmup": 9000},
+            "train": {"batch_size": 7, "steps": 10},
+        },
+        where="test",
+    )
+    assert (config.group_size, config.warmup) == (1, 0)

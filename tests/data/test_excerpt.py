@@ -2,6 +2,7 @@ import pytest
 
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.excerpt import excerpt
+from didi_instruct.data.manifest import Layout, Manifest
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.readers import ReadOptions
@@ -16,18 +17,31 @@ def corpus(tmp_path):
     return path
 
 
-def test_its_rows_are_the_first_of_the_prepared_data(corpus, tmp_path):
+LAYOUTS = {
+    "stream": (32, Layout()),
+    "document": (22, Layout("document")),  # three digits are too many
+    "document, cut": (22, Layout("document", "cut")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_its_rows_are_the_first_of_the_prepared_data(corpus, tmp_path, name):
+    length, layout = LAYOUTS[name]
     settings = PrepareSettings(
         src=str(corpus),
         tokenizer="bytes",
-        length=32,
+        length=length,
         out=tmp_path / "data",
         valid=0,
         documents="line",
+        rows=layout.rows,
+        long=layout.long,
     )
     prepare(settings)
     whole = open_data(tmp_path / "data")
-    part = excerpt(str(corpus), whole.tokenizer, 32, 40, ReadOptions(documents="line"))
+    layout = Manifest.read(tmp_path / "data").layout
+    options = ReadOptions(documents="line")
+    part = excerpt(str(corpus), whole.tokenizer, length, 40, options, layout)
     assert part.num_sequences == 40
     assert (part.ordered(0, 40) == whole.ordered(0, 40)).all()
 
@@ -39,3 +53,11 @@ def test_it_ends_with_the_corpus_and_refuses_less_than_a_row(corpus):
         excerpt(str(corpus), tokenizer, 10**6, 1)
     with pytest.raises(UserError, match="no end-of-text"):
         excerpt(str(corpus), OracleLanguage.default().tokenizer, 32, 1)
+    with pytest.raises(UserError, match="no document fits a row of 32"):
+        excerpt(str(corpus), tokenizer, 32, 1, layout=Layout("document"))
+
+
+def test_it_is_a_stream_unless_it_is_told_otherwise(corpus):
+    tokenizer = Tokenizer.load("bytes")
+    first = excerpt(str(corpus), tokenizer, 32, 1, ReadOptions(documents="line")).ordered(0, 1)
+    assert tokenizer.decode(first[0]) == "line 0 of the corpus<|endoftext|>line 1 of t"

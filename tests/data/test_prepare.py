@@ -83,6 +83,30 @@ def test_rows_are_the_documents_joined_by_end_of_text(
         assert joined.encode().startswith(text_of(tmp_path / "out", split).encode()[:-3])
 
 
+def test_a_stream_is_what_it_always_was(stories: Path, tmp_path: Path) -> None:
+    """Checksums and settings as recorded before rows could hold anything else."""
+    run(stories, tmp_path / "out", valid=20, shard_rows=50)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    expected = {
+        "train": ["a44fc78ee27cb6c9", "d71c9af9a1b4eeb3", "3aed520c84fd9dad"],
+        "valid": ["59f02b64f59df1a9", "f05b9abca288538f"],
+    }
+    for split, info in manifest["splits"].items():
+        assert [shard["sha256"][:16] for shard in info["shards"]] == expected[split]
+        assert list(info) == ["documents", "tokens", "rows", "dropped_tokens", "shards"]
+        tokens_of(tmp_path / "out", split)  # the files are what the manifest says
+    assert manifest["settings"] == {
+        "length": 32,
+        "tokenizer": f"sha256:{Tokenizer.load('bytes').hash}",
+        "eot_id": 256,
+        "field": "text",
+        "documents": "file",
+        "valid": 20,
+        "shard_rows": 50,
+        "piece_characters": 16384,
+    }
+
+
 def test_a_bpe_is_learned_from_the_training_documents_alone(tmp_path: Path) -> None:
     texts = ["plain words here " * 20] * 10
     for name, last in (("a", "plain"), ("b", "zzzz qqqq " * 50)):
@@ -237,6 +261,24 @@ REFUSED = {
     "valid": (STORIES, {"valid": -1}, "--valid is -1"),
     "shard rows": (STORIES, {"shard_rows": 0}, "--shard-rows is 0"),
     "documents": (STORIES, {"documents": "page"}, "--documents is `page`: use file, line"),
+    "rows": (STORIES, {"rows": "page"}, "--rows is `page`: use stream or document"),
+    "long": (STORIES, {"rows": "document", "long": "keep"}, "--long is `keep`: use drop or cut"),
+    "long of a stream": (STORIES, {"long": "cut"}, "--long cut needs --rows document"),
+    "all too long": (
+        STORIES,
+        {"rows": "document"},
+        r"no document of the training part \(59 documents\) fits a row of 32 .*--long cut",
+    ),
+    "held-out ones too long": (
+        ["short", "short", STORIES[0]],
+        {"rows": "document"},
+        r"no document of the held-out part \(1 document\) fits a row of 32 .*larger --length",
+    ),
+    "one long document": (
+        ["word " * 9000],
+        {"rows": "document"},
+        r"single document.*--documents line.*--valid 0",
+    ),
     "bpe": (STORIES, {"tokenizer": "bpe:100"}, "257 or more"),
     "bpe name": (STORIES, {"tokenizer": "bpe:many"}, "use bpe:N"),
     "bpe eot": (STORIES, {"tokenizer": "bpe:300", "eot": "<s>"}, "--eot is `<s>`"),

@@ -35,11 +35,21 @@ def corpus(tmp_path: Path, monkeypatch) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     long = " ".join(f"{i} birds" for i in range(60))
-    texts = [long, "a b c", "x" * 300, *(f"story {i} of a cat" for i in range(40))]
+    stories = (f"story {i} of a cat" + " and a dog" * (i % 3 == 0) for i in range(40))
+    texts = [long, "a b c", "x" * 300, *stories]
     for name, part in (("a", texts[:2]), ("b", texts[2:20]), ("c", texts[20:])):
         lines = (json.dumps({"text": text}) + "\n" for text in part)
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
+
+
+LAYOUTS = {
+    "stream": {},
+    "learned tokenizer": {"tokenizer": "bpe:290"},
+    "document": {"rows": "document", "length": 24},
+    "document, cut": {"rows": "document", "length": 24, "long": "cut"},
+}
+"""In rows of 24, every third story is too long."""
 
 
 def settings_for(src: Path, out: Path, **options: Any) -> PrepareSettings:
@@ -75,35 +85,43 @@ def kill_at(src: Path, out: Path, report: int, **options: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:290"])
-def test_a_run_stopped_at_any_report_ends_the_same(corpus, tmp_path, tokenizer: str) -> None:
-    run(corpus, tmp_path / "whole", tokenizer=tokenizer)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_stopped_at_any_report_ends_the_same(corpus, tmp_path, layout: str) -> None:
+    options = LAYOUTS[layout]
+    run(corpus, tmp_path / "whole", **options)
     whole = content_of(tmp_path / "whole")
     for report in range(1, 100):
         out = tmp_path / str(report)
-        stopped = kill_at(corpus, out, report, tokenizer=tokenizer)
+        stopped = kill_at(corpus, out, report, **options)
         if stopped:
             assert (out / "progress.json").exists()
             assert not (out / "manifest.json").exists()
-            run(corpus, out, tokenizer=tokenizer)
+            run(corpus, out, **options)
         assert content_of(out) == whole
         if not stopped:
             break
     assert report > 5
 
 
-def test_a_run_stopped_again_and_again_ends_the_same(corpus: Path, tmp_path: Path) -> None:
-    run(corpus, tmp_path / "whole")
+@pytest.mark.parametrize("layout", ["stream", "document", "document, cut"])
+def test_a_run_stopped_again_and_again_ends_the_same(corpus, tmp_path, layout: str) -> None:
+    options = LAYOUTS[layout]
+    run(corpus, tmp_path / "whole", **options)
     stops = 0
-    while kill_at(corpus, tmp_path / "out", 2 + stops % 2, batch_characters=300 + stops):
-        stops += 1
+    for stops in range(100):
+        size = 300 + 30 * stops  # a run that never finishes a shard begins anew for ever
+        if not kill_at(corpus, tmp_path / "out", 2 + stops % 2, batch_characters=size, **options):
+            break
     assert stops > 3
     assert content_of(tmp_path / "out") == content_of(tmp_path / "whole")
 
 
-def test_a_run_killed_at_any_write_ends_the_same(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{"shard_rows": 20}, {"rows": "document", "length": 24}], ids=["stream", "document"]
+)
+def test_a_run_killed_at_any_write_ends_the_same(corpus, tmp_path, monkeypatch, options) -> None:
     """Stop before each single file is given its name: the finest grain there is."""
-    run(corpus, tmp_path / "whole", shard_rows=20)
+    run(corpus, tmp_path / "whole", **options)
     whole = content_of(tmp_path / "whole")
     commit = files.AtomicFile.commit
     for write in range(1, 100):
@@ -120,11 +138,11 @@ def test_a_run_killed_at_any_write_ends_the_same(corpus: Path, tmp_path: Path, m
             patch.setattr(files.AtomicFile, "commit", stop)
             patch.setattr(files.AtomicFile, "discard", lambda self: None)  # as a kill would
             try:
-                run(corpus, out, shard_rows=20)
+                run(corpus, out, **options)
             except Killed:
                 stopped = True
         if stopped:
-            run(corpus, out, shard_rows=20)
+            run(corpus, out, **options)
         assert content_of(out) == whole
         if not stopped:
             break
@@ -187,6 +205,7 @@ DIFFERENT = {
     "shard_rows was 4, is 5": {"shard_rows": 5},
     "tokenizer was sha256:.*, is bpe:300": {"tokenizer": "bpe:300"},
     "eot_id was 256, is 65": {"eot": "A"},
+    "rows was the default, is document": {"rows": "document"},
 }
 
 
@@ -203,6 +222,33 @@ def test_another_setting_is_refused_by_name(corpus, tmp_path, difference, finish
         run(corpus, out, **DIFFERENT[difference])
     assert ("unfinished" in str(caught.value)) is not finished
     assert content_of(out) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_rows_of_documents_are_not_taken_for_others(corpus, tmp_path, finished: bool) -> None:
+    """A stream is the default, which no setting names: what is missing differs too."""
+    out, options = tmp_path / "out", LAYOUTS["document"]
+    if finished:
+        run(corpus, out, **options)
+    else:
+        assert kill_at(corpus, out, 2, **options)
+    before = content_of(out)
+    with pytest.raises(UserError, match=r"\(rows was document, is the default\).*--overwrite"):
+        run(corpus, out, length=24)
+    with pytest.raises(UserError, match=r"\(long was the default, is cut\).*--overwrite"):
+        run(corpus, out, **LAYOUTS["document, cut"])
+    assert content_of(out) == before
+
+
+def test_a_run_begun_before_rows_had_a_choice_goes_on(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "whole")
+    out = tmp_path / "out"
+    assert kill_at(corpus, out, 4)
+    record = json.loads((out / "progress.json").read_text())
+    del record["long"]
+    (out / "progress.json").write_text(json.dumps(record))
+    run(corpus, out)
+    assert content_of(out) == content_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("finished", [True, False])

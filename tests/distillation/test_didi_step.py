@@ -546,7 +546,7 @@ def refused(values):
             {"didi": {"score_decomposition": False, "score_steps": "last"}},
             "didi.score_steps=last scores the jump from z_τ",
         ),
-        ({"reference": {"source": "data"}}, "reference.source=data compares with real text"),
+        ({"reference": {"source": "data"}}, "reference.source=data takes real text"),
         ({"prompt": 2}, "prompt gives the first tokens of real text: name it with --set"),
         ({"prompt": -1}, "prompt is -1"),
         ({"didi": {"pi": [0, 1]}}, "didi.pi is [0, 1]"),

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
-from didi_instruct.distillation.didi import DidiTask, References
+from didi_instruct.distillation.didi import DidiTask
+from didi_instruct.distillation.mixture import MixtureTask
 from didi_instruct.distillation.task import DistillTask, Teacher
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.errors import UserError
@@ -30,6 +31,9 @@ from didi_instruct.sampling.network import NetworkDenoiser
 from didi_instruct.seeding import mix
 from didi_instruct.training.pretrain import uses_bf16
 from didi_instruct.training.world import World
+
+if TYPE_CHECKING:
+    from didi_instruct.distillation.rollout import References
 
 BankBar = Callable[[], Any]
 """Opens a progress display (`Progress`) for as long as a bank is being drawn."""
@@ -53,6 +57,11 @@ def denoiser_of(loaded: LoadedModel, source: str) -> DiT:
 def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> DiT:
     """Where the student starts: a copy of the teacher, or a model that speaks its tokens."""
     network = denoiser_of(teacher, source)
+    if teacher.config.masks > 1:
+        raise UserError(
+            f"{source}: the teacher has {teacher.config.masks} masks (mixture steps): distil what "
+            "it was distilled from."
+        )
     if config.student is None:
         # Copied tensors: those of a loaded model are views of its file.
         return copy.deepcopy(network)
@@ -118,7 +127,8 @@ def make_task(
         references = data.rows
     elif config.reference.source == "bank":
         references = _bank(config, teacher, world, data, folder, progress).rows
-    return DidiTask(config, teacher, student, world, references=references, data=data)
+    kind = DidiTask if config.method == "didi" else MixtureTask
+    return kind(config, teacher, student, world, references=references, data=data)
 
 
 def _bank(

@@ -67,12 +67,12 @@ def evaluator(
     task: DistillTask, test: QuickTest, valid: TokenSource | None, result: dict[str, float]
 ) -> Evaluate:
     """Quick evaluation of the averaged and of the raw student; every process computes the same."""
-    train = task.config.train
+    train, masks = task.config.train, task.model_config.masks
     loss = _loss_of(task.student, task.model_config)
 
     def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
         with task.averaged():
-            found = test.measure(task.student_rows, tick=tick)
+            found = test.measure(task.student_rows, tick=tick, masks=masks)
             if valid is not None:
                 count = min(train.eval_sequences, valid.num_sequences or train.eval_sequences)
                 held_out = likelihood(
@@ -85,7 +85,7 @@ def evaluator(
                 )
                 found["valid_nats_per_token"] = held_out.nats_per_token
         if task.updater.ema is not None:
-            found |= test.measure(task.student_rows, "_raw", tick=tick)
+            found |= test.measure(task.student_rows, "_raw", tick=tick, masks=masks)
         result.clear()
         result.update(found)
         return found

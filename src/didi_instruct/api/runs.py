@@ -35,6 +35,7 @@ FREE_TO_CHANGE = {
     "didi": {"kl_weight", "entropy_weight", "advantage_clip"},
     "discriminator": {"lr", "chance", "saturation", "label_smoothing"},
     "token_matching": {"aux_lr", "anchor", "ratio_clip"},
+    "mixture": {"budgets", "learning"},
 }
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
 

@@ -39,6 +39,24 @@ def open_source(
     folder = Path(config.source)
     if not is_prepared(folder):
         folder = prepared
+        _prepare(config, length, folder, progress)
+    train = open_data(folder, "train", seed=seed)
+    manifest = Manifest.read(folder)
+    if config.rows == "document" and manifest.layout.rows == "stream":
+        raise UserError(
+            f"{folder}: its rows are of a stream, but data.rows is document: prepare it again with "
+            "`didi data prepare --rows document`, or leave out data.rows."
+        )
+    held_out = manifest.splits.get("valid")
+    if held_out is None or not held_out.rows:
+        return train, None
+    return train, open_data(folder, "valid", seed=seed)
+
+
+def _prepare(config: DataConfig, length: int, folder: Path, progress: PrepareBar) -> None:
+    """Prepare a source as `didi data prepare` would; what it refuses is told in other words."""
+    assert config.source
+    try:
         settings = PrepareSettings(
             src=config.source,
             tokenizer=config.tokenizer,
@@ -46,18 +64,14 @@ def open_source(
             out=folder,
             field=config.field,
             documents=config.documents,
+            rows=config.rows,
+            long=config.long,
             valid=config.valid,
         )
-        try:
-            with progress() as report:
-                prepare(settings, report)
-        except UserError as error:
-            raise UserError(_in_words_of_a_recipe(str(error), folder)) from error
-    train = open_data(folder, "train", seed=seed)
-    held_out = Manifest.read(folder).splits.get("valid")
-    if held_out is None or not held_out.rows:
-        return train, None
-    return train, open_data(folder, "valid", seed=seed)
+        with progress() as report:
+            prepare(settings, report)
+    except UserError as error:
+        raise UserError(_in_words_of_a_recipe(str(error), folder)) from error
 
 
 def _in_words_of_a_recipe(advice: str, folder: Path) -> str:
@@ -69,6 +83,8 @@ def _in_words_of_a_recipe(advice: str, folder: Path) -> str:
     for flag, setting in (
         ("field", "data.field"),
         ("documents", "data.documents"),
+        ("rows", "data.rows"),
+        ("long", "data.long"),
         ("valid", "data.valid"),
         ("tokenizer", "data.tokenizer"),
         ("length", "model.length"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
+    from didi_instruct.data.manifest import Long, Manifest, Rows, SplitInfo
     from didi_instruct.data.prepare import PrepareResult
     from didi_instruct.data.readers import Documents
 
@@ -42,6 +43,17 @@ def prepare(
     documents: Annotated[
         str, typer.Option(help="What a document is in a .txt file: file, line or paragraph.")
     ] = "file",
+    rows: Annotated[
+        str,
+        typer.Option(
+            help="What a row holds: stream (all documents joined, cut anywhere) or document (one, "
+            "its end-of-text, and more of that up to the length)."
+        ),
+    ] = "stream",
+    long: Annotated[
+        str,
+        typer.Option(help="For --rows document: drop or cut a document that does not fit a row."),
+    ] = "drop",
     valid: Annotated[
         int | None,
         typer.Option(
@@ -75,6 +87,8 @@ def prepare(
         out=out,
         field=field,
         documents=cast("Documents", documents),
+        rows=cast("Rows", rows),
+        long=cast("Long", long),
         valid=valid,
         shard_rows=shard_rows,
         eot=eot,
@@ -92,10 +106,22 @@ def _summary(result: "PrepareResult") -> str:
     lines += [
         f"  {name}: {info.rows:,} rows of {manifest.length} tokens from "
         f"{_count(info.documents, 'document')}, {_count(len(info.shards), 'shard')}"
+        f"{_exceptions(info, manifest)}"
         for name, info in manifest.splits.items()
         if info.rows
     ]
     return "\n".join(lines)
+
+
+def _exceptions(info: "SplitInfo", manifest: "Manifest") -> str:
+    """Tell which documents are not there whole, for rows of one document."""
+    long = info.long_documents
+    if long is None:
+        return ""
+    cut = manifest.layout.long == "cut"
+    empty = info.documents - info.rows - (0 if cut else long)
+    said = f"; {long:,} too long for a row, {'cut' if cut else 'left out'}" if long else ""
+    return said + (f"; {empty:,} without any token, left out" if empty else "")
 
 
 def _count(number: int, noun: str) -> str:

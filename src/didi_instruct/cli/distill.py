@@ -18,6 +18,7 @@ SHOWN = (
     "reward_student",
     "disc_accuracy",
     "aux_kl",
+    "code_information",
     "path_entropy",
     "unique_4gram",
     "iterations_per_second",
@@ -29,7 +30,7 @@ def command(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")],
     teacher: Annotated[str, typer.Option(metavar="SOURCE", help="The model to distil.")],
     method: Annotated[
-        str | None, typer.Option(help="didi or token-matching, instead of the recipe's.")
+        str | None, typer.Option(help="didi, token-matching or mixture, instead of the recipe's.")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For a foreign teacher that brings none.")

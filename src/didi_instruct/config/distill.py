@@ -8,7 +8,7 @@ from typing import Literal
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
 from didi_instruct.errors import UserError
 
-Method = Literal["didi", "token-matching"]
+Method = Literal["didi", "token-matching", "mixture"]
 Grouping = Literal["batch", "tau", "state"]
 KL = Literal["forward", "backward", "jeffreys"]
 
@@ -197,6 +197,25 @@ class TokenMatchingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureConfig:
+    """Mixture steps: a code that all tokens of a step share, learnt by likelihood."""
+
+    codes: int = 16
+    """K: the masks of the student. A step may gain up to log K nats."""
+    budgets: tuple[int, ...] = (4, 8)
+    """Step counts N whose steps the student learns."""
+    learning: int = 2
+    """Codes of each text that learn, drawn from their posterior."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot train."""
+        if not self.budgets or min(self.budgets) < 1:
+            raise UserError(f"mixture.budgets is {list(self.budgets)}: step counts, 1 or more.")
+        _at_least("mixture", self, 2, ["codes"])
+        _at_least("mixture", self, 1, ["learning"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WatchConfig:
     """Quick evaluations on the way, and when to give up."""
 
@@ -243,6 +262,7 @@ class DistillConfig:
     discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     token_matching: TokenMatchingConfig = field(default_factory=TokenMatchingConfig)
+    mixture: MixtureConfig = field(default_factory=MixtureConfig)
     data: DataConfig = field(default_factory=DataConfig)
     """Text for prompts, for `reference.source=data` and for held-out likelihood."""
     optim: StudentOptimConfig = field(default_factory=StudentOptimConfig)
@@ -256,8 +276,8 @@ class DistillConfig:
         needs = [
             (self.prompt > 0, "prompt gives the first tokens of real text"),
             (
-                self.method == "didi" and self.reference.source == "data",
-                "reference.source=data compares with real text",
+                self.method != "token-matching" and self.reference.source == "data",
+                "reference.source=data takes real text",
             ),
         ]
         for needed, why in needs:
@@ -294,6 +314,8 @@ class DistillConfig:
         """Texts that belong together: they must not be split over processes or passes."""
         if self.method == "token-matching":
             return self.token_matching.contexts
+        if self.method == "mixture":
+            return 1
         return self.didi.group_size if self.didi.grouping != "batch" or self.prompt else 1
 
     @property
@@ -301,4 +323,4 @@ class DistillConfig:
         """Iterations before the student begins to learn."""
         if self.method == "token-matching":
             return self.token_matching.warmup
-        return self.discriminator.warmup
+        return self.discriminator.warmup if self.method == "didi" else 0

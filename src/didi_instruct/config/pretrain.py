@@ -69,6 +69,10 @@ class DataConfig:
     """For records: the field that holds the text."""
     documents: Literal["file", "line", "paragraph"] = "file"
     """For plain text: what one document is."""
+    rows: Literal["stream", "document"] = "stream"
+    """What a row holds: a stretch of all documents joined, or one document and its end."""
+    long: Literal["drop", "cut"] = "drop"
+    """For rows of one document: one that does not fit is left out, or cut."""
     valid: int | None = None
     """Documents held out from the end; by default 1% of them."""
 

@@ -4,18 +4,43 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from didi_instruct.data.files import write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
 Split = Literal["train", "valid"]
+Rows = Literal["stream", "document"]
+Long = Literal["drop", "cut"]
 T = TypeVar("T")
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = "didi-tokens"
 _VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a row holds: a stretch of all documents joined, or one document and its end."""
+
+    rows: Rows = "stream"
+    long: Long = "drop"
+    """What becomes of a document that does not fit a row of its own."""
+
+    def __post_init__(self) -> None:
+        """Refuse words that mean nothing."""
+        for name, word, words in (("rows", self.rows, Rows), ("long", self.long, Long)):
+            if word not in get_args(words):
+                raise UserError(f"--{name} is `{word}`: use {' or '.join(get_args(words))}.")
+        if self.rows == "stream" and self.long == "cut":
+            raise UserError("--long cut needs --rows document: in a stream every document fits.")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What differs from the default, so that a stream is described as it always was."""
+        given = {"rows": self.rows, "long": self.long}
+        return {name: word for name, word in given.items() if word != getattr(Layout(), name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +98,13 @@ class SplitInfo:
 
     documents: int
     tokens: int
+    """All that lie in rows, padding included."""
     rows: int
     dropped_tokens: int
     """Tokens of the last row, which was incomplete."""
     shards: list[Shard]
+    long_documents: int | None = None
+    """Documents that did not fit a row and were left out or cut; None for a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +117,17 @@ class Manifest:
     sources: list[SourceScan]
     settings: dict[str, Any]
 
+    @property
+    def layout(self) -> Layout:
+        """What the rows hold."""
+        return Layout(**{k: v for k, v in self.settings.items() if k in ("rows", "long")})
+
     def write(self, folder: Path) -> None:
         """Write manifest.json, which makes the folder a finished one."""
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        for split in content["splits"].values():
+            if split["long_documents"] is None:
+                del split["long_documents"]
         content["dtype"] = "uint16" if self.tokenizer.dtype == "<u2" else "uint32"
         write_json(folder / MANIFEST_FILE, content)
 

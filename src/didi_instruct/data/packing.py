@@ -8,54 +8,129 @@ from pathlib import Path
 
 import numpy as np
 
-from didi_instruct.data.corpus import Cursor, PlacedPiece
+from didi_instruct.data.corpus import Cursor, PlacedPiece, SplitPlan
 from didi_instruct.data.files import AtomicFile
-from didi_instruct.data.manifest import Shard
+from didi_instruct.data.manifest import Layout, Shard, Split
 from didi_instruct.data.tokenizer import Tokenizer
 
 _PIECE_COST = 64  # characters' worth of memory that even an empty piece takes in a batch
 
 
+class SplitStream:
+    """A stream of pieces, read up to the end of one split and then on to the next."""
+
+    def __init__(self, plan: SplitPlan, pieces: Iterator[PlacedPiece]) -> None:
+        self._plan, self._pieces = plan, pieces
+        self._put_back: PlacedPiece | None = None
+
+    def of(self, split: Split) -> Iterator[PlacedPiece]:
+        """Give the pieces that come next, as long as they belong to `split`."""
+        while (piece := self._put_back or next(self._pieces, None)) is not None:
+            self._put_back = piece
+            if self._plan.split_of(piece) != split:
+                return
+            self._put_back = None
+            yield piece
+
+
+class Stream:
+    """Documents one after the other, each with its end-of-text: rows may be cut anywhere."""
+
+    piece_cost = _PIECE_COST
+    long = 0
+
+    def __init__(self, eot_id: int) -> None:
+        self._eot_id = eot_id
+
+    def place(self, ids: list[int], last: bool) -> list[int]:
+        """Tokens that the next piece adds to the rows; `last` where it ends a document."""
+        return [*ids, self._eot_id] if last else ids
+
+
+class OneDocument:
+    """A row for each document: its tokens, then end-of-text up to the length.
+
+    After the end of a text comes nothing but its end, so no token for padding is needed. A document
+    that leaves no room for one end-of-text is `long`: cut, or left out.
+    """
+
+    def __init__(self, eot_id: int, length: int, cut: bool, long: int = 0) -> None:
+        self._eot_id, self._length, self._cut = eot_id, length, cut
+        self._begun: list[int] = []  # of the document so far, never more than a row
+        self.piece_cost = _PIECE_COST + length  # a short document takes a whole row too
+        self.long = long
+        """Documents so far that were too long."""
+
+    def place(self, ids: list[int], last: bool) -> list[int]:
+        """Tokens that the next piece adds to the rows: a whole row, or none yet, or none at all."""
+        self._begun += ids[: self._length - len(self._begun)]
+        if not last:
+            return []
+        document, self._begun = self._begun, []
+        if len(document) == self._length:
+            self.long += 1
+            return document if self._cut else []
+        return document + [self._eot_id] * (self._length - len(document)) if document else []
+
+
+def arrange(layout: Layout, eot_id: int | None, length: int, long: int = 0) -> Stream | OneDocument:
+    """Begin a layout of rows; `long` is how many documents before were too long."""
+    assert eot_id is not None
+    if layout.rows == "stream":
+        return Stream(eot_id)
+    return OneDocument(eot_id, length, layout.long == "cut", long)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens of successive pieces, end-of-text tokens included."""
+    """Tokens for the rows from successive pieces, end-of-text tokens included."""
 
     tokens: np.ndarray
     ends: np.ndarray
     """Where in `tokens` each piece ends."""
     cursors: Sequence[Cursor]
     """The place in the corpus behind each piece."""
+    long: Sequence[int]
+    """Documents too long for a row, of all up to each piece."""
     characters: int
     """Characters of the corpus up to the end of the batch."""
 
-    def split_at(self, position: int) -> tuple[Cursor, np.ndarray]:
-        """Tell what continues after `position` tokens: a place, and tokens of a piece before it."""
+    def split_at(self, position: int) -> tuple[Cursor, np.ndarray, int]:
+        """Tell what continues after `position` tokens: a place, and tokens of a piece before it.
+
+        The third is how many documents before that place were too long.
+        """
         piece = int(np.searchsorted(self.ends, position, side="left"))
-        return self.cursors[piece], self.tokens[position : self.ends[piece]]
+        return self.cursors[piece], self.tokens[position : self.ends[piece]], self.long[piece]
 
 
 def encode_pieces(
-    pieces: Iterable[PlacedPiece], tokenizer: Tokenizer, dtype: str, batch_characters: int
+    pieces: Iterable[PlacedPiece],
+    tokenizer: Tokenizer,
+    rows: Stream | OneDocument,
+    dtype: str,
+    batch_characters: int,
 ) -> Iterator[TokenBatch]:
-    """Tokenise pieces in batches; end-of-text follows each document."""
-    for batch in _batches(pieces, batch_characters):
-        rows = tokenizer.encode([piece.text for piece in batch])
-        for piece, row in zip(batch, rows, strict=True):
-            if piece.last:
-                assert tokenizer.eot_id is not None
-                row.append(tokenizer.eot_id)
-        ends = np.cumsum([len(row) for row in rows])
-        tokens = np.fromiter(itertools.chain.from_iterable(rows), dtype=dtype, count=int(ends[-1]))
-        cursors = [piece.after for piece in batch]
-        yield TokenBatch(tokens, ends, cursors, batch[-1].characters)
+    """Tokenise pieces in batches, and place their tokens as `rows` does."""
+    for batch in _batches(pieces, batch_characters, rows.piece_cost):
+        placed, long = [], []
+        for piece, ids in zip(batch, tokenizer.encode([p.text for p in batch]), strict=True):
+            placed.append(rows.place(ids, piece.last))
+            long.append(rows.long)
+        ends = np.cumsum([len(part) for part in placed])
+        parts = itertools.chain.from_iterable(placed)
+        tokens = np.fromiter(parts, dtype=dtype, count=int(ends[-1]))
+        yield TokenBatch(tokens, ends, [p.after for p in batch], long, batch[-1].characters)
 
 
-def _batches(pieces: Iterable[PlacedPiece], characters: int) -> Iterator[list[PlacedPiece]]:
+def _batches(
+    pieces: Iterable[PlacedPiece], characters: int, piece_cost: int
+) -> Iterator[list[PlacedPiece]]:
     batch: list[PlacedPiece] = []
     room = characters
     for piece in pieces:
         batch.append(piece)
-        room -= len(piece.text) + _PIECE_COST
+        room -= len(piece.text) + piece_cost
         if room <= 0:
             yield batch
             batch, room = [], characters

@@ -15,17 +15,18 @@ from typing import Any, Literal
 import numpy as np
 
 from didi_instruct.data import readers
-from didi_instruct.data.corpus import (
-    Corpus,
-    Cursor,
-    PlacedPiece,
-    SplitPlan,
-    plan_split,
-    scan_sources,
-)
+from didi_instruct.data.corpus import Corpus, Cursor, SplitPlan, plan_split, scan_sources
 from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
-from didi_instruct.data.manifest import Manifest, Split, SplitInfo, TokenizerInfo
-from didi_instruct.data.packing import ShardWriter, TokenBatch, encode_pieces
+from didi_instruct.data.manifest import (
+    Layout,
+    Long,
+    Manifest,
+    Rows,
+    Split,
+    SplitInfo,
+    TokenizerInfo,
+)
+from didi_instruct.data.packing import ShardWriter, SplitStream, TokenBatch, arrange, encode_pieces
 from didi_instruct.data.readers import Documents, ReadOptions, check_documents
 from didi_instruct.data.resume import (
     PROGRESS_FILE,
@@ -60,6 +61,10 @@ class PrepareSettings:
     """Field of a record that has the text."""
     documents: Documents = "file"
     """What a document is in a .txt file."""
+    rows: Rows = "stream"
+    """What a row holds: a stretch of all documents joined, or one document and its end."""
+    long: Long = "drop"
+    """A document that does not fit a row of its own is left out, or cut."""
     valid: int | None = None
     """Documents to hold out, from the end; None for 1% of them, at least one."""
     shard_rows: int | None = None
@@ -80,8 +85,14 @@ class PrepareSettings:
         if self.shard_rows is not None and self.shard_rows < 1:
             raise UserError(f"--shard-rows is {self.shard_rows}: use 1 or more.")
         check_documents(self.documents)
+        Layout(self.rows, self.long)  # refuses by itself
         if self.bpe_size is not None and self.eot not in (None, END_OF_TEXT):
             raise UserError(f"--eot is `{self.eot}`, but a bpe:N tokenizer has {END_OF_TEXT}.")
+
+    @property
+    def layout(self) -> Layout:
+        """How documents lie in rows."""
+        return Layout(self.rows, self.long)
 
     @property
     def bpe_size(self) -> int | None:
@@ -141,7 +152,7 @@ def prepare(settings: PrepareSettings, progress: Report | None = None) -> Prepar
             state, corpus, tokenizer = _resume(settings, identity, found, sources)
         else:
             state, corpus, tokenizer = _begin(settings, identity, sources, tokenizer, report)
-        plan = plan_split(corpus, settings.valid)
+        plan = _plan(settings, corpus)
         _pack(settings, state, corpus, plan, tokenizer, report)
         manifest = _manifest(settings, state, plan)
         manifest.write(settings.out)
@@ -163,6 +174,7 @@ def _identity(settings: PrepareSettings, tokenizer: Tokenizer | None) -> dict[st
         "valid": settings.valid,
         "shard_rows": settings.shard_rows,
         "piece_characters": readers.PIECE_CHARACTERS,
+        **settings.layout.settings,
     }
 
 
@@ -183,7 +195,7 @@ def _begin(
     corpus = Corpus(sources, options, scans)
     if corpus.documents == 0:
         raise UserError(f"{settings.src}: the corpus is empty, no document has any text.")
-    plan = plan_split(corpus, settings.valid)
+    plan = _plan(settings, corpus)
     if tokenizer is None:
         assert settings.bpe_size is not None
         text = _tokenizer_text(corpus, plan, report)
@@ -196,6 +208,17 @@ def _begin(
     state = PrepareState(info, identity, scans, modified)
     state.write(settings.out)
     return state, corpus, tokenizer
+
+
+def _plan(settings: PrepareSettings, corpus: Corpus) -> SplitPlan:
+    """Decide what is held out; a document in a row of its own stays whole."""
+    plan = plan_split(corpus, settings.valid)
+    if plan.by == "piece" and settings.rows == "document":
+        raise UserError(
+            f"{settings.src}: is a single document, which --rows document keeps whole, so no part "
+            "can be held out: use --documents line or paragraph, add text, or use --valid 0."
+        )
+    return plan
 
 
 def _modified(source: Source) -> int | None:
@@ -247,20 +270,23 @@ def _check_rows_and_space(
         start = Cursor(plan.first_file(split, corpus.scans), 0)
         pieces = (piece for piece in corpus.walk(start) if plan.split_of(piece) == split)
         tokens = 0
-        for batch in encode_pieces(pieces, tokenizer, info.dtype, settings.batch_characters):
+        rows = arrange(settings.layout, info.eot_id, settings.length)
+        for batch in encode_pieces(pieces, tokenizer, rows, info.dtype, settings.batch_characters):
             tokens += len(batch.tokens)
             if split == "train":
                 tokens_per_character = tokens / batch.characters
             if tokens >= settings.length:
                 break
         if tokens < settings.length:
-            raise UserError(_too_short(settings, plan, split, tokens))
+            raise UserError(_no_row(settings, plan, split, tokens, rows.long))
     # One part in ten more than the sample says, as the rest may be harder to compress.
     size = 1.1 * tokens_per_character * corpus.characters * np.dtype(info.dtype).itemsize
     require_space(settings.out, int(size))
 
 
-def _too_short(settings: PrepareSettings, plan: SplitPlan, split: Split, tokens: int) -> str:
+def _no_row(
+    settings: PrepareSettings, plan: SplitPlan, split: Split, tokens: int, long: int
+) -> str:
     count = plan.documents(split)
     documents = "1 document" if count == 1 else f"{count} documents"
     if split == "train":
@@ -270,6 +296,11 @@ def _too_short(settings: PrepareSettings, plan: SplitPlan, split: Split, tokens:
     else:
         part = f"held-out part ({documents})"
         remedy = "hold out more with --valid, or shorten --length"
+    if long:
+        return (
+            f"{settings.src}: no document of the {part} fits a row of {settings.length} with its "
+            "end-of-text: use a larger --length, or cut documents with --long cut."
+        )
     return (
         f"{settings.src}: the {part} has {tokens} tokens, fewer than one row of "
         f"{settings.length}: {remedy}."
@@ -288,16 +319,18 @@ def _pack(
     dtype = state.tokenizer.dtype
     row_bytes = settings.length * np.dtype(dtype).itemsize
     shard_rows = settings.shard_rows or max(1, _SHARD_BYTES // row_bytes)
-    pieces = _SplitStream(plan, corpus.walk(state.cursor))
+    pieces = SplitStream(plan, corpus.walk(state.cursor))
     while state.split is not None:
         split = state.split
         writer = ShardWriter(settings.out, split, settings.length, shard_rows, state.shards[split])
         carried = np.array(state.leftover, dtype)
-        batch = TokenBatch(carried, np.array([len(carried)]), [state.cursor], 0)
+        long = state.long[split]
+        rows = arrange(settings.layout, state.tokenizer.eot_id, settings.length, long)
+        batch = TokenBatch(carried, np.array([len(carried)]), [state.cursor], [long], 0)
         try:
             _pack_batch(settings.out, state, writer, batch)
             for batch in encode_pieces(
-                pieces.of(split), tokenizer, dtype, settings.batch_characters
+                pieces.of(split), tokenizer, rows, dtype, settings.batch_characters
             ):
                 _pack_batch(settings.out, state, writer, batch)
                 done, total = batch.characters, corpus.characters
@@ -305,34 +338,18 @@ def _pack(
             state.dropped[split] = writer.finish()
         finally:
             writer.discard()
-        state.cursor, state.leftover = batch.cursors[-1], []
+        state.cursor, state.leftover, state.long[split] = batch.cursors[-1], [], rows.long
         state.split = "valid" if split == "train" and "valid" in plan.splits else None
         state.write(settings.out)
 
 
 def _pack_batch(folder: Path, state: PrepareState, writer: ShardWriter, batch: TokenBatch) -> None:
     """Pack a batch, and after each shard it completes record where to go on."""
+    assert state.split is not None
     for used in writer.add(batch.tokens):
-        state.cursor, leftover = batch.split_at(used)
+        state.cursor, leftover, state.long[state.split] = batch.split_at(used)
         state.leftover = leftover.tolist()
         state.write(folder)
-
-
-class _SplitStream:
-    """A stream of pieces, read up to the end of one split and then on to the next."""
-
-    def __init__(self, plan: SplitPlan, pieces: Iterator[PlacedPiece]) -> None:
-        self._plan, self._pieces = plan, pieces
-        self._put_back: PlacedPiece | None = None
-
-    def of(self, split: Split) -> Iterator[PlacedPiece]:
-        """Give the pieces that come next, as long as they belong to `split`."""
-        while (piece := self._put_back or next(self._pieces, None)) is not None:
-            self._put_back = piece
-            if self._plan.split_of(piece) != split:
-                return
-            self._put_back = None
-            yield piece
 
 
 def _manifest(settings: PrepareSettings, state: PrepareState, plan: SplitPlan) -> Manifest:
@@ -341,7 +358,8 @@ def _manifest(settings: PrepareSettings, state: PrepareState, plan: SplitPlan) -
         rows = sum(shard.rows for shard in shards)
         documents = plan.documents(split) if split in plan.splits else 0
         tokens = rows * settings.length
-        splits[split] = SplitInfo(documents, tokens, rows, state.dropped[split], shards)
+        long = state.long[split] if settings.rows == "document" else None
+        splits[split] = SplitInfo(documents, tokens, rows, state.dropped[split], shards, long)
     return Manifest(state.tokenizer, settings.length, splits, state.sources, state.settings)
 
 

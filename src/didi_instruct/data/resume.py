@@ -43,6 +43,8 @@ class PrepareState:
     """Tokens of pieces before it that are in no finished shard."""
     shards: dict[Split, list[Shard]] = field(default_factory=lambda: {"train": [], "valid": []})
     dropped: dict[Split, int] = field(default_factory=lambda: {"train": 0, "valid": 0})
+    long: dict[Split, int] = field(default_factory=lambda: {"train": 0, "valid": 0})
+    """Documents before `cursor` that were too long for a row."""
 
     def write(self, folder: Path) -> None:
         """Record the state beside the shards."""
@@ -71,6 +73,7 @@ class PrepareState:
                 for split, shards in content["shards"].items()
             },
             dropped=dict(content["dropped"]),
+            long=dict(content.get("long", {"train": 0, "valid": 0})),  # absent in older runs
         )
 
 
@@ -112,10 +115,10 @@ def clear_folder(folder: Path) -> None:
 
 def check_settings(folder: Path, recorded: dict[str, Any], now: dict[str, Any], what: str) -> None:
     """Refuse to mix two settings in one folder; name those that differ."""
-    keys = [key for key in now if recorded.get(key) != now[key]]
+    keys = [key for key in {**recorded, **now} if recorded.get(key) != now.get(key)]
     if keys:
         named = ", ".join(
-            f"{key} was {_said(recorded.get(key))}, is {_said(now[key])}" for key in keys
+            f"{key} was {_said(recorded.get(key))}, is {_said(now.get(key))}" for key in keys
         )
         raise UserError(_refusal(folder, what, named))
 

@@ -17,7 +17,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.hosting import Tensors
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages, rewards
-from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout, walk
+from didi_instruct.distillation.rollout import Jump, Noise, References, Rollout, rollout
 from didi_instruct.distillation.task import CriticTask, Teacher, check_fit
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
@@ -29,9 +29,6 @@ from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.network import selected_logits
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
-
-References = Callable[[int, int], Tensor]
-"""Texts start .. start + count - 1 of an endless stream: (count, L)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class DidiTask(CriticTask):
             raise ValueError(
                 f"references are needed for reference.source={config.reference.source}"
             )
-        self.references = references or self._teacher_now
+        self.references = references or self.teacher_texts
 
     def step(self, step: int) -> Tensors:
         """One iteration of Algorithm 1."""
@@ -197,30 +194,6 @@ class DidiTask(CriticTask):
         reference = self.references(first, len(indices) // each).to(self.world.device)
         count = torch.arange(len(indices), device=self.world.device)
         return reference, count // each if self.config.prompt else torch.zeros_like(count)
-
-    def _teacher_now(self, start: int, count: int) -> Tensor:
-        """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
-        indices = torch.arange(start, start + count, device=self.world.device)
-        noise = Noise(mix(self.config.train.seed, "teacher"), indices)
-        prompts = None
-        if self.config.prompt:
-            assert self.data is not None
-            prompts = self.data.rows(start, count).to(self.world.device)
-        begin = self.starts(prompts)
-        steps = self.config.reference.steps
-        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
-        owner = torch.arange(count, device=self.world.device) if prompts is not None else (
-            torch.zeros(count, dtype=torch.long, device=self.world.device)
-        )  # fmt: skip
-        return walk(
-            self.teacher,
-            self.schedule,
-            begin,
-            owner,
-            times.expand(count, -1),
-            noise,
-            self.mask_id,
-        ).z
 
     def _corrupt(self, x: Tensor, written: Tensor, t: Tensor, numbers: Tensor) -> Tensor:
         """Corrupt text to time t; what was given stays."""

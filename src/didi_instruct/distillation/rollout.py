@@ -24,6 +24,9 @@ from didi_instruct.sampling.noise import uniforms
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V)."""
 
+References = Callable[[int, int], Tensor]
+"""Texts start .. start + count - 1 of an endless stream: (count, L)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Noise:

@@ -17,7 +17,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.hosting import Host, rows_of
 from didi_instruct.distillation.monitor import RunningMean, Totals
-from didi_instruct.distillation.rollout import Noise, Rows
+from didi_instruct.distillation.rollout import Noise, Rows, walk
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT, Trunk
@@ -158,6 +158,30 @@ class DistillTask(ABC):
             return torch.full((1, self.length), self.mask_id, device=self.world.device)
         masks = torch.full_like(prompts[:, self.config.prompt :], self.mask_id)
         return torch.cat([prompts[:, : self.config.prompt], masks], 1)
+
+    def teacher_texts(self, start: int, count: int) -> Tensor:
+        """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
+        indices = torch.arange(start, start + count, device=self.world.device)
+        noise = Noise(mix(self.config.train.seed, "teacher"), indices)
+        prompts = None
+        if self.config.prompt:
+            assert self.data is not None
+            prompts = self.data.rows(start, count).to(self.world.device)
+        begin = self.starts(prompts)
+        steps = self.config.reference.steps
+        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
+        owner = torch.arange(count, device=self.world.device) if prompts is not None else (
+            torch.zeros(count, dtype=torch.long, device=self.world.device)
+        )  # fmt: skip
+        return walk(
+            self.teacher,
+            self.schedule,
+            begin,
+            owner,
+            times.expand(count, -1),
+            noise,
+            self.mask_id,
+        ).z
 
     # The teacher at the state that all texts share
 

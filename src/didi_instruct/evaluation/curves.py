@@ -57,9 +57,10 @@ GROUPS = (
     Group(title="advantage", left=("advantage_std", "advantage_max"), right=("clip_fraction",)),
     Group(
         title="loss",
-        left=("loss", "policy_loss", "matching_loss", "aux_loss"),
-        dashed=("policy_loss", "matching_loss"),
+        left=("loss", "policy_loss", "matching_loss", "component_loss", "aux_loss"),
+        dashed=("policy_loss", "matching_loss", "component_loss"),
     ),
+    Group(title="information in the codes, nats per step", left=("code_information",)),
     Group(title="KL to the teacher", left=("kl", "kl_start", "aux_kl")),
     Group(title="entropy, nats per token", left=("entropy", "path_entropy")),
     Group(title="gradient norms", left=("grad_norm", "disc_grad_norm", "aux_grad_norm"), log=True),

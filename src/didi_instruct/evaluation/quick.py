@@ -39,7 +39,9 @@ class QuickTest:
     exact: bool = True
     """Whether the judge knows the likelihood, or a bound of it."""
 
-    def draw(self, rows: Rows, steps: int, tick: Callable[[], None] = nothing) -> Samples:
+    def draw(
+        self, rows: Rows, steps: int, tick: Callable[[], None] = nothing, masks: int = 1
+    ) -> Samples:
         """Ancestral samples from a denoiser given as rows; `tick` is called between batches."""
         parts = []
         entries = self.start.shape[1] * self.mask_id // steps
@@ -48,7 +50,7 @@ class QuickTest:
             tick()
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
-            canvas = Canvas(tokens, self.mask_id, indices)
+            canvas = Canvas(tokens, self.mask_id, indices, masks=masks)
             settings = Draw(seed=self.seed)
             parts.append(
                 ancestral(_Denoiser(rows), self.schedule, canvas, steps=steps, settings=settings)
@@ -56,12 +58,12 @@ class QuickTest:
         return join(parts)
 
     def measure(
-        self, rows: Rows, tag: str = "", tick: Callable[[], None] = nothing
+        self, rows: Rows, tag: str = "", tick: Callable[[], None] = nothing, masks: int = 1
     ) -> dict[str, float]:
-        """Numbers of a denoiser at every budget, by name; `tick` is called between batches."""
+        """Numbers of a denoiser at every budget, by name; `masks` is how many it knows."""
         found: dict[str, float] = {}
         for steps in self.budgets:
-            samples = self.draw(rows, steps, tick)
+            samples = self.draw(rows, steps, tick, masks)
             assert samples.log_prob is not None
             written = int((self.start == self.mask_id).sum())
             if self.judge is not None:

@@ -70,6 +70,8 @@ def _refuse(loaded: LoadedModel, layout: str, critic: nn.Module | None) -> None:
         raise UserError(f"`{layout}` holds `{kind}` models, and this is `{config.kind}`.")
     if config.learned_positions:
         raise UserError(f"`{layout}` has rotary positions alone, no `learned_positions`.")
+    if config.masks > 1:
+        raise UserError(f"`{layout}` has one mask, and the model {config.masks} (mixture steps).")
     if layout == "duo-hub" and not config.time_conditioning:
         raise UserError("`duo-hub` models see the time, and this has `time_conditioning: false`.")
     if critic is None:

@@ -1,0 +1,171 @@
+"""Steps that are mixtures: the tokens of a step share a code, and so know of each other.
+
+A step of the usual student draws its tokens independently given the state, which is what few steps
+cost. Here all masks of a text carry the same one of K ids in a step, a code c drawn uniformly:
+
+    q(x_S | z) = 1/K sum_c prod_{i in S} q(x_i | z, c),
+
+at the price of one pass, and up to log K nats per step nearer to the teacher. The student learns by
+maximum likelihood: texts of the teacher (or data) are masked to a random state of a random budget,
+and what the next step reveals is to be likely. The gradient of the log of a mixture is that of its
+parts weighted by their posterior, so codes are drawn from the posterior, and only those learn.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.distillation.hosting import law
+from didi_instruct.distillation.monitor import Totals
+from didi_instruct.distillation.rollout import (
+    Noise,
+    References,
+    revealed_between,
+    revealed_shares,
+)
+from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.distillation.token_matching import path_times
+from didi_instruct.errors import UserError
+from didi_instruct.models.dit import DiT
+from didi_instruct.process.masking import stratified_times
+from didi_instruct.sampling.chain import Purpose
+from didi_instruct.seeding import mix
+from didi_instruct.training.world import World
+
+SPREAD = 0.02
+"""Deviation of the new masks' embeddings from the old one's: enough to tell codes apart."""
+
+
+def add_masks(network: DiT, masks: int, seed: int) -> DiT:
+    """A copy of a denoiser that knows several masks, each a little other than its one."""
+    config = network.config
+    grown = replace(config, masks=masks, vocab_size=config.num_tokens + masks)
+    student = DiT(grown).to(next(network.parameters()).device)
+    extra = masks - config.masks
+    generator = torch.Generator().manual_seed(mix(seed, "masks"))
+    state = network.state_dict()
+    for name in ("vocab_embed.embedding", "output_layer.linear.weight", "output_layer.linear.bias"):
+        old = state[name]
+        new = old[-1:].expand(extra, *old.shape[1:]).clone()
+        if name == "vocab_embed.embedding":
+            new += SPREAD * torch.randn(new.shape, generator=generator).to(new)
+        state[name] = torch.cat([old, new])
+    student.load_state_dict(state)
+    return student
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Texts of a pass, masked to some state of a path, and what the next step reveals."""
+
+    x: Tensor
+    """(B, L) the texts."""
+    z: Tensor
+    """(B, L) their states, with the first mask."""
+    t: Tensor
+    """(B,) the states' times."""
+    revealed: Tensor
+    """(B, L)."""
+
+
+class MixtureTask(DistillTask):
+    """A student with several masks, by maximum likelihood."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        world: World,
+        *,
+        references: References | None = None,
+        data: TokenSource | None = None,
+    ) -> None:
+        codes = config.mixture.codes
+        if student.config.masks > codes:
+            raise UserError(
+                f"mixture.codes is {codes}, but the student has {student.config.masks} masks: "
+                "use as many or more."
+            )
+        if student.config.masks < codes:
+            student = add_masks(student, codes, config.train.seed)
+        super().__init__(config, teacher, student, world, data)
+        self.references = references or self.teacher_texts
+
+    def step(self, step: int) -> dict[str, Tensor]:
+        """One update from one batch of texts."""
+        parts = [self.part(step, indices) for indices in self.parts()]
+        counts = torch.stack([part.revealed.sum() for part in parts]).sum().double()
+        count = self.world.sum(counts).clamp(min=1)
+        totals = Totals()
+        for indices, part in zip(self.parts(), parts, strict=True):
+            each = self.log_likelihoods(part)
+            code = self._posterior_codes(each, self.noise(step, 0, indices))
+            loss = self._loss(part, code, count, sync=part is parts[-1])
+            mixture = each.logsumexp(1) - math.log(each.shape[1])
+            posterior = each.log_softmax(1)
+            totals.add(
+                loss=-mixture.sum() / count,
+                component_loss=loss,
+                # Of log K at most: what the codes say about the tokens of a step.
+                code_information=(posterior.exp() * (posterior + math.log(each.shape[1]))).sum()
+                / self.config.train.batch_size,
+            )
+        numbers = self.summed(totals)
+        return numbers | {"grad_norm": self.updater.update(step)}
+
+    def part(self, step: int, indices: Tensor) -> Part:
+        """Take texts, and mask them as they are before a random step of a random budget."""
+        batch = self.config.train.batch_size
+        x = self.references(step * batch + int(indices[0]), len(indices)).to(self.world.device)
+        noise = self.noise(step, 0, indices)
+        seed = mix(self.config.train.seed, "budgets", step)
+        strata = stratified_times(batch, torch.Generator().manual_seed(seed)).to(x.device)
+        _, t, after = path_times(self.config.mixture.budgets, strata[indices])
+        order = noise.uniforms(self.length, Purpose.REVEAL)
+        low, high = revealed_shares(self.schedule, torch.stack([t, after]))
+        given = torch.arange(self.length, device=x.device) < self.config.prompt
+        hidden = (order >= low[:, None]) & ~given
+        z = x.masked_fill(hidden, self.mask_id)
+        return Part(x, z, t, revealed_between(order, low, high) & ~given)
+
+    @torch.no_grad()
+    def log_likelihoods(self, part: Part) -> Tensor:
+        """Log-probability of what a step reveals under every code: (B, K) float64."""
+        found = [
+            self._summed(part, self.student_rows(self._coded(part.z, code), part.t, part.revealed))
+            for code in range(self.config.mixture.codes)
+        ]
+        return torch.stack(found, 1)
+
+    def _summed(self, part: Part, log_p: Tensor) -> Tensor:
+        """Laws (R, V) of the revealed positions -> log-probabilities of the texts' tokens (B,)."""
+        own = log_p.gather(-1, part.x[part.revealed][:, None]).squeeze(-1).double()
+        found = torch.zeros(len(part.x), dtype=torch.float64, device=own.device)
+        return found.index_add(0, part.revealed.nonzero()[:, 0], own)
+
+    def _coded(self, z: Tensor, code: Tensor | int) -> Tensor:
+        """States whose masks carry a code, one for all or (B,)."""
+        which = code[:, None] if isinstance(code, Tensor) else code
+        return torch.where(z == self.mask_id, z + which, z)
+
+    def _posterior_codes(self, each: Tensor, noise: Noise) -> Tensor:
+        """Codes drawn from their posterior: (B, K) -> (B, M)."""
+        numbers = noise.uniforms(self.config.mixture.learning, Purpose.CODE)
+        below = each.softmax(1).cumsum(1)[:, None] <= numbers[..., None]
+        return below.sum(-1).clamp(max=each.shape[1] - 1)
+
+    def _loss(self, part: Part, code: Tensor, count: Tensor, *, sync: bool) -> Tensor:
+        """Negative log-probability under the drawn codes (B, M), accumulated."""
+        times = code.shape[1]
+        rows = torch.arange(len(part.x), device=code.device).repeat_interleave(times)
+        again = Part(part.x[rows], part.z[rows], part.t[rows], part.revealed[rows])
+        coded = self._coded(again.z, code.flatten())
+        log_p = self.student.run(law(self.schedule, coded, again.t, again.revealed), sync=sync)
+        loss = -self._summed(again, log_p["log_p"]).sum() / (times * count)
+        self.student.backward(loss, sync=sync)
+        return loss
