@@ -103,8 +103,8 @@ def generate(
     for first in range(0, len(rows), request.batch_size):
         chunk = rows[first : first + request.batch_size]
         samples = torch.tensor([index for index, _ in chunk], device=device)
-        tokens = stack([row for _, row in chunk], device)
-        canvas = Canvas(tokens, mask_id, samples, masks=config.masks)
+        given = stack([row for _, row in chunk], device)
+        canvas = Canvas(given, mask_id, samples, masks=config.masks)
         call = Call(engine, canvas, settings, request.steps, callback)
         part = sampler(call, request.options)
         parts.append(replace(part, passes=part.passes + extra / len(rows)))

@@ -38,6 +38,8 @@ from didi_instruct.training.world import World
 
 SPREAD = 0.02
 """Deviation of the new masks' embeddings from the old one's: enough to tell codes apart."""
+TOKENS_PER_PASS = 1 << 18
+"""Tokens of all codes that are read at once, at most."""
 
 
 def add_masks(network: DiT, masks: int, seed: int) -> DiT:
@@ -70,6 +72,11 @@ class Part:
     """(B,) the states' times."""
     revealed: Tensor
     """(B, L)."""
+
+    def repeated(self, times: int) -> "Part":
+        """Each text several times in a row: for as many codes."""
+        tensors = (self.x, self.z, self.t, self.revealed)
+        return Part(*(tensor.repeat_interleave(times, 0) for tensor in tensors))
 
 
 class MixtureTask(DistillTask):
@@ -136,11 +143,14 @@ class MixtureTask(DistillTask):
     @torch.no_grad()
     def log_likelihoods(self, part: Part) -> Tensor:
         """Log-probability of what a step reveals under every code: (B, K) float64."""
-        found = [
-            self._summed(part, self.student_rows(self._coded(part.z, code), part.t, part.revealed))
-            for code in range(self.config.mixture.codes)
-        ]
-        return torch.stack(found, 1)
+        codes = torch.arange(self.config.mixture.codes, device=part.z.device)
+        found = []
+        for some in codes.split(max(1, TOKENS_PER_PASS // part.z.numel())):
+            again = part.repeated(len(some))
+            coded = self._coded(again.z, some.repeat(len(part.x)))
+            log_p = self.student_rows(coded, again.t, again.revealed)
+            found.append(self._summed(again, log_p).view(len(part.x), len(some)))
+        return torch.cat(found, 1)
 
     def _summed(self, part: Part, log_p: Tensor) -> Tensor:
         """Laws (R, V) of the revealed positions -> log-probabilities of the texts' tokens (B,)."""
@@ -162,8 +172,7 @@ class MixtureTask(DistillTask):
     def _loss(self, part: Part, code: Tensor, count: Tensor, *, sync: bool) -> Tensor:
         """Negative log-probability under the drawn codes (B, M), accumulated."""
         times = code.shape[1]
-        rows = torch.arange(len(part.x), device=code.device).repeat_interleave(times)
-        again = Part(part.x[rows], part.z[rows], part.t[rows], part.revealed[rows])
+        again = part.repeated(times)
         coded = self._coded(again.z, code.flatten())
         log_p = self.student.run(law(self.schedule, coded, again.t, again.revealed), sync=sync)
         loss = -self._summed(again, log_p["log_p"]).sum() / (times * count)
