@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import didi_instruct as didi
-from didi_instruct.api import quality
-from didi_instruct.api.quality import Plan, Studio, evaluate_quality
+from didi_instruct.api import reference as references
+from didi_instruct.api import studio as studios
+from didi_instruct.api.plan import Plan, plan_of_baseline
+from didi_instruct.api.quality import evaluate_quality
+from didi_instruct.api.studio import Studio
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
@@ -65,7 +68,7 @@ def test_a_row_says_what_was_measured_and_of_what(model, tmp_path):
 
 def test_nothing_is_drawn_or_measured_twice(model, tmp_path, monkeypatch):
     first = run(model, tmp_path)
-    monkeypatch.setattr("didi_instruct.api.quality._draw", None)
+    monkeypatch.setattr("didi_instruct.api.studio._draw", None)
     monkeypatch.setattr(OracleJudge, "score", None)
     again = run(model, tmp_path)
     assert again.rows == first.rows
@@ -115,8 +118,8 @@ def test_the_reference_is_measured_alike(model, tmp_path):
     found = run(model, tmp_path, reference="oracle")
     assert found.reference["num_samples"] == 24
     assert found.reference["ppl"] < min(row["ppl"] for row in found.rows)
-    assert "path_kl" not in found.reference
-    assert found.reference["temperature"] is found.reference["nfe"] is None
+    names = ("path_kl", "temperature", "nfe", "options", "batch_size", "device", "fingerprint")
+    assert [found.reference[name] for name in names] == [None] * len(names)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,8 @@ def test_tables_do_not_mix_lengths_or_tokenizers(model, tmp_path):
         ("[1]\n", "is not a file of samples"),
         ('{"format": "didi-samples", "version": 9}\n', "newer version"),
         ('{"format": "didi-samples", "version": 1, "odd": 1}\n', "`odd` is not known"),
-        ("no json\n", "is damaged"),
+        ("no json\n", "is not a file of samples"),
+        ('{"format": "didi-samples", "version": 1}\nno json\n', "is damaged"),
     ],
 )
 def test_a_damaged_file_of_samples_is_refused(tmp_path, content, message):
@@ -202,11 +206,11 @@ def test_another_text_of_the_same_name_is_another_reference(model, tmp_path, mon
         return SimpleNamespace(auc=0.5, auc_ci95=(0.4, 0.6), held_out=4)
 
     monkeypatch.setattr("didi_instruct.evaluation.rows.two_sample", two_sample)
-    plan = Plan(steps=(2,), num=24)
+    plan = Plan(steps=(2,), num=64)
     for _ in range(2):
         run(model, tmp_path, plan, ["c2st"], reference="oracle", judge=None)
     assert len(asked) == 1
-    held_out = quality.held_out
+    held_out = references.held_out
 
     def shifted(*arguments):
         source = held_out(*arguments)
@@ -215,7 +219,7 @@ def test_another_text_of_the_same_name_is_another_reference(model, tmp_path, mon
             tokenizer=source.tokenizer, num_tokens=source.num_tokens, length=source.length,
         )  # fmt: skip
 
-    monkeypatch.setattr(quality, "held_out", shifted)
+    monkeypatch.setattr(references, "held_out", shifted)
     run(model, tmp_path, plan, ["c2st"], reference="oracle", judge=None)
     assert len(asked) == 2
     assert torch.equal(asked[0][1:], asked[1][:-1])
@@ -260,7 +264,7 @@ def test_a_damaged_number_is_measured_again(model, tmp_path):
 
 
 def test_an_interruption_loses_the_row_at_work(model, tmp_path, monkeypatch):
-    draw, drawn = quality._draw, []
+    draw, drawn = studios._draw, []
 
     def second_is_interrupted(*arguments):
         drawn.append(arguments)
@@ -268,7 +272,7 @@ def test_an_interruption_loses_the_row_at_work(model, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return draw(*arguments)
 
-    monkeypatch.setattr(quality, "_draw", second_is_interrupted)
+    monkeypatch.setattr(studios, "_draw", second_is_interrupted)
     plan = Plan(steps=(2, 4, 8), num=24)
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path, plan)
@@ -298,21 +302,20 @@ def test_a_judge_of_texts_reads_the_tokens_that_count():
     tokenizer = Tokenizer.load("bytes")
     end = tokenizer.eot_id
     tokens = torch.tensor([[97, 98, end, 99], [end, 97, 98, 99], [97, 98, 99, 100]])
-    speaker = SimpleNamespace(tokenizer=tokenizer)
-    texts, lengths = quality._texts(speaker, tokens, until_eot=False)
+    texts, lengths = studios.texts_of(tokenizer, tokens, until_eot=False)
     assert texts == (f"ab{tokenizer.eot}c", f"{tokenizer.eot}abc", "abcd")
     assert lengths.tolist() == [4, 4, 4]
-    texts, lengths = quality._texts(speaker, tokens, until_eot=True)
+    texts, lengths = studios.texts_of(tokenizer, tokens, until_eot=True)
     assert (texts, lengths.tolist()) == (("ab", "", "abcd"), [2, 0, 4])
 
 
 def test_a_baseline_that_cannot_be_guided_is_sampled_plainly():
     plan = Plan(steps=(4, 8), most_steps=64, sampler="rgas", options={"h": 1.0})
     teacher = SimpleNamespace(config=SimpleNamespace(kind="mdlm"), discriminator=None)
-    plain = quality._plan_of_baseline(plan, teacher)
+    plain = plan_of_baseline(plan, teacher)
     assert (plain.steps, plain.sampler, plain.options) == ((4, 8, 64), None, {})
     teacher.discriminator = object()
-    assert quality._plan_of_baseline(plan, teacher).sampler == "rgas"
+    assert plan_of_baseline(plan, teacher).sampler == "rgas"
 
 
 def test_other_settings_of_the_same_weights_are_another_model(model, tmp_path):
@@ -321,7 +324,7 @@ def test_other_settings_of_the_same_weights_are_another_model(model, tmp_path):
     config = json.loads((other / "config.json").read_text())
     config["model"]["schedule"]["eps"] = 0.01
     (other / "config.json").write_text(json.dumps(config))
-    assert quality._fingerprint(model) != quality._fingerprint(str(other))
+    assert studios.fingerprint(model) != studios.fingerprint(str(other))
 
 
 def test_a_sweep_has_its_own_temperatures():

@@ -3,18 +3,26 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from tests.models import masked_folders
+from tests.models.foreign.reference import VOCAB, hub_config, hub_folder, prefixed, weights
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
+import didi_instruct as library
+from didi_instruct.api import quality
 from didi_instruct.api.model import Model
 from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation import rows
+from didi_instruct.evaluation.diversity import unigram_entropy
+from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.evaluation.token_judges import OracleJudge
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
@@ -31,6 +39,7 @@ FEW = ["--steps", "2,4", "--num", "24", "--out", "out"]
 @pytest.fixture
 def didi(monkeypatch, capsys):
     """Run `didi` in this process: exit code, standard output, standard error."""
+    monkeypatch.setenv("COLUMNS", "300")
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
@@ -57,7 +66,7 @@ def save(folder, tokenizer, vocab_size, damaged=False):
     save_model(folder, network, config, tokenizer=tokenizer)
 
 
-def save_judge(folder):
+def save_judge(folder, positions=256):
     """A random causal language model that reads letters."""
     torch.manual_seed(0)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -65,7 +74,7 @@ def save_judge(folder):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
     config = transformers.GPT2Config(
-        vocab_size=len(letters), n_positions=256, n_embd=32, n_layer=1, n_head=2,
+        vocab_size=len(letters), n_positions=positions, n_embd=32, n_layer=1, n_head=2,
         initializer_range=0.3, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
@@ -119,7 +128,12 @@ def test_table_and_json_hold_every_number_of_the_contract(didi, place):
     assert {"model", "judge", "rows", "reference", "versions"} <= report.keys()
     assert (report["model"], report["judge"]) == ("words", "oracle")
     row = report["rows"][0]
-    assert CONTRACT - row.keys() == {"mauve"}
+    for one in (*report["rows"], *report["baseline"], report["reference"]):
+        assert one.keys() >= CONTRACT
+        assert one["mauve"] is None
+    assert [one["gap_closed"] for one in report["baseline"]] == [None, None]
+    assert report["versions"]["numpy"] == np.__version__
+    assert report["versions"]["transformers"] == transformers.__version__
     assert row["gap_closed"] == pytest.approx(0)
     assert row["vsf"] == pytest.approx(1)
     assert row["ppl_ci95"][0] < row["ppl"] < row["ppl_ci95"][1]
@@ -130,6 +144,99 @@ def test_table_and_json_hold_every_number_of_the_contract(didi, place):
     assert f"{row['path_kl']:.3f}" in first
     assert "64 samples per row; samples and numbers in evals/words" in out
     assert out.endswith("Wrote report.json\n")
+
+
+def test_a_short_judge_leaves_perplexity_and_no_gap(didi, place):
+    """32 words are more than 12 letters, which is all that this judge reads."""
+    save_judge(place / "short", positions=12)
+    code, _, err = didi(
+        "eval", "words", *FEW, "--metrics", "ppl,entropy,path-kl", "--judge", "short",
+        "--against", "words", "--most-steps", 8, "--json", "report.json",
+    )  # fmt: skip
+    assert code == 0, err
+    for row in strict(place / "report.json")["rows"]:
+        assert row["ppl"] > 1
+        assert row["judge_cut"] == 24
+        names = ("path_kl", "path_kl_ci95", "gap_closed", "path_kl_vs_baseline")
+        assert [row[name] for name in names] == [None] * 4
+        assert "the context of 12 tokens of the judge short" in row["path_kl_note"]
+
+
+def test_progress_names_models_and_counts_rows(didi, place):
+    code, _, err = didi("eval", "words", *FEW, "--against", "words")
+    assert code == 0
+    stages = [line.partition(":")[0] for line in err.splitlines()]
+    assert stages == ["Drawing words", "Drawing words, the baseline", "Measuring 4 rows"]
+
+
+def test_a_file_of_samples_is_a_reference(didi, place, monkeypatch):
+    """Teacher with all its steps, then the few of a student; no model is opened."""
+    for name, steps in (("teacher", 32), ("student", 2)):
+        code, _, err = didi("eval", "words", "--steps", steps, "--num", 64, "--out", name)
+        assert code == 0, err
+        (path,) = (place / name / "samples").iterdir()
+        path.rename(place / f"{name}.jsonl")
+    forbid_drawing(monkeypatch)
+    monkeypatch.setattr(quality, "load", None)
+    code, out, err = didi(
+        "eval", "--samples", "student.jsonl", "--reference", "teacher.jsonl", "--out", "both",
+        "--metrics", "entropy,self-bleu,c2st", "--json", "report.json",
+    )  # fmt: skip
+    assert code == 0, err
+    report = strict(place / "report.json")
+    assert 0 <= report["rows"][0]["c2st_auc"] <= 1
+    assert (report["reference"]["model"], report["reference"]["nfe"]) == ("teacher.jsonl", 32)
+    assert "teacher.jsonl" in out
+    again = ["eval", "--samples", "student.jsonl", "--metrics", "entropy", "--out", "both"]
+    (place / "text.txt").write_text("w1 w2 " * 99)
+    code, _, err = didi(*again, "--reference", "text.txt")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "text.txt is text, and there is no tokenizer to read it with: name it with --tok" in err
+
+
+@pytest.mark.parametrize("kind", ["hub", "esm"])
+def test_foreign_models_are_measured_like_ours(didi, place, kind):
+    """Rows are those of what the library draws from the same source."""
+    if kind == "esm":
+        masked_folders.esm(place / "foreign")
+        flags = []
+    else:
+        hub_folder(place / "foreign", prefixed("backbone.", weights(2)), hub_config())
+        Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)]).save(place / "words18")
+        flags = ["--tokenizer", "words18"]
+    ask = ["--steps", 4, "--num", 6, "--metrics", "entropy,unique-4gram", "--json", "r.json"]
+    code, _, err = didi("eval", "foreign", *ask, *flags)
+    assert code == 0, err
+    row = strict(place / "r.json")["rows"][0]
+    tokens = library.load("foreign", device="cpu").sample(num=6, steps=4, seed=0)
+    assert row["entropy"] == pytest.approx(unigram_entropy(tokens).mean().item())
+    assert row["length"] == tokens.shape[1]
+    (path,) = (place / "evals" / "foreign" / "samples").iterdir()
+    texts = read_samples(path).texts
+    assert all(texts) == bool(flags or kind == "esm")
+    if flags:
+        assert texts[0].split() == [f"w{n}" for n in tokens[0].tolist()]
+
+
+def test_text_that_a_model_never_writes_has_no_likelihood(didi, place):
+    """X stands for any residue: ESM reads it, and does not write it."""
+    masked_folders.esm(place / "esm")
+    tokenizer = Tokenizer.load(place / "esm")
+    ask = ["eval", "esm", "--metrics", "nelbo", "--draws", 1, "--json", "r.json", "--data"]
+    for name, residues in (("good", "MKV"), ("odd", "MKX")):
+        (place / f"{name}.fasta").write_text(f">one\n{residues * 81}\n")
+        settings = PrepareSettings(
+            src=str(place / f"{name}.fasta"), tokenizer=str(place / "esm"), length=8,
+            out=place / name, valid=0,
+        )  # fmt: skip
+        prepare(settings)
+    code, _, err = didi(*ask, "good")
+    assert code == 0, err
+    assert 0 < strict(place / "r.json")["rows"][0]["nelbo"] < 30
+    code, _, err = didi(*ask, "odd")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "80 of 240 tokens of the text are such as" in err
+    assert f"esm never writes (`X`, id {tokenizer.vocabulary['X']}), so it has no likeli" in err
 
 
 def test_mauve_comes_with_a_causal_judge(didi, place):
@@ -194,7 +301,7 @@ def test_identical_samples_give_numbers_not_nan(didi, place, monkeypatch):
     monkeypatch.setattr(rows, "TEST_STEPS", 8)
     copies(place, didi)
     code, _, err = didi(
-        "eval", "words", "--samples", "same.jsonl", "--num", 64, "--steps", 2,
+        "eval", "words", "--samples", "same.jsonl", "--num", 70, "--steps", 2,
         "--metrics", "ppl,entropy,self-bleu,unique-4gram,path-kl,ar-kl,c2st", "--judge", "oracle",
         "--reference", "oracle", "--json", "same.json",
     )  # fmt: skip
@@ -213,12 +320,13 @@ def test_identical_samples_and_mauve(didi, place):
     pytest.importorskip("mauve", reason="mauve-text is not installed")
     copies(place, didi)
     code, _, err = didi(
-        "eval", "words", "--samples", "same.jsonl", "--num", 24, "--steps", 2, "--metrics", "mauve",
+        "eval", "words", "--samples", "same.jsonl", "--num", 70, "--steps", 2, "--metrics", "mauve",
         "--judge", "judge", "--reference", "oracle", "--json", "same.json",
     )  # fmt: skip
     assert code == 0, err
-    same = [row for row in strict(place / "same.json")["rows"] if row["num_samples"] == 70]
-    assert same[0]["mauve"] < 0.5
+    row = strict(place / "same.json")["rows"][0]
+    assert row["file"] == "same.jsonl"
+    assert row["mauve"] < 0.5
 
 
 def test_one_sample_has_no_interval(didi, place):
@@ -242,12 +350,12 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
     ("arguments", "message"),
     [
         ([], "name a model, or saved samples with --samples FILE"),
-        (["gone"], "gone: no such folder"),
+        (["gone"], "`gone` is no file or folder here"),
         (["words", "--metrics", "self-blue"], "not a metric. Did you mean `self-bleu`?"),
         (["words", "--metrics", "zero_shot"], "not a metric. Did you mean `zero-shot`?"),
         (["words", "--metrics", ","], "No metric is named"),
         (["words", "--metrics", "nelbo,entropy"], "ask for it alone"),
-        (["words", "--metrics", "ppl", "--judge", "oracle"], "add the metric entropy"),
+        (["words", "--against", "words", "--most-steps", "2"], "use more than all of them"),
         (["words", "--metrics", "ppl,entropy"], "needs a judge: add --judge"),
         (["words", "--metrics", "path-kl"], "needs a judge: add --judge"),
         (["words", "--metrics", "c2st"], "compares with text: add --reference"),
@@ -275,9 +383,15 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
         (["words", "--top-p", 1.5], "--top-p"),
         (["words", "--seed", -1], "--seed"),
         (["words", "--sampler", "ancestrall"], "Did you mean `ancestral`?"),
+        (["words", "--tokenizer", "bytes"], "words has its own tokenizer: leave out --tokenizer"),
+        (["bare", "--tokenizer", "bytes"], "bare has 64 tokens, and the tokenizer `bytes` 257"),
+        (
+            ["bytes", "--metrics", "c2st", "--reference", "good.txt"],
+            "good.txt has 37 texts of 32 tokens, and the metric c2st needs 64: give more",
+        ),
         (["words", "--option", "gird=1"], "Did you mean `grid`?"),
         (["words", "--batch-size", 0], "--batch-size are 1 or more"),
-        (["words", "--against", "gone"], "gone: no such folder"),
+        (["words", "--against", "gone"], "`gone` is no file or folder here"),
         (["words", "--most-steps", 64], "name it with --against"),
         (["words", "bytes"], "words and bytes have different tokenizers"),
         (["words", "--against", "bytes"], "words and bytes have different tokenizers"),
@@ -290,7 +404,7 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
         (["words", "--json", "words"], "give a file in a folder that exists"),
         (["words", "--out", "good.txt"], "good.txt: is a file"),
         (["--samples", "gone.jsonl"], "gone.jsonl: no such file"),
-        (["--samples", "empty.jsonl"], "is not a file of samples written by `didi eval`"),
+        (["--samples", "empty.jsonl"], "is not a file of samples"),
         (["--samples", "head.jsonl"], "head.jsonl is damaged"),
         (["--samples", "bad.txt"], "bad.txt: cannot be read"),
         (["words", "--device", "cuda:77x"], "not a device"),

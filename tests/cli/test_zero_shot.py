@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.models.foreign.reference import hub_config, hub_folder, prefixed
 
 import didi_instruct as library
 from didi_instruct.api import zeroshot as module
@@ -35,10 +37,10 @@ def didi(monkeypatch, capsys):
     return run
 
 
-def save(folder, tokenizer, vocab_size, *, seed=0, kind="mdlm", damaged=False):
+def save(folder, tokenizer, vocab_size, *, seed=0, kind="mdlm", damaged=False, length=16):
     torch.manual_seed(seed)
     config = ModelConfig(
-        kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=vocab_size, length=16
+        kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=vocab_size, length=length
     )
     network = build_model(config)
     for parameter in network.parameters():
@@ -117,6 +119,46 @@ def test_models_of_one_tokenizer_share_a_table(didi, place):
     assert [line.count("≤") for line in out.splitlines()[1:5]] == [1, 1, 0, 0]
 
 
+def test_rows_of_other_lengths_are_told_apart(didi, place):
+    """The longer context is measured in longer rows, and said not to compare."""
+    save(place / "long", Tokenizer.load("bytes"), 258, length=24)
+    ask = [*SMALL, "--data", "data", "--corpora", "ptb", "--json", "r.json"]
+    code, out, err = didi("eval", "one", "long", *ask)
+    assert code == 0, err
+    lines = out.splitlines()
+    place_of_length = lines[0].split().index("length") - len(lines[0].split())
+    assert [line.split()[place_of_length] for line in lines[1:3]] == ["16", "24"]
+    assert lines[3].startswith("Perplexities at different lengths do not compare")
+    assert [row["length"] for row in json.loads((place / "r.json").read_text())["rows"]] == [16, 24]
+    assert "different lengths" not in didi("eval", "one", "two", *ask)[1]
+
+
+def test_what_an_older_version_measured_is_measured_again(didi, place, monkeypatch):
+    command = ["eval", "one", *SMALL, "--data", "data", "--corpora", "ptb"]
+    for version in (1, 2, 2):
+        monkeypatch.setattr(module, "VERSION", version)
+        assert didi(*command)[0] == 0
+    assert len(list((place / "out" / "zero-shot").iterdir())) == 2
+
+
+def test_a_foreign_checkpoint_is_measured_with_a_tokenizer(didi, place):
+    """The same weights, in the public layout without their tokenizer, cost the same."""
+    library.load("one", device="cpu")
+    core = load_file(place / "one" / "model.safetensors")
+    config = hub_config(hidden_dim=16, cond_dim=8, n_blocks=1, n_heads=2, model_length=16)
+    hub_folder(place / "hub", prefixed("backbone.", core), config | {"vocab_size": 258})
+    ask = [*SMALL, "--data", "data", "--corpora", "ptb", "--json", "r.json"]
+    code, _, err = didi("eval", "hub", *ask)
+    assert code == 2
+    assert "hub has no tokenizer to read text with: name it with --tokenizer" in err
+    code, _, err = didi("eval", "hub", *ask, "--tokenizer", "bytes")
+    assert code == 0, err
+    assert didi("eval", "one", *ask[:-1], "ours.json")[0] == 0
+    theirs, ours = (json.loads((place / n).read_text())["rows"][0] for n in ("r.json", "ours.json"))
+    assert theirs["nelbo"] == pytest.approx(ours["nelbo"], rel=1e-6)
+    assert theirs["mauve"] is ours["mauve"] is None
+
+
 def test_an_interrupted_measurement_goes_on(didi, place, monkeypatch):
     """Ctrl-C in the third corpus; then a text changes: only what is missing is measured."""
     measure, asked, stop_at = module.likelihood_row, [], [3]
@@ -156,7 +198,7 @@ def test_an_interrupted_measurement_goes_on(didi, place, monkeypatch):
     ("arguments", "message"),
     [
         ([], "measures models: name one or more"),
-        (["gone", "--data", "data"], "gone: no such folder"),
+        (["gone", "--data", "data"], "`gone` is no file or folder here"),
         (["one", "--data", "gone"], "gone: no such folder of corpora"),
         (["one", "--data", "one"], "one: has none of the corpora: looked for ptb*test*.txt"),
         (["one", "--data", "some"], "no file of wikitext, lm1b, lambada, ag_news, pubmed, arxiv"),

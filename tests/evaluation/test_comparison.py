@@ -183,6 +183,10 @@ def test_what_the_baseline_does_not_have_is_not_made_up():
     low, high = (measured(nats=generator.normal(3, 1, 20), entropy=np.full(20, h)) for h in (3, 5))
     (row,) = compare([high], [low])
     assert (row["vsf"], row["vsf_ci95"]) == (None, None)
+    assert row["vsf_note"] == "vsF needs a sweep of the baseline: add --frontier"
+    swept = measured(nats=generator.normal(3, 1, 20), entropy=np.full(20, 4))
+    swept.row["temperature"] = 0.9
+    (row,) = compare([high], [low, swept])
     assert "above all that the baseline reaches" in row["vsf_note"]
     student = measured(gaps=generator.normal(size=20))
     (row,) = compare([student], [low], most_steps=64)
@@ -216,3 +220,51 @@ def test_one_sample_has_values_and_no_interval():
     assert (row["vsf"], row["gap_closed"], row["path_kl_vs_baseline"]) == (1.0, 0.0, 0.0)
     names = ("vsf_ci95", "gap_closed_ci95", "path_kl_vs_baseline_ci95", "path_kl_vs_baseline_se")
     assert [row[name] for name in names] == [None] * 4
+
+
+def test_the_best_setting_is_one_of_the_same_sampler():
+    """Other weights, options, seeds or numbers of samples are not settings to choose from."""
+    gaps = np.random.default_rng(0).normal(5, 1, size=20)
+    gaps += 5 - gaps.mean()
+    own = {"fingerprint": "a", "options": {"grid": "uniform"}}
+    teacher = [measured(gaps=gaps), measured(gaps=gaps - 4, nfe=64)]
+    rows = [
+        measured(gaps=gaps - 1, **own),
+        measured(gaps=gaps - 2, temperature=0.9, **own),
+        measured(gaps=gaps - 3, **own | {"fingerprint": "b"}),
+        measured(gaps=gaps - 3, **own | {"options": {"grid": "cosine"}}),
+        measured(gaps=gaps - 3, sampler="confidence", **own),
+        measured(gaps=gaps - 3, seed=1, **own),
+        measured(gaps=np.append(gaps, 5.0) - 3, **own),
+        measured(gaps=gaps - 3, nfe=64, **own),
+    ]
+    found = compare(rows, teacher, most_steps=64)
+    assert [row["gap_closed"] for row in found[:2]] == pytest.approx([0.25, 0.5])
+    assert [row["gap_closed_best"] for row in found[:2]] == pytest.approx([0.5, 0.5])
+    assert [row["gap_closed_best"] for row in found[2:7]] == pytest.approx([0.75] * 5)
+
+
+def test_passes_of_other_batches_do_not_compare():
+    generator = np.random.default_rng(0)
+    teacher, same, other, old = (
+        measured(nats=generator.normal(2, 0.1, 20), entropy=np.full(20, 5.0), **batch)
+        for batch in ({"batch_size": 64}, {"batch_size": 64}, {"batch_size": 1}, {})
+    )
+    rows = compare([same, other, old], [teacher])
+    assert all(row["vsf"] for row in rows)
+    assert rows[0]["vsf_passes"] == rows[0]["vsf"]
+    assert [row["vsf_passes"] for row in rows[1:]] == [None, None]
+    assert "drawn in batches of 1 and the baseline in batches of 64" in rows[1]["vsf_passes_note"]
+    assert "drawn in batches that are not known" in rows[2]["vsf_passes_note"]
+    (row,) = compare([old], [measured(nats=np.full(20, 2.0), entropy=np.full(20, 5.0))])
+    assert row["vsf_passes"] == row["vsf"]
+
+
+def test_a_row_without_path_kl_closes_no_gap():
+    gaps = np.random.default_rng(0).normal(5, 1, size=20)
+    cut = measured(gaps=gaps)
+    cut.row.update(path_kl=None, path_kl_note="too long")
+    (row,) = compare([cut], [measured(gaps=gaps), measured(gaps=gaps - 1, nfe=64)], most_steps=64)
+    for name in ("gap_closed", "gap_closed_best", "path_kl_vs_baseline"):
+        assert (row[name], row[f"{name}_ci95"]) == (None, None)
+        assert row[f"{name}_note"] == "this row has no path KL"

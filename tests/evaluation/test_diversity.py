@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import didi_instruct
+from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import (
     bootstrap,
@@ -279,3 +280,30 @@ def test_the_bootstrap_does_not_depend_on_memory(monkeypatch):
     expected = bootstrap(values, seed=3)
     monkeypatch.setattr("didi_instruct.evaluation.diversity.DRAWS_AT_ONCE", 200)
     assert bootstrap(values, seed=3) == expected != bootstrap(values, seed=4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_interval_of_self_bleu_leaves_out_each_sample_and_counts_anew(seed):
+    generator = np.random.default_rng(seed)
+    number, length, words = (int(generator.integers(low, 12)) for low in (3, 1, 1))
+    texts = generator.integers(words, size=(number, length))
+    without = [self_bleu(np.delete(texts, i, 0)).mean for i in range(number)]
+    half = 1.96 * math.sqrt((number - 1) * np.var(without))
+    mean = self_bleu(texts).mean
+    expected = max(0.0, mean - half), min(1.0, mean + half)
+    assert self_bleu(texts).ci95 == pytest.approx(expected, abs=1e-12)
+    assert self_bleu(texts[:2]).ci95 is None
+
+
+def test_the_interval_of_self_bleu_covers_its_mean_at_this_number_of_samples():
+    """300 sets of 64 texts of a known language; coverage of 95% or more, less 4 errors (3e-5).
+
+    A bootstrap of the scores, which takes their references as given, covers 88%.
+    """
+    language = OracleLanguage.default()
+    found = [
+        self_bleu(language.sample(64, torch.Generator().manual_seed(seed))) for seed in range(300)
+    ]
+    truth = np.mean([result.mean for result in found])
+    covered = np.mean([low <= truth <= high for low, high in (r.ci95 for r in found)])
+    assert covered > 0.95 - 4 * math.sqrt(0.95 * 0.05 / 300)

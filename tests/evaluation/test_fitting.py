@@ -37,6 +37,9 @@ def test_a_split_is_a_partition(count):
     assert len(split.held_out) == round(0.2 * count)
     assert len(split.valid) == round(0.1 * count)
     assert split.train.tolist() != Split.draw(count, seed=5).train.tolist()
+    ordered = Split.in_order(count)
+    assert torch.cat(ordered).tolist() == list(range(count))
+    assert [len(part) for part in ordered] == [len(part) for part in split]
 
 
 def test_training_ends_when_the_validation_has_turned_however_many_steps_are_planned():

@@ -15,7 +15,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
-from didi_instruct.evaluation import causal_files
+from didi_instruct.evaluation import causal_files, causal_judge
 from didi_instruct.evaluation import causal_nats as module
 from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.causal_nats import causal_nats
@@ -353,6 +353,32 @@ def test_a_fingerprint_tells_what_changes_a_score(folders, tmp_path):
         ),
     }
     assert len(found) == 6
+
+
+def test_weights_that_differ_anywhere_are_another_judge(folders, tmp_path):
+    """A file of 16 MiB, of which one number in a tensor off its beginning, middle and end moves."""
+    big = copy(folders["llama"], tmp_path / "big")
+    config = transformers.LlamaConfig.from_pretrained(big)
+    config.hidden_size, config.intermediate_size = 256, 2304
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(big)
+    size = (big / "model.safetensors").stat().st_size
+    before = CausalJudge(big)
+    content = bytearray((big / "model.safetensors").read_bytes())
+    place = size // 4
+    assert all(abs(place - other) > 3 << 20 for other in (0, size // 2, size))
+    content[place] ^= 1
+    (big / "model.safetensors").write_bytes(content)
+    assert CausalJudge(big).fingerprint != before.fingerprint
+
+
+def test_the_precision_is_part_of_a_judge(folders, monkeypatch):
+    judge = CausalJudge(folders["gpt2"])
+    load = causal_judge.load_causal
+    monkeypatch.setattr(
+        causal_judge, "load_causal", lambda source, _, trust: load(source, torch.bfloat16, trust)
+    )
+    assert CausalJudge(folders["gpt2"]).fingerprint != judge.fingerprint
 
 
 def write_gguf(path, tokenizer, model):

@@ -39,11 +39,12 @@ def library():
 
 @pytest.mark.parametrize("settings", [{}, {"scale": 2.0, "buckets": 7, "seed": 3, "redo": 2}])
 def test_the_result_is_the_librarys(library, settings, capfd):
+    """With the reference as `p` and samples as `q`, as is the custom."""
     found = mauve_score(TEXTS, OTHERS, near, **settings)
     assert capfd.readouterr() == ("", "")
     expected = library.compute_mauve(
-        p_features=near(TEXTS),
-        q_features=near(OTHERS),
+        p_features=near(OTHERS),
+        q_features=near(TEXTS),
         num_buckets=settings.get("buckets", "auto"),
         mauve_scaling_factor=settings.get("scale", 5),
         seed=settings.get("seed", 25),
@@ -54,6 +55,11 @@ def test_the_result_is_the_librarys(library, settings, capfd):
     np.testing.assert_array_equal(found.curve, expected.divergence_curve)
     assert found.buckets == expected.num_buckets == settings.get("buckets", 15)
     assert (found.samples, found.reference, found.iterations) == (200, 150, 500)
+    of_histograms = ours.mauve_interval(
+        expected.mauve, expected.p_hist, expected.q_hist, num_p=150, num_q=200,
+        scale=settings.get("scale", 5), seed=settings.get("seed", 25),
+    )  # fmt: skip
+    assert found.ci95 == of_histograms
 
 
 def test_the_area_under_a_resampled_curve_is_the_librarys(library):
@@ -116,7 +122,7 @@ def test_the_first_texts_count_and_empty_ones_do_not(library):
         return near(texts)
 
     found = mauve_score(["", " \n", *TEXTS], OTHERS, features, max_texts=102)
-    assert asked == [TEXTS[:100], OTHERS[:102]]
+    assert asked == [OTHERS[:102], TEXTS[:100]]
     assert (found.samples, found.reference, found.buckets) == (100, 102, 10)
     assert found.value == mauve_score(TEXTS[:100], OTHERS[:102], near).value
 

@@ -10,6 +10,7 @@ import torch
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import rows
+from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.judges import Scores
 from didi_instruct.evaluation.rows import (
     METRICS,
@@ -17,7 +18,6 @@ from didi_instruct.evaluation.rows import (
     Reference,
     Yardstick,
     constant_after_end,
-    describe,
     measure,
     plain,
 )
@@ -43,14 +43,14 @@ class CoinJudge:
 
     name, fingerprint, exact = "coin", "coin", True
 
-    def __init__(self, forbidden=-1):
-        self.forbidden, self.asked = forbidden, []
+    def __init__(self, forbidden=-1, cut=0):
+        self.forbidden, self.asked, self.cut = forbidden, [], cut
 
     def score(self, samples, progress=None):
         self.asked.append(samples.lengths.tolist())
         nats = samples.lengths.double() * math.log(4)
         nats[(samples.tokens == self.forbidden).any(1)] = math.inf
-        return Scores(nats, samples.lengths.clone())
+        return Scores(nats, samples.lengths.clone(), self.cut)
 
 
 def row_of(samples, *names, judge=None, **yardstick):
@@ -119,6 +119,19 @@ def test_what_a_judge_finds_impossible_is_said():
     assert (row["ppl"], row["ppl_ci95"], row["path_kl"], row["path_kl_ci95"]) == (None,) * 4
     assert row["ppl_note"] == row["path_kl_note"] == "the judge finds 2 samples impossible"
     assert row["path_entropy"] == 9
+
+
+def test_texts_that_a_judge_cut_have_no_path_kl():
+    """Its cross-entropy is of their beginning, the entropy of the draws of all of them."""
+    samples = sample_set(random_tokens(10), log_prob=torch.full((10,), -9.0).double())
+    measuring = Measuring(samples, Yardstick(judge=CoinJudge(cut=3)))
+    found = measure("ppl", measuring) | measure("path-kl", measuring)
+    row = found.row
+    assert (row["ppl"], row["judge_cut"]) == (pytest.approx(4), 3)
+    assert (row["path_kl"], row["path_kl_ci95"], row["path_entropy"]) == (None, None, 9)
+    assert "3 texts are longer than the context of the judge coin" in row["path_kl_note"]
+    assert "--length" in row["path_kl_note"]
+    assert "path_gap" not in found.values
 
 
 def test_numbers_are_those_that_json_knows():

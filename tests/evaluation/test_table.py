@@ -86,3 +86,7 @@ def test_path_kl_of_an_inexact_judge_is_explained_as_such():
     assert "upper bound" in meaning(PATH_KL, [{"path_kl_exact": True}, {}])
     assert meaning(PATH_KL, [{}, {"path_kl_exact": False}]) == INEXACT_PATH_KL
     assert "may be negative" in INEXACT_PATH_KL
+    for exact in (True, False):
+        words = meaning(PATH_KL, [{"path_kl_exact": exact}])
+        assert "can reward texts that are a little too much alike" in words
+        assert all(name in words for name in ("entropy", "4-grams", "Self-BLEU"))

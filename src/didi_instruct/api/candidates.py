@@ -1,27 +1,30 @@
 """Models as they are known before their weights are read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from didi_instruct.api.open import Origin, find, open_source
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import TOKENIZER, Manifest, read_manifest
+from didi_instruct.models.foreign.places import locate
+from didi_instruct.models.foreign.reading import recognise
+from didi_instruct.models.manifest import TOKENIZER, read_manifest
+from didi_instruct.models.masked_families import FoundMaskedLM, recognise_masked_lm
+from didi_instruct.models.masked_ids import special_ids
+from didi_instruct.models.remote_lm import refuse_code
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model of which only the manifest and the tokenizer are read."""
+    """A model of which only settings, headers and the tokenizer are read."""
 
     source: str
-    manifest: Manifest
+    config: ModelConfig
     tokenizer: Tokenizer | None
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its shape."""
-        return self.manifest.model
+    given: str | None = None
+    """The tokenizer that it was given, since it brings none."""
 
     @property
     def tokenizer_hash(self) -> str | None:
@@ -29,13 +32,14 @@ class Candidate:
         return self.tokenizer.hash if self.tokenizer else None
 
 
-def candidates(sources: Sequence[str]) -> list[Candidate]:
-    """Look at models, each once; refuse those whose numbers do not belong into one table."""
-    found = []
-    for source in dict.fromkeys(sources):
-        manifest = read_manifest(Path(source))
-        told = TOKENIZER[0] in manifest.files
-        found.append(Candidate(source, manifest, Tokenizer.load(Path(source)) if told else None))
+def candidates(sources: Sequence[str], tokenizer: str | None = None) -> list[Candidate]:
+    """Look at models, each once; refuse those whose numbers do not belong into one table.
+
+    `tokenizer` is for those that bring none.
+    """
+    found = [_look(source, tokenizer) for source in dict.fromkeys(sources)]
+    if found and tokenizer is not None and not any(model.given for model in found):
+        raise UserError(f"{found[0].source} has its own tokenizer: leave out --tokenizer.")
     for other in found[1:]:
         if other.tokenizer_hash != found[0].tokenizer_hash:
             raise UserError(
@@ -43,3 +47,52 @@ def candidates(sources: Sequence[str]) -> list[Candidate]:
                 "are per token and do not belong into one table. Evaluate them one by one."
             )
     return found
+
+
+def _look(source: str, tokenizer: str | None) -> Candidate:
+    origin = find(source)
+    config, own = _KINDS[origin.form](origin)
+    if own is not None or tokenizer is None:
+        return Candidate(source, config, own)
+    given = Tokenizer.load(tokenizer)
+    if given.size > config.num_tokens:
+        raise UserError(
+            f"{source} has {config.num_tokens} tokens, and the tokenizer `{tokenizer}` "
+            f"{given.size}: give the one that it was trained with."
+        )
+    return Candidate(source, config, given, tokenizer)
+
+
+def _ours(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
+    manifest = read_manifest(origin.path)
+    told = TOKENIZER[0] in manifest.files
+    return manifest.model, Tokenizer.load(origin.path) if told else None
+
+
+def _foreign(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
+    config, folder = recognise(origin.path).config, locate(origin.path).tokenizer_folder
+    tokenizer = None if folder is None else Tokenizer.load(folder)
+    fits = tokenizer is not None and tokenizer.size <= config.num_tokens
+    return config, tokenizer if fits else None
+
+
+def _masked_lm(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
+    found = recognise_masked_lm(origin.path)
+    assert found is not None
+    if found.needs_code:
+        refuse_code(found)
+    if not ((found.path / TOKENIZER[0]).is_file() or found.model_type == "esm"):
+        loaded = open_source(origin.name)  # only `transformers` can read such a tokenizer
+        return loaded.config, loaded.tokenizer
+    return _framed(found, Tokenizer.load(Path(found.path)))
+
+
+def _framed(found: FoundMaskedLM, tokenizer: Tokenizer) -> tuple[ModelConfig, Tokenizer]:
+    """Leave room for what really stands around a text."""
+    ids = special_ids(found, tokenizer)
+    taken = len(ids.before) + len(ids.after) - found.family.specials
+    config = replace(found.config, length=found.config.length - taken)
+    return config, tokenizer.endless() if found.family.frame == "tokenizer" else tokenizer
+
+
+_KINDS = {"didi": _ours, "foreign": _foreign, "masked-lm": _masked_lm}

@@ -3,17 +3,17 @@
 import json
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from didi_instruct import __version__
 from didi_instruct.api.model import Model, load
 from didi_instruct.api.sources import is_prepared
-from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource, open_data
 from didi_instruct.data.excerpt import excerpt
 from didi_instruct.data.files import write_atomic
@@ -22,7 +22,14 @@ from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.describing import complete
 from didi_instruct.evaluation.likelihood import check_data
+from didi_instruct.evaluation.provenance import commit
+from didi_instruct.models.masked_network import MaskedLM
+
+PACKAGES = ("numpy", "transformers", "mauve-text")
+"""Other packages on which numbers depend, where they are installed."""
+ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +45,28 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write JSON, with the versions behind the numbers."""
-        versions = {
-            "didi_instruct": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
         value = {
             "model": self.model,
             "judge": self.judge,
-            "rows": self.rows,
-            "baseline": self.baseline,
+            "rows": [complete(row) for row in self.rows],
+            "baseline": [complete(row) for row in self.baseline],
             "reference": self.reference,
-            "versions": versions,
+            "versions": dict(_versions()),
         }
         write_atomic(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "didi_instruct", __version__
+    yield "torch", torch.__version__
+    yield "python", platform.python_version()
+    for name in PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if known := commit():
+        yield "commit", known
 
 
 def evaluate_likelihood(
@@ -63,12 +78,17 @@ def evaluate_likelihood(
     batch_size: int,
     seed: int,
     reading: ReadOptions | None = None,
+    tokenizer: str | None = None,
     device: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out)."""
-    model = load(source, device=device)
-    rows = held_out(model, data, sequences, reading or ReadOptions())
+    """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out).
+
+    `tokenizer` is for a model that brings none.
+    """
+    model = load(source, device=device, tokenizer=tokenizer)
+    reading = reading or ReadOptions()
+    rows = held_out(model.tokenizer, model.config.length, data, sequences, reading)
     count = min(sequences, rows.num_sequences or sequences)
     row = likelihood_row(
         source,
@@ -98,6 +118,7 @@ def likelihood_row(
 ) -> dict[str, Any]:
     """Likelihood of the first `count` rows, as a row for JSON."""
     check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
+    _check_writable(source, model, rows, count)
     result = model.likelihood(
         rows.ordered,
         sequences=count,
@@ -121,28 +142,49 @@ def likelihood_row(
     }
 
 
-class Reader(Protocol):
-    """What text is read with: a model, or what is known of one before it is loaded."""
+def _check_writable(source: str, model: Model, rows: TokenSource, count: int) -> None:
+    """Refuse text with tokens that a masked LM never writes.
 
-    @property
-    def config(self) -> ModelConfig:
-        """Its shape."""
+    They have probability 0 in exact terms, and an arbitrary large cost in ours.
+    """
+    if not isinstance(model.network, MaskedLM):
+        return
+    never = torch.tensor(model.network.ids.banned)
+    found = [
+        tokens[torch.isin(tokens, never)]
+        for first in range(0, count, ROWS_AT_ONCE)
+        for tokens in [rows.ordered(first, min(ROWS_AT_ONCE, count - first))]
+    ]
+    bad = torch.cat(found)
+    if len(bad):
+        first = int(bad[0])
+        ends = first == rows.tokenizer.eot_id
+        where = " Prepared data has one after each document." if ends else ""
+        raise UserError(
+            f"{len(bad)} of {count * rows.length} tokens of the text are such as {source} never "
+            f"writes (`{rows.tokenizer.decode([first])}`, id {first}), so it has no likelihood of "
+            f"the text: give text without them.{where}"
+        )
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Its tokens."""
 
+def held_out(
+    tokenizer: Tokenizer | None, length: int, data: str, sequences: int, reading: ReadOptions
+) -> TokenSource:
+    """Held-out rows of data by SOURCE (all rows if nothing is held out).
 
-def held_out(model: Reader, data: str, sequences: int, reading: ReadOptions) -> TokenSource:
-    """Held-out rows of data by SOURCE (all rows if nothing is held out), in the model's tokens."""
+    Text is read with the tokenizer, in rows of `length`; other data has its own of both.
+    """
     if data == "oracle":
         return OracleSource(OracleLanguage.default(), seed=0, split="valid")
     if is_prepared(Path(data)):
         held_out = Manifest.read(Path(data)).splits.get("valid")
         return open_data(Path(data), "valid" if held_out and held_out.rows else "train")
-    if model.tokenizer is None:
-        raise UserError("The model has no tokenizer to read text with: give a prepared folder.")
-    return excerpt(data, model.tokenizer, model.config.length, sequences, reading)
+    if tokenizer is None:
+        raise UserError(
+            f"{data} is text, and there is no tokenizer to read it with: name it with --tokenizer "
+            "(a folder of the model, gpt2), or give a prepared folder."
+        )
+    return excerpt(data, tokenizer, length, sequences, reading)
 
 
 def _truth(rows: OracleSource, count: int) -> dict[str, Any]:

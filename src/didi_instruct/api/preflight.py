@@ -5,20 +5,14 @@ from dataclasses import fields
 from importlib.util import find_spec
 
 from didi_instruct.api.candidates import Candidate, candidates
-from didi_instruct.api.evaluate import held_out
-from didi_instruct.api.generation import Request
-from didi_instruct.api.quality import Plan
+from didi_instruct.api.plan import Plan
+from didi_instruct.api.reference import FEWEST, Like, open_reference
 from didi_instruct.api.samplers import find_sampler
 from didi_instruct.config.parse import parse
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import MissingExtraError, UserError
-from didi_instruct.evaluation.fitting import FEWEST_SAMPLES
 from didi_instruct.evaluation.judges import CausalJudge, Judge
-from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.evaluation.token_judges import TokenJudge
-
-FEWEST = {"ar-kl": FEWEST_SAMPLES, "c2st": FEWEST_SAMPLES}
-"""Samples that a metric cannot do without."""
 
 
 def check_models(
@@ -27,13 +21,15 @@ def check_models(
     plan: Plan,
     reference: str | None,
     reading: ReadOptions,
+    metrics: Sequence[str] = (),
+    tokenizer: str | None = None,
 ) -> list[Candidate]:
     """Refuse models that are missing, that do not belong into one table or cannot draw the plan.
 
     A baseline that cannot be sampled as the others is sampled plainly: its sampler is not checked.
     """
     wish = next(plan.requests())
-    found = candidates([*sources, *([against] if against else [])])
+    found = candidates([*sources, *([against] if against else [])], tokenizer)
     for model in found:
         if wish.length is not None and wish.length > model.config.length:
             raise UserError(
@@ -44,20 +40,28 @@ def check_models(
             if plan.options and not fields(sampler.options):
                 raise UserError(f"`{sampler.name}` has no options.")
             parse(sampler.options, dict(plan.options), where=f"sampler {sampler.name}")
+    shortest, longest = (f(found, key=_length, default=None) for f in (min, max))
+    if wish.length is None and shortest and longest and _length(shortest) != _length(longest):
+        raise UserError(
+            f"{shortest.source} writes {_length(shortest)} tokens and {longest.source} "
+            f"{_length(longest)}, and entropy grows with length: add --length {_length(shortest)}."
+        )
     if found and reference is not None:
-        _check_reference(reference, found[-1], wish, reading)
+        last = found[-1]
+        like = Like(
+            num=wish.num,
+            length=wish.length or last.config.length,
+            until_eot=plan.until_eot,
+            hash=last.tokenizer_hash,
+            tokenizer=last.tokenizer,
+            num_tokens=last.config.num_tokens,
+        )
+        open_reference(reference, like, reading, metrics)
     return found
 
 
-def _check_reference(data: str, model: Candidate, wish: Request, reading: ReadOptions) -> None:
-    """Refuse text that cannot be read, or that has other tokens or shorter rows than samples."""
-    rows = held_out(model, data, wish.num, reading)
-    check_data(model.config, model.tokenizer_hash, rows)
-    if rows.length < (wish.length or model.config.length):
-        raise UserError(
-            f"{data} has rows of {rows.length} tokens, fewer than the samples: draw them with "
-            f"--length {rows.length}."
-        )
+def _length(model: Candidate) -> int:
+    return model.config.length
 
 
 def check_needs(

@@ -9,14 +9,16 @@ from typing import Any
 from didi_instruct.api.candidates import Candidate, candidates
 from didi_instruct.api.evaluate import Report, likelihood_row
 from didi_instruct.api.model import load
+from didi_instruct.api.open import fingerprint
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA, Documents, open_corpora
 from didi_instruct.evaluation.scores import digest
 from didi_instruct.evaluation.zeroshot import Packed, pack
-from didi_instruct.models.manifest import MODEL
 
+VERSION = 2
+"""Raised where the measure changes, so that old numbers are taken again."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
 
@@ -31,6 +33,7 @@ def evaluate_zero_shot(
     draws: int = 8,
     batch_size: int = 32,
     seed: int = 0,
+    tokenizer: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -39,29 +42,31 @@ def evaluate_zero_shot(
     No `corpora` means all seven; `data` is a folder of their files, None the hub. All texts are
     read before anything is measured, so a wrong file is found at once. A corpus that is done is
     written to `out`, and not measured again for the same weights, rows, draws and seed.
+    `tokenizer` is for models that bring none.
     """
     if min(sequences, draws, batch_size) < 1:
         raise UserError("sequences, draws and batch_size are 1 or more.")
     documents = open_corpora(corpora or CORPORA, data)
-    models = candidates(sources)
+    models = candidates(sources, tokenizer)
     if not models:
         raise UserError("Nothing to evaluate: name a model.")
-    tokenizer = models[0].tokenizer
-    if tokenizer is None:
+    words = models[0].tokenizer
+    if words is None:
         raise UserError(
-            f"{models[0].source} has no tokenizer to read text with: use another model."
+            f"{models[0].source} has no tokenizer to read text with: name it with --tokenizer."
         )
     packed = {
-        length: dict(_read(documents, tokenizer, length, sequences, progress))
+        length: dict(_read(documents, words, length, sequences, progress))
         for length in dict.fromkeys(model.config.length for model in models)
     }
     noise = {"draws": draws, "seed": seed}
     rows = []
     for model in models:
         texts = packed[model.config.length]
-        files = {name: _file(out, model, corpus, noise) for name, corpus in texts.items()}
+        weights = fingerprint(model.source)
+        files = {n: _file(out, weights, model, corpus, noise) for n, corpus in texts.items()}
         missing = {name: corpus for name, corpus in texts.items() if not files[name].exists()}
-        for name, row in _measure(model.source, missing, noise, batch_size, device, progress):
+        for name, row in _measure(model, missing, noise, batch_size, device, progress):
             _keep(files[name], row)
         for name, path in files.items():
             where = {"corpus": name, "source": documents[name].source, "model": model.source}
@@ -83,7 +88,7 @@ def _read(
 
 
 def _measure(
-    source: str,
+    candidate: Candidate,
     texts: Mapping[str, Packed],
     noise: dict[str, int],
     batch_size: int,
@@ -92,7 +97,8 @@ def _measure(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     if not texts:
         return
-    model = load(source, device=device)
+    source = candidate.source
+    model = load(source, device=device, tokenizer=candidate.given)
     for name, corpus in texts.items():
 
         def tell(done: int, total: int, stage: str = f"{source} on {name}") -> None:
@@ -106,10 +112,10 @@ def _measure(
         yield name, row | {"tokens": count * row["length"], "documents": corpus.documents}
 
 
-def _file(out: Path, model: Candidate, corpus: Packed, noise: dict[str, int]) -> Path:
+def _file(out: Path, weights: str, model: Candidate, corpus: Packed, noise: dict[str, int]) -> Path:
     """Where a row is kept: named by all that it depends on."""
-    weights, config = model.manifest.files[MODEL].sha256, asdict(model.config)
-    return out / "zero-shot" / f"{digest(weights, config, corpus.data.fingerprint, noise)}.json"
+    name = digest(VERSION, weights, asdict(model.config), corpus.data.fingerprint, noise)
+    return out / "zero-shot" / f"{name}.json"
 
 
 def _keep(path: Path, row: dict[str, Any]) -> None:

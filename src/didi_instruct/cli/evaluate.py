@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, nelbo, zero_shot
+from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from didi_instruct.api.quality import Quality
     from didi_instruct.data.readers import ReadOptions
 
-TEMPERATURES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
+TEMPERATURES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 TOP_PS = (0.98, 0.95, 0.9, 0.8)
 """Settings of `--frontier`, beside the plain one."""
 
 
 def command(
     sources: Annotated[
-        list[str] | None, typer.Argument(metavar="SOURCE...", help="Models: didi's folders.")
+        list[str] | None,
+        typer.Argument(metavar="SOURCE...", help="Models: folders, files, hub ids."),
     ] = None,
     metrics: Annotated[
         str,
@@ -45,7 +46,11 @@ def command(
         ),
     ] = False,
     reference: Annotated[
-        str | None, typer.Option(help="Text to compare with, for mauve and c2st.")
+        str | None,
+        typer.Option(
+            help="What to compare with, for mauve and c2st: text, or a file of samples (a teacher "
+            "with all its steps)."
+        ),
     ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Baseline: vsF and gap closed.")
@@ -70,6 +75,13 @@ def command(
     ] = False,
     samples: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Saved samples; may be repeated.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="For a model that brings none, and for text beside saved samples alone: gpt2, a "
+            "folder, a tokenizer.json."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for samples and numbers (default: evals/MODEL).")
@@ -113,7 +125,7 @@ def command(
     from didi_instruct.data.readers import ReadOptions, check_documents
 
     reading = ReadOptions(field=field, documents=check_documents(documents))
-    common: dict[str, Any] = {"json_file": json_file, "device": device}
+    common: dict[str, Any] = {"tokenizer": tokenizer, "json_file": json_file, "device": device}
     models = sources or []
     _check_alone(names, data, corpora)
     noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
@@ -125,12 +137,20 @@ def command(
         return
     if most_steps is not None and against is None:
         raise UserError("--most-steps are the baseline's: name it with --against SOURCE.")
-    from didi_instruct.api.quality import Plan, check_metrics
+    budgets = _whole_numbers("--steps", steps)
+    if most_steps is not None and most_steps <= max(budgets):
+        raise UserError(
+            f"--most-steps {most_steps} is the end of the gap that --steps {steps} begin: use more "
+            "than all of them."
+        )
+    from didi_instruct.api.plan import Plan, check_metrics
     from didi_instruct.config.parse import apply_overrides
 
+    if "ppl" in names and "entropy" not in names:
+        names.append("entropy")  # perplexity alone proves nothing
     check_metrics(names, judge is not None, reference is not None)
     plan = Plan(
-        steps=_whole_numbers("--steps", steps),
+        steps=budgets,
         most_steps=most_steps,
         num=num,
         length=length,
@@ -208,6 +228,7 @@ def _quality(
     out: Path | None,
     *,
     reading: "ReadOptions",
+    tokenizer: str | None,
     json_file: Path | None,
     device: str | None,
 ) -> None:
@@ -217,11 +238,9 @@ def _quality(
     from didi_instruct.api.quality import evaluate_quality
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
-    from didi_instruct.evaluation.table import table
 
-    first = Path(sources[0]) if sources else (samples[0] if samples else Path("samples"))
-    folder = out or Path("evals") / first.resolve().stem
-    models = check_models(sources, against, plan, reference, reading)
+    folder = out or default_folder([*sources, *map(str, samples)], against)
+    models = check_models(sources, against, plan, reference, reading, metrics, tokenizer)
     opened = None if judge is None else open_judge(judge, device=device, **judge_settings)
     check_needs(metrics, plan, opened, models)
     with ProgressBar() as bar:
@@ -235,28 +254,36 @@ def _quality(
             reading=reading,
             against=against,
             samples=samples,
+            tokenizer=tokenizer,
             device=device,
-            progress=lambda stage, done, total: bar.update(stage, done, total, "done"),
+            progress=lambda stage, done, total: bar.update(
+                stage, done, total, "rows" if stage.startswith("Drawing") else "texts"
+            ),
         )
-    for line in table([*found.rows, *found.baseline], found.reference):
-        typer.echo(line)
-    counts = sorted({row["num_samples"] for row in found.rows})
-    typer.echo(f"{_span(counts)} samples per row; samples and numbers in {folder}")
     name = ", ".join(sources) or ", ".join(map(str, samples))
-    page = _report(folder, name, found)
-    typer.echo(f"Report: {page}")
     if json_file is not None:
         Report(name, found.judge, found.rows, found.reference, found.baseline).write(json_file)
+    replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
+    page = _report(folder, found)
+    counts = sorted({row["num_samples"] for row in found.rows})
+    many = "" if counts == [1] else "s"
+    typer.echo(f"{_span(counts)} sample{many} per row; samples and numbers in {folder}")
+    typer.echo(f"Report: {page}{replaced}")
+    if json_file is not None:
         typer.echo(f"Wrote {json_file}")
 
 
-def _report(folder: Path, name: str, found: "Quality") -> Path:
-    """Write the report that people look at."""
-    from didi_instruct.evaluation.provenance import provenance
-    from didi_instruct.evaluation.report import Content, write_report
+def _report(folder: Path, found: "Quality") -> Path:
+    """Write the report that people look at, and print the heart of it."""
+    import shutil
 
+    from didi_instruct.evaluation.provenance import provenance
+    from didi_instruct.evaluation.report import Content, render_terminal, write_report
+    from didi_instruct.evaluation.report.lines import short_names
+
+    names = short_names([row["model"] for row in found.rows])
     content = Content(
-        title=f"Samples of {name}",
+        title=f"Samples of {', '.join(names.values())}",
         rows=found.rows,
         baseline=found.baseline,
         reference=found.reference,
@@ -265,7 +292,10 @@ def _report(folder: Path, name: str, found: "Quality") -> Path:
         provenance=provenance(),
         command=shlex.join(["didi", *sys.argv[1:]]),
     )
-    return write_report(folder, content)[0]
+    page = write_report(folder, content)[0]
+    for line in render_terminal(content, shutil.get_terminal_size((120, 24)).columns):
+        typer.echo(line)
+    return page
 
 
 def _span(numbers: "Sequence[int]") -> str:

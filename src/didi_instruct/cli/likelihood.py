@@ -21,6 +21,8 @@ def nelbo(
     data: str | None,
     noise: dict[str, int],
     reading: "ReadOptions",
+    *,
+    tokenizer: str | None,
     json_file: Path | None,
     device: str | None,
 ) -> None:
@@ -38,6 +40,7 @@ def nelbo(
             data,
             **noise,
             reading=reading,
+            tokenizer=tokenizer,
             device=device,
             progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
         )
@@ -51,6 +54,8 @@ def zero_shot(
     corpora: str | None,
     noise: dict[str, int],
     out: Path | None,
+    *,
+    tokenizer: str | None,
     json_file: Path | None,
     device: str | None,
 ) -> None:
@@ -63,7 +68,7 @@ def zero_shot(
     names = [name.strip() for name in (corpora or "").split(",") if name.strip()]
     if corpora is not None and not names:
         raise UserError("--corpora names no corpus: leave it out for all seven.")
-    folder = out or Path("evals") / Path(sources[0]).resolve().stem
+    folder = out or default_folder(sources)
     with ProgressBar() as bar:
         report = evaluate_zero_shot(
             sources,
@@ -71,6 +76,7 @@ def zero_shot(
             corpora=names,
             data=data,
             **noise,
+            tokenizer=tokenizer,
             device=device,
             progress=lambda stage, done, total: bar.update(
                 stage, done, total, "corpora" if stage == "Reading" else "rows"
@@ -78,15 +84,25 @@ def zero_shot(
         )
     for line in table(report.rows):
         typer.echo(line)
+    if len({row["length"] for row in report.rows}) > 1:
+        typer.echo("Perplexities at different lengths do not compare: a longer row tells more.")
     typer.echo(f"At most {noise['sequences']} rows of a corpus; numbers in {folder}")
     _write(report, json_file)
+
+
+def default_folder(sources: "Sequence[str]", against: str | None = None) -> Path:
+    """Where an evaluation is kept: by the names of the models, or of the files of samples."""
+    paths = [Path(source).resolve() for source in sources]
+    name = "+".join(path.stem if path.is_file() else path.name for path in paths) or "samples"
+    rival = f"-against-{Path(against).resolve().name}" if against else ""
+    return Path("evals") / f"{name}{rival}"[:120]
 
 
 def table(rows: "Sequence[dict[str, Any]]") -> list[str]:
     """Rows as text, one per model and corpus."""
     width = max(5, *(len(row["model"]) for row in rows))
-    titles = ("corpus", "perplexity", "95% interval", "nats", "rows", "tokens", "draws")
-    spaces = (9, 13, 22, 9, 8, 10, 7)
+    titles = ("corpus", "perplexity", "95% interval", "nats", "rows", "length", "tokens", "draws")
+    spaces = (9, 13, 22, 9, 8, 8, 10, 7)
     lines = ["model".ljust(width) + "".join(map(str.rjust, titles, spaces))]
     for row in rows:
         low, high = row["nelbo_ppl_ci95"] or (None, None)
@@ -96,6 +112,7 @@ def table(rows: "Sequence[dict[str, Any]]") -> list[str]:
             f"[{_number(low)}, {_number(high)}]",
             f"{row['nelbo']:.4f}",
             str(row["num_sequences"]),
+            str(row["length"]),
             str(row["tokens"]),
             str(row["draws"]),
         )

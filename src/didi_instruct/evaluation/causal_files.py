@@ -13,9 +13,6 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.models.manifest import CONFIG
 
-SAMPLED_BYTES = 1 << 20
-"""Read of each file's beginning, middle and end, to tell judges apart."""
-
 
 def load_causal(
     source: str | Path, dtype: torch.dtype, trust_remote_code: bool
@@ -110,12 +107,8 @@ def require_causal(name: str, model: Any) -> None:
         raise UserError(f"The judge {name} looks at later tokens: it is not a causal model.")
 
 
-def sample_file(path: Path) -> bytes:
-    """Name, size and some content of a file: cheap, and different for different weights."""
-    size = path.stat().st_size
+def file_hash(path: Path) -> bytes:
+    """Hash of a file's name and of all of its content: weights may differ anywhere."""
     with path.open("rb") as file:
-        parts = [f"{path.name}/{size}".encode()]
-        for start in (0, size // 2, size - SAMPLED_BYTES):
-            file.seek(max(start, 0))
-            parts.append(file.read(SAMPLED_BYTES))
-    return hashlib.sha256(b"".join(parts)).digest()
+        content = hashlib.file_digest(file, "sha256").digest()
+    return path.name.encode() + b"/" + content

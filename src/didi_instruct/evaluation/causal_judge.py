@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.causal_files import load_causal, require_causal, sample_file
+from didi_instruct.evaluation.causal_files import file_hash, load_causal, require_causal
 from didi_instruct.evaluation.causal_nats import batches, causal_nats, pad
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.scores import (
@@ -65,7 +65,8 @@ class CausalJudge:
         context = _context(self.model.config.get_text_config(), self.tokenizer)
         self.max_length = _max_length(name, max_length, context)
         settings = (self.start, self.max_length, temperature, collapse_spaces)
-        self.fingerprint = digest(*settings, *(sample_file(path) for path in files))
+        # In half precision the same weights give other numbers.
+        self.fingerprint = digest(*settings, self.model.dtype, *map(file_hash, files))
 
     def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
         """Score the texts, each from its first token on (or its second: see the class)."""

@@ -30,6 +30,9 @@ from didi_instruct.evaluation.intervals import (
 from didi_instruct.evaluation.paths import gap_closed, gap_closed_resampled, paired_difference
 from didi_instruct.evaluation.rows import Measured, Row, plain
 
+ONE_SAMPLER = ("fingerprint", "sampler", "options", "seed", "num_samples", "nfe")
+"""What rows have in common that differ in temperature and top-p alone."""
+
 
 def compare(
     rows: Sequence[Measured],
@@ -42,7 +45,7 @@ def compare(
     `vsf` is at equal NFE, `vsf_passes` at equal forward passes. `path_kl_vs_baseline` is against
     the baseline's best setting of equal NFE, below 0 a gain; `gap_closed` is the share of what few
     steps cost the baseline, its best settings with few and with `most_steps`. `gap_closed_best`
-    is that of the row's model at its own best setting of that NFE.
+    is that of the row's sampler at the best temperature and top-p of that NFE.
     """
     resampling = Resampling(seed)
     ours, theirs = ([_Entry.of(m, resampling) for m in side] for side in (rows, baseline))
@@ -50,11 +53,15 @@ def compare(
     for entry in ours:
         row = dict(entry.row)
         if entry.point is not None:
-            row |= _places(entry.point, [rival.point for rival in theirs if rival.point])
+            row |= _places(entry, theirs)
         if row.get("path_kl") is not None:
             row |= _against(entry, theirs)
             if most_steps is not None and theirs:
                 row |= _share(entry, ours, theirs, most_steps)
+        elif row.get("path_kl_note") and theirs:
+            shares = () if most_steps is None else ("gap_closed", "gap_closed_best")
+            for name in ("path_kl_vs_baseline", *shares):
+                row |= _nothing(name, "this row has no path KL")
         found.append({name: plain(value) for name, value in row.items()})
     return found
 
@@ -92,15 +99,27 @@ class _Entry:
         return cls(row, noise, point, values.get("path_gap"), means.get("path_gap"))
 
 
-def _places(point: Point, rivals: Sequence[Point]) -> Row:
-    """On the baseline's frontier, at equal NFE and at equal passes."""
+def _places(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
+    """On the baseline's frontier, at equal NFE and at equal passes.
+
+    Texts that are drawn together share passes: those of other batches do not compare.
+    """
     row: Row = {}
-    if not rivals:
+    point, size = entry.point, entry.row.get("batch_size")
+    rivals = [rival for rival in baseline if rival.point]
+    if point is None or not rivals:
         return row
+    alike = [rival for rival in rivals if rival.row.get("batch_size") == size]
     for name, equals in (
-        ("vsf", equal_nfe(rivals, point.nfe)),
-        ("vsf_passes", equal_passes(rivals, point.passes)),
+        ("vsf", equal_nfe(_points(rivals), point.nfe)),
+        ("vsf_passes", equal_passes(_points(alike), point.passes)),
     ):
+        if name == "vsf_passes" and not alike:
+            row |= _nothing(name, _other_batches(size, rivals[0].row.get("batch_size")))
+            continue
+        if len(equals) == 1 and equals[0].entropy != point.entropy:
+            row |= _nothing(name, "vsF needs a sweep of the baseline: add --frontier")
+            continue
         result = vsf(point, equals)
         row |= {name: result.value, f"{name}_ci95": None}
         if result.value is None:
@@ -112,6 +131,24 @@ def _places(point: Point, rivals: Sequence[Point]) -> Row:
             row[f"{name}_ci95"] = ends and [math.exp(min(end, 700)) for end in ends]
             row |= _lack(name, ratios, "the baseline's frontier reaches")
     return row
+
+
+def _points(entries: Sequence[_Entry]) -> list[Point]:
+    return [entry.point for entry in entries if entry.point is not None]
+
+
+def _other_batches(ours: int | None, theirs: int | None) -> str:
+    told = [
+        "batches that are not known" if n is None else f"batches of {n}" for n in (ours, theirs)
+    ]
+    return (
+        f"the row was drawn in {told[0]} and the baseline in {told[1]}, and texts of one batch "
+        "share passes: draw both with one --batch-size"
+    )
+
+
+def _nothing(name: str, note: str) -> Row:
+    return {name: None, f"{name}_ci95": None, f"{name}_note": note}
 
 
 def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
@@ -136,10 +173,14 @@ def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
 def _share(
     entry: _Entry, rows: Sequence[_Entry], baseline: Sequence[_Entry], most_steps: int
 ) -> Row:
-    """Share of the gap that the row closes, and that its model closes at its best."""
+    """Share of the gap that the row closes, and that its sampler closes at its best.
+
+    Its best is chosen among temperatures and top-p alone: a best of several seeds, or of other
+    options, would be the luckiest draw of another sampler.
+    """
     few = _with_path(baseline, nfe=entry.row["nfe"])
     many = _with_path(baseline, steps=most_steps)
-    kin = {name: entry.row.get(name) for name in ("model", "sampler", "nfe")}
+    kin = {name: entry.row.get(name) for name in ONE_SAMPLER}
     row: Row = {}
     for name, own in (("gap_closed", [entry]), ("gap_closed_best", _with_path(rows, **kin))):
         row |= {name: None, f"{name}_ci95": None}

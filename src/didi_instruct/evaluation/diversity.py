@@ -33,6 +33,8 @@ class SelfBleu:
     mean: float
     values: NDArray[np.float64]
     """One per sample, in order."""
+    ci95: tuple[float, float] | None
+    """Of the mean, by the jackknife; None where there are fewer than 3 samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +103,61 @@ def self_bleu(sequences: Tokens, n: int = 5, lengths: ArrayLike | Tensor | None 
     shares no token with the others scores 0, and the brevity penalty looks at the reference
     closest in length, the shorter of two. NLTK counts every reference anew for every sample; here
     every sample is counted once.
+
+    The mean moves with a sample in two ways: by its own score, and by those of the others, whose
+    reference it is. A bootstrap of the scores sees the first alone. The interval leaves out each
+    sample in turn, of both (the jackknife); only the brevity penalties stay as they are. It is too
+    wide rather than too narrow: on the oracle language the error was 0.018 at 64 samples and 0.0061
+    at 256, where this says 0.024 and 0.0073, and a bootstrap of the scores 0.015 and 0.0060.
     """
     texts = _texts(sequences, lengths)
     if len(texts.lengths) < 2:
         raise UserError("Self-BLEU compares samples with each other: give 2 or more.")
-    log_precision = np.zeros(len(texts.lengths))
+    log_precision, matches, losses = np.zeros(len(texts.lengths)), [], []
     for order, counts in enumerate(_count_orders(texts, n), start=1):
-        matches = counts.per_sample(counts.matched_elsewhere())
-        if order == 1:
-            shares_a_token = matches > 0
-        matches[matches == 0] = EPSILON
-        log_precision += np.log(matches / np.maximum(texts.lengths - order + 1, 1)) / n
-    values = np.exp(log_precision + _log_brevity_penalty(texts.lengths)) * shares_a_token
-    return SelfBleu(float(values.mean()), values)
+        matched = counts.per_sample(counts.matched_elsewhere())
+        matches.append(matched)
+        losses.append(counts.lost_without())
+        room = np.maximum(texts.lengths - order + 1, 1)
+        log_precision += np.log(_credited(matched) / room) / n
+    values = np.exp(log_precision + _log_brevity_penalty(texts.lengths)) * (matches[0] > 0)
+    return SelfBleu(float(values.mean()), values, _jackknife(values, matches, losses))
+
+
+def _credited(matches: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(matches == 0, EPSILON, matches)
+
+
+def _jackknife(
+    values: NDArray[np.float64],
+    matches: Sequence[NDArray[np.float64]],
+    losses: Sequence["_Losses"],
+) -> tuple[float, float] | None:
+    """95% interval of mean Self-BLEU, from its value without each sample in turn.
+
+    `matches` and `losses` are by order.
+    """
+    number = len(values)
+    if number < 3:
+        return None
+    pairs = np.concatenate([loss.scorer * number + loss.reference for loss in losses])
+    pairs, where = np.unique(pairs, return_inverse=True)
+    scorer, reference = np.divmod(pairs, number)
+    change, first = np.zeros(len(pairs)), 0
+    alone = np.zeros(len(pairs), dtype=bool)
+    for order, (matched, loss) in enumerate(zip(matches, losses, strict=True)):
+        here = where[first : first + len(loss.count)]
+        first += len(loss.count)
+        before = matched[scorer]
+        after = before - np.bincount(here, weights=loss.count, minlength=len(pairs))
+        change += np.log(_credited(after) / _credited(before)) / len(matches)
+        if order == 0:
+            alone = after == 0  # a sample that shares no token any more scores 0
+    moved = values[scorer] * (np.where(alone, 0, np.exp(change)) - 1)
+    without = values.sum() - values + np.bincount(reference, weights=moved, minlength=number)
+    half = 1.96 * float(np.sqrt((number - 1) * (without / (number - 1)).var()))
+    mean = float(values.mean())
+    return max(0.0, mean - half), min(1.0, mean + half)
 
 
 def bootstrap(
@@ -126,8 +170,8 @@ def bootstrap(
     """95% percentile interval of a statistic: `values` are resampled along their first axis.
 
     A callable gets an array of the same shape as `values`, so a row may hold several numbers (nats
-    and tokens of one text, say). The rows must be independent. Self-BLEU values share references:
-    their interval holds for the other samples as given.
+    and tokens of one text, say). The rows must be independent; Self-BLEU values are not, they share
+    references.
     """
     table = np.asarray(values)
     if table.ndim == 0 or len(table) < 2:
@@ -191,6 +235,37 @@ class _Counts:
         alone = np.add.reduceat(at_top, starts, dtype=np.int64)[self.gram] == 1
         second = np.maximum.reduceat(np.where(at_top, 0, self.count), starts)[self.gram]
         return np.where(at_top & alone, second, self.count)
+
+    def lost_without(self) -> "_Losses":
+        """Matches that one sample loses where another is left out.
+
+        Of an n-gram only its two largest holders can lose any, each without the other: the first
+        matches as often as the second has it, the second as often as itself, and without the other
+        both as often as the third has it.
+        """
+        order = np.lexsort((-self.count, self.gram))
+        sample, count = self.sample[order], self.count[order]
+        starts = np.flatnonzero(_changes(self.gram))
+        holders = np.diff(starts, append=len(self.gram))
+        first = starts[holders > 1]
+        third = np.zeros(len(first), dtype=np.int64)
+        more = holders[holders > 1] > 2
+        third[more] = count[first[more] + 2]
+        lost = count[first + 1] - third
+        first, lost = first[lost > 0], lost[lost > 0]
+        one, two = sample[first], sample[first + 1]
+        both = np.concatenate([one, two]), np.concatenate([two, one])
+        return _Losses(*both, np.concatenate([lost, lost]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    """Matches that samples lose without one of their references: one entry per n-gram and pair."""
+
+    scorer: NDArray[np.int64]
+    reference: NDArray[np.int64]
+    """The sample that is left out."""
+    count: NDArray[np.int64]
 
 
 def _count_orders(texts: _Texts, n: int) -> Iterator[_Counts]:

@@ -19,7 +19,7 @@ from didi_instruct.evaluation.judges import Scores
 from didi_instruct.evaluation.rows import METRICS, Measured, Measuring, Yardstick, measure
 from didi_instruct.evaluation.samples import SampleSet
 
-VERSION = 2
+VERSION = 4
 """Raised where a measure changes, so that old numbers are taken again."""
 
 T = TypeVar("T")

@@ -41,7 +41,7 @@ class Mauve:
     ci95: tuple[float, float]
     """Bootstrap over texts, the buckets held fixed: see `mauve_interval`."""
     curve: NDArray[np.float64]
-    """(27, 2): exp(-scale KL) of reference and samples to each mixture, from end to end."""
+    """(27, 2): exp(-scale KL) of samples and reference to each mixture, from end to end."""
     buckets: int
     samples: int
     """Texts that were compared."""
@@ -65,16 +65,17 @@ def mauve_score(
     """MAUVE of samples and reference; the settings are the library's, and so are their defaults.
 
     Of each side the first `max_texts` texts count; empty ones are left out, as by the library.
-    `buckets` is a tenth of the smaller side. k-means starts `redo` times, with fewer than
-    `iterations` each where they would take too long, which depends on the sizes alone: the same
-    texts give the same number on any machine.
+    The library gets the reference first, as is the custom: the order decides where k-means starts,
+    and so the number. `buckets` is a tenth of the smaller side. k-means starts `redo` times, with
+    fewer than `iterations` each where they would take too long, which depends on the sizes alone:
+    the same texts give the same number on any machine.
     """
     if buckets != "auto" and buckets < 2:
         raise UserError(f"buckets is {buckets}: use 2 or more.")
     library = _library()
     p, q = (
         _vectors(side, texts, features, max_texts)
-        for side, texts in (("samples", sample_texts), ("reference texts", reference_texts))
+        for side, texts in (("reference texts", reference_texts), ("samples", sample_texts))
     )
     number = max(2, round(min(len(p), len(q)) / 10)) if buckets == "auto" else buckets
     if number > len(p) + len(q):
@@ -97,7 +98,7 @@ def mauve_score(
     equal = np.array_equal(result.p_hist, result.q_hist)
     value = 1.0 if equal else float(result.mauve)
     interval = mauve_interval(value, result.p_hist, result.q_hist, len(p), len(q), scale, seed)
-    return Mauve(value, interval, result.divergence_curve, number, len(p), len(q), bound)
+    return Mauve(value, interval, result.divergence_curve, number, len(q), len(p), bound)
 
 
 def mauve_interval(

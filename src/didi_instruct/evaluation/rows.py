@@ -5,7 +5,7 @@ sample has no interval. Nothing here is NaN or infinite, which JSON cannot hold.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class Metric:
     """Whether its value depends on the judge."""
     learns: bool = False
     """Whether it trains a network, whose size depends on the vocabulary."""
+    counts: bool = False
+    """Whether its value depends on how many texts there are."""
 
 
 class Measuring:
@@ -212,7 +214,8 @@ def _self_bleu(m: Measuring) -> Measured:
     if len(m.samples) < 2:
         return _nothing("self_bleu", "one sample has no others to resemble")
     found = self_bleu(m.samples.tokens, lengths=m.samples.lengths)
-    return Measured({"self_bleu": found.mean, "self_bleu_ci95": m.interval(found.values)})
+    ends = found.ci95 or m.interval(found.values)  # no spread: texts that are all alike
+    return Measured({"self_bleu": found.mean, "self_bleu_ci95": plain(ends)})
 
 
 def _mauve(m: Measuring) -> Measured:
@@ -237,18 +240,31 @@ def _path_kl(m: Measuring) -> Measured:
     if log_prob is None or note:
         return _nothing("path_entropy", note) | _nothing("path_kl", note)
     assert m.yardstick.judge is not None
-    nats = m.scores(ending=True).nats.cpu()
+    entropy = Measured(
+        {"path_entropy": -log_prob.mean().item(), "path_entropy_ci95": m.interval(-log_prob)}
+    )
+    scores = m.scores(ending=True)
+    if scores.cut:
+        return entropy | _nothing("path_kl", _too_long(m.yardstick.judge, scores.cut))
+    nats = scores.nats.cpu()
     gaps = nats + log_prob
     row: Row = {
-        "path_entropy": -log_prob.mean().item(),
-        "path_entropy_ci95": m.interval(-log_prob),
         "path_kl": gaps.mean().item(),
         "path_kl_ci95": m.interval(gaps),
         "path_kl_exact": m.yardstick.judge.exact,
     }
     if not math.isfinite(row["path_kl"]):
         row["path_kl_note"] = _impossible(nats.numpy())
-    return Measured(row, {"path_gap": gaps.numpy()})
+    return entropy | Measured(row, {"path_gap": gaps.numpy()})
+
+
+def _too_long(judge: Judge, cut: int) -> str:
+    """Why a judge that read parts of texts cannot be compared with the entropy of whole ones."""
+    reads = f" of {judge.max_length} tokens" if isinstance(judge, CausalJudge) else ""
+    return (
+        f"{cut} texts are longer than the context{reads} of the judge {judge.name}, which read "
+        "their beginning only: draw shorter ones (--length), or use a judge with a longer context"
+    )
 
 
 def _ar_bound(m: Measuring) -> Measured:
@@ -307,52 +323,10 @@ def constant_after_end(tokens: Tensor, lengths: Tensor) -> Tensor:
 METRICS: Mapping[str, Metric] = {
     "ppl": Metric(_perplexity, judge=True, per_judge=True),
     "entropy": Metric(_entropy),
-    "unique-4gram": Metric(_unique),
-    "self-bleu": Metric(_self_bleu),
-    "mauve": Metric(_mauve, judge=True, reference=True, per_judge=True),
+    "unique-4gram": Metric(_unique, counts=True),
+    "self-bleu": Metric(_self_bleu, counts=True),
+    "mauve": Metric(_mauve, judge=True, reference=True, per_judge=True, counts=True),
     "path-kl": Metric(_path_kl, judge=True, per_judge=True),
     "ar-kl": Metric(_ar_bound, judge=True, per_judge=True, learns=True),
-    "c2st": Metric(_two_sample, reference=True, learns=True),
+    "c2st": Metric(_two_sample, reference=True, learns=True, counts=True),
 }
-
-
-def describe(samples: SampleSet, seed: int = 0) -> Row:
-    """What a row says of its samples before anything is measured; the seed is of intervals."""
-    origin, count = samples.origin, len(samples)
-    tokens, lengths = count * origin.length, samples.lengths.double()
-    return {
-        "model": origin.model,
-        "sampler": origin.sampler,
-        "steps": origin.steps,
-        "nfe": origin.nfe,
-        "passes": origin.passes,
-        "disc_calls": origin.disc_calls,
-        "temperature": origin.temperature,
-        "top_p": origin.top_p,
-        "num_samples": count,
-        "length": origin.length,
-        "mean_length": lengths.mean().item(),
-        "mean_length_ci95": mean_interval(lengths, seed),
-        "entropy_of": "text" if origin.until_eot else "window",
-        "tokens_per_second": tokens / origin.seconds if origin.seconds else None,
-        "seed": origin.seed,
-        "bootstrap_seed": seed,
-    }
-
-
-def check_comparable(sets: Sequence[SampleSet]) -> None:
-    """Refuse samples whose numbers do not belong into one table."""
-    if not sets:
-        raise UserError("There are no samples to measure.")
-    first = sets[0].origin
-    for other in (s.origin for s in sets[1:]):
-        if other.tokenizer != first.tokenizer:
-            raise UserError(
-                f"{first.model} and {other.model} have different tokenizers: entropy and n-grams "
-                "count tokens, so they do not belong into one table. Evaluate them one by one."
-            )
-        if (other.length, other.until_eot) != (first.length, first.until_eot):
-            raise UserError(
-                f"Samples of {first.model} have {first.length} tokens and those of {other.model} "
-                f"{other.length} (or end differently): entropy grows with length. Draw both alike."
-            )

@@ -6,7 +6,7 @@ tokens and the log-probability of its path.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from torch import Tensor
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 
-FORMAT, VERSION = "didi-samples", 1
+FORMAT, VERSION = "didi-samples", 2
+"""Version 1 did not say with what options, in what batches and on what device it was drawn."""
+HEAD_BYTES = 1 << 16
+"""More than the first line of a file of samples has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,12 @@ class Origin:
     """Whether a text ends at its end-of-text, or fills the window."""
     seconds: float | None = None
     """Time of drawing, where it was measured."""
+    options: Mapping[str, Any] | None = None
+    """All settings of the sampler, as JSON has them; None where they are not known."""
+    batch_size: int | None = None
+    """Texts drawn together, which share passes: `passes` and `seconds` depend on it."""
+    device: str | None = None
+    """Where they were drawn, on which `seconds` depends too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +100,33 @@ def write_samples(path: Path, samples: SampleSet) -> None:
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
+def is_sample_file(path: Path) -> bool:
+    """Whether the first line of a file says that samples follow."""
+    try:
+        with path.open("rb") as file:
+            head = json.loads(file.readline(HEAD_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(head, dict) and head.get("format") == FORMAT
+
+
 def read_samples(path: Path) -> SampleSet:
-    """Read what `write_samples` wrote."""
+    """Read what `write_samples` wrote; what an older version did not say is None."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}).") from None
+    if not is_sample_file(path):
+        raise UserError(
+            f"{path} is not a file of samples: `didi eval` keeps those it draws in its folder, "
+            "under samples/."
+        )
     try:
-        head = json.loads(lines[0]) if lines else {}
-        if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
-            raise UserError(f"{path} is not a file of samples written by `didi eval`.")
-        if head.pop("version", None) != VERSION:
+        head = json.loads(lines[0])
+        head.pop("format")
+        if head.pop("version", None) not in range(1, VERSION + 1):
             raise UserError(f"{path} was written by a newer version of didi-instruct: upgrade it.")
         rows = [json.loads(line) for line in lines[1:]]
         return _build(head, rows)

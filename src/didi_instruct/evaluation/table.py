@@ -28,6 +28,10 @@ class Column:
     """Which way is better whatever the other columns say; None where no way is."""
 
 
+VARIETY = (
+    "read it beside the measures of variety (entropy, 4-grams, Self-BLEU; latent entropy where the "
+    "language is known)."
+)
 COLUMNS = (
     Column(
         "steps", "steps", "{}", "Steps in which a text is written: the budget that rows share."
@@ -53,7 +57,8 @@ COLUMNS = (
         "path KL", "path_kl", "{:.3f}",
         "Distance in nats per text from the sampler's law to the judge's: the judge's "
         "cross-entropy minus the entropy of the draws, an upper bound of the KL divergence. Lower "
-        "is better, at any temperature.",
+        "is better, whatever the temperature, but by itself it can reward texts that are a little "
+        "too much alike: " + VARIETY,
         "lower",
     ),
     Column(
@@ -83,8 +88,8 @@ COLUMNS = (
     Column(
         "AR KL ≥", "ar_kl", "{:.3f}",
         "A lower bound of the KL divergence in nats per text, from a left-to-right model trained "
-        "on the samples: the true distance is at least this. A low value proves nothing, a high "
-        "one is bad.",
+        "on the samples: the true distance is at least this, up to its interval. A low value "
+        "proves nothing, a high one is bad.",
     ),
     Column(
         "AUC", "c2st_auc", "{:.3f}",
@@ -115,7 +120,13 @@ INEXACT_PATH_KL = (
     "The judge's cross-entropy of the texts minus the entropy of the sampler's draws, in nats per "
     "text. This judge knows the texts' likelihood only up to a bound, or in other tokens: "
     "differences between rows count, the value itself does not and may be negative. Lower is "
-    "better."
+    "better, but by itself it can reward texts that are a little too much alike: " + VARIETY
+)
+
+
+OF_THE_BEST = ("path_kl_vs_baseline", "gap_closed")
+NOT_SWEPT = (
+    "Here the baseline has only its plain setting, and may do better at another: --frontier tries."
 )
 
 
@@ -137,6 +148,9 @@ def meaning(column: Column, rows: Sequence[Row]) -> str:
     """Say what a column means in these rows."""
     if column.field == "path_kl" and any(row.get("path_kl_exact") is False for row in rows):
         return INEXACT_PATH_KL
+    swept = any(row.get(name) not in (None, 1) for row in rows for name in ("temperature", "top_p"))
+    if column.field in OF_THE_BEST and not swept:
+        return f"{column.meaning} {NOT_SWEPT}"
     return column.meaning
 
 

@@ -114,7 +114,7 @@ class DiffusionJudge(TokenJudge):
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        fingerprint = digest(fingerprint, draws, seed)
+        fingerprint, name = digest(fingerprint, draws, seed), f"{name} (upper bound)"
         super().__init__(name, fingerprint, tokenizer, config.num_tokens, config.length)
         self.loss, self.config, self.device = loss, config, device
         self.draws, self.batch_size, self.seed = draws, batch_size, seed

@@ -6,9 +6,15 @@ left-to-right models, one of each set. (The ratio learns from every token, not f
 text, so it finds with a thousand samples what the other needs ten thousand for.) The one that does
 better on validation samples is scored on held-out ones.
 
-Equal laws give an AUC of 0.5 on average, whatever was learned: an interval above it is a difference
-that is really there. The reverse does not hold: a difference may need more samples, or a larger
-network.
+Equal laws give an AUC of 0.5 on average, whatever was learned, so long as what is held out does not
+depend on what was learned from: then an interval above 0.5 is a difference that is really there, as
+often as such an interval is right. The reverse does not hold: a difference may need more samples,
+or a larger network.
+
+Rows of a reference text are not independent: neighbours are of one document. So A and B are split
+in their order, not at random, and the interval takes what neighbours have in common from the data
+(`auc`). It cannot know what documents that were not held out are like: a reference of a few dozen
+documents or more is covered as it should be, one of eight is not.
 
 The defaults are for speed. On the oracle language (true samples against its exact denoiser in 8
 steps, 1,024 of each) width 64 at lr 4e-3 was tried against width 128 at 2e-3: AUC 0.83 and 0.83,
@@ -45,6 +51,8 @@ STATES_AT_ONCE = 1 << 23
 """Numbers in the hidden states of a forward pass."""
 COND_DIM = 32
 """Width of the trunk's time embedding, which is constant here."""
+PARTS, T_OF_PARTS = 4, 3.182446
+"""Parts in a row whose means tell how alike neighbours are, and Student's 97.5% quantile."""
 
 Scores = Callable[[Tensor], Tensor]
 """High where a row looks like one of A: row numbers (R,) -> (R,) float64."""
@@ -57,7 +65,7 @@ class TwoSample:
     auc: float
     """Chance that a sample of A scores above one of B, ties counted half."""
     auc_ci95: tuple[float, float]
-    """DeLong's interval over held-out samples, for the classifier as it is."""
+    """Over held-out samples, for the classifier as it is; neighbours in B may be alike."""
     accuracy: float
     """Mean of the shares of A and of B that are recognised."""
     classifier: str
@@ -103,8 +111,9 @@ def two_sample(
 ) -> TwoSample:
     """Train on some samples of A and B, score on others.
 
-    `steps` are those of one network; there are three. Rows of one number in A and B go to the same
-    split: samplers that share their noise do not leak.
+    Rows of A are independent draws; those of B are too, or follow each other in a text. `steps` are
+    those of one network; there are three. Rows of one number in A and B go to the same split:
+    samplers that share their noise do not leak.
 
     Shapes: a (N, L), b (M, L), ids below `num_tokens`.
     """
@@ -113,7 +122,7 @@ def two_sample(
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"samples of {a.shape[1]} and of {b.shape[1]} tokens cannot be compared")
     tokens = torch.cat([a.long().cpu(), b.long().cpu()]).to(device)
-    split_a, split_b = split_both(len(a), len(b), seed)
+    split_a, split_b = split_both(len(a), len(b))
     learner = Learner(layers, hidden, heads, steps, batch_size, lr, seed)
 
     def stage(number: int) -> Progress | None:
@@ -130,7 +139,7 @@ def two_sample(
     valid = {name: (f(split_a.valid), f(split_b.valid)) for name, f in scores.items()}
     best = max(valid, key=lambda name: auc(*valid[name])[0])
     held_out = scores[best](split_a.held_out), scores[best](split_b.held_out)
-    value, interval = auc(*held_out)
+    value, interval = auc(*held_out, in_order=True)
     return TwoSample(
         auc=value,
         auc_ci95=interval,
@@ -142,28 +151,46 @@ def two_sample(
     )
 
 
-def auc(a: ArrayLike | Tensor, b: ArrayLike | Tensor) -> tuple[float, tuple[float, float]]:
-    """Chance that a score of `a` is above one of `b`, ties half, and DeLong's 95% interval.
+def auc(
+    a: ArrayLike | Tensor, b: ArrayLike | Tensor, *, in_order: bool = False
+) -> tuple[float, tuple[float, float]]:
+    """Chance that a score of `a` is above one of `b`, ties half, and its 95% interval.
 
     The AUC is a mean over `a` of the share of `b` below each, and over `b` of the share of `a`
-    above each; the variances of both add up. Scores without any overlap leave no variance: [1, 1].
+    above each; the variances of both add up (DeLong). Scores without any overlap leave no variance:
+    [1, 1].
+
+    With `in_order`, neighbours in `b` may be alike, and the variance of the mean over `b` is also
+    taken from the means of four parts in a row, with Student's t for so few; the larger counts. In
+    simulations with 205 scores of each kind this covered 97% where all were independent (DeLong
+    94%), 95% where `b` was 8 documents, 89% at 4 and 74 to 79% at 2 (DeLong 56, 39 and 23 to 40%).
     """
     ours, theirs = np.asarray(a), np.asarray(b)
-    if min(len(ours), len(theirs)) < 2:
-        raise UserError("An AUC with an interval needs 2 or more scores of each kind.")
+    fewest = PARTS if in_order else 2
+    if min(len(ours), len(theirs)) < fewest:
+        raise UserError(f"An AUC with an interval needs {fewest} or more scores of each kind.")
     below, above = _share_below(ours, theirs), 1 - _share_below(theirs, ours)
     value = float(below.mean())
-    half = 1.96 * math.sqrt(below.var(ddof=1) / len(below) + above.var(ddof=1) / len(above))
+    squares = [1.96**2 * shares.var(ddof=1) / len(shares) for shares in (below, above)]
+    if in_order:
+        means = np.array([part.mean() for part in np.array_split(above, PARTS)])
+        squares[1] = max(squares[1], T_OF_PARTS**2 * means.var(ddof=1) / PARTS)
+    half = math.sqrt(sum(squares))
     return value, (max(0.0, value - half), min(1.0, value + half))
 
 
-def split_both(count_a: int, count_b: int, seed: int) -> tuple[Split, Split]:
-    """Split rows 0 .. count_a and count_a .. count_a + count_b, equal places alike."""
+def split_both(count_a: int, count_b: int) -> tuple[Split, Split]:
+    """Split rows 0 .. count_a and count_a .. count_a + count_b in order, equal places alike.
+
+    What the longer set has more is split backwards, so that its rows to measure on follow those
+    that both have: it too is cut at few places.
+    """
     fewer = min(count_a, count_b)
-    shared = Split.draw(fewer, seed)
-    rest = Split.draw(max(count_a, count_b) - fewer, seed)
-    more = _join(shared, _shift(rest, fewer))
-    split_a, split_b = (more, shared) if count_a > count_b else (shared, more)
+    more = max(count_a, count_b) - fewer
+    shared = Split.in_order(fewer)
+    rest = Split(*((fewer + more - 1 - rows).flip(0) for rows in Split.in_order(more)))
+    longer = _join(shared, rest)
+    split_a, split_b = (longer, shared) if count_a > count_b else (shared, longer)
     return split_a, _shift(split_b, count_a)
 
 

@@ -8,8 +8,9 @@ from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.markdown import render_markdown
 from didi_instruct.evaluation.report.page import render_page
 from didi_instruct.evaluation.report.plots import NAMES, draw_plots
+from didi_instruct.evaluation.report.terminal import render_terminal
 
-__all__ = ["Content", "write_report"]
+__all__ = ["Content", "render_terminal", "write_report"]
 
 
 def write_report(folder: Path, content: Content) -> tuple[Path, Path]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from didi_instruct.evaluation.curves import COLOURS
-from didi_instruct.evaluation.report.content import Line
+from didi_instruct.evaluation.report.lines import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

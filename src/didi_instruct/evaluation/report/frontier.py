@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from didi_instruct.evaluation.frontier import Point, curves
-from didi_instruct.evaluation.report.content import Content, Line
+from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.drawing import (
     FONT,
     FOOT,
@@ -23,6 +23,7 @@ from didi_instruct.evaluation.report.drawing import (
     new_figure,
     scale,
 )
+from didi_instruct.evaluation.report.lines import Line
 from didi_instruct.evaluation.report.words import budget
 
 if TYPE_CHECKING:

@@ -4,18 +4,16 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 
-from didi_instruct.evaluation.report.content import (
-    Block,
-    Content,
-    blocks_of,
-    facts,
-    has_sweep,
-    sweep_of,
-)
+from didi_instruct.evaluation.report.blocks import Block, blocks_of, sweep_of
+from didi_instruct.evaluation.report.content import Content
+from didi_instruct.evaluation.report.lines import has_sweep
 from didi_instruct.evaluation.report.plots import Plot
 from didi_instruct.evaluation.report.texts import CONTROL, side_by_side
+from didi_instruct.evaluation.report.verdict import verdict
 from didi_instruct.evaluation.report.words import (
     doubts,
+    edges,
+    facts,
     footnotes,
     main_columns,
     origin,
@@ -34,22 +32,20 @@ def render_markdown(content: Content, plots: Sequence[Plot], notes: Sequence[str
     blocks = [
         f"# {_safe(content.title)}",
         " · ".join(map(_safe, facts(content))),
-        *_doubts(content),
+        *_verdict(content),
+        "## Plots",
+        *_plots(plots),
+        *map(_safe, notes),
         "## Results",
         _safe(which_rows(content)),
-        "\n".join(
-            _table(content, blocks_of(content, columns), columns, footnotes(content, columns))
-        ),
-        *_footnotes(content, columns),
+        "\n".join(_table(content, blocks_of(content, columns), columns, footnotes(content))),
+        *_footnotes(content),
         *_sweep(content, columns),
         "## How to read this",
         "\n".join(
             f"- **{_safe(c.title)}**: {_safe(meaning(c, content.everything()))}" for c in columns
         ),
         *map(_safe, reading(content)),
-        "## Plots",
-        *_plots(plots),
-        *map(_safe, notes),
         "## Texts side by side",
         *_texts(content),
         "## Where the numbers come from",
@@ -73,13 +69,17 @@ def _code(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-def _doubts(content: Content) -> Iterator[str]:
-    if found := doubts(content):
-        yield "\n".join([f"> **{_safe(found[0])}**", ">", *(f"> - {_safe(x)}" for x in found[1:])])
+def _verdict(content: Content) -> Iterator[str]:
+    """What was found, and what to doubt of it."""
+    if found := verdict(content):
+        head, *clauses = map(_safe, found)
+        yield "\n".join([f"{head}, in nats per text:", "", *(f"- **{c}.**" for c in clauses)])
+    for head, *lines in filter(None, (doubts(content), edges(content))):
+        yield "\n".join([f"> **{_safe(head)}**", ">", *(f"> - {_safe(line)}" for line in lines)])
 
 
-def _footnotes(content: Content, columns: Sequence[Column]) -> Iterator[str]:
-    if found := footnotes(content, columns):
+def _footnotes(content: Content) -> Iterator[str]:
+    if found := footnotes(content):
         yield "\n".join(f"{i}. {_safe(note)}" for i, note in enumerate(found, start=1))
 
 
@@ -101,11 +101,11 @@ def _table(
     for block in blocks:
         for entry in block.entries:
             mark = " (baseline)" if entry.line.is_baseline else ""
-            cells = [str(block.nfe), _safe(entry.line.label + mark), _safe(entry.setting)]
+            name = _safe(("⚠ " if entry.doubt else "") + entry.line.label + mark)
+            cells = [str(block.nfe), name, _safe(entry.setting)]
             for column in columns:
                 value = _safe(number(entry.row, column))
                 value = f"**{value}**" if column.field in entry.leads else value
-                value = f"⚠ {value}" if column.field == "ppl" and entry.doubt else value
                 note = entry.row.get(f"{column.field}_note")
                 value += f"<sup>{notes.index(note) + 1}</sup>" if note in notes else ""
                 cells.append(_with_ends(value, interval_text(entry.row, column)))

@@ -4,20 +4,17 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from didi_instruct.evaluation.report.content import (
-    Block,
-    Content,
-    Entry,
-    blocks_of,
-    facts,
-    has_sweep,
-    sweep_of,
-)
+from didi_instruct.evaluation.report.blocks import Block, Entry, blocks_of, sweep_of
+from didi_instruct.evaluation.report.content import Content
+from didi_instruct.evaluation.report.lines import has_sweep
 from didi_instruct.evaluation.report.plots import Plot
 from didi_instruct.evaluation.report.texts import CONTROL, side_by_side
+from didi_instruct.evaluation.report.verdict import verdict
 from didi_instruct.evaluation.report.words import (
     budget,
     doubts,
+    edges,
+    facts,
     footnotes,
     main_columns,
     origin,
@@ -30,16 +27,19 @@ from didi_instruct.evaluation.table import Column, interval_text, meaning, numbe
 TEMPLATE = Path(__file__).with_name("page.html")
 WIDE = 7
 """Columns that fit on upright paper."""
+FOLDED = '<span class="fold"> (folded: open it in the page to print it)</span>'
+FEW = 4
+"""Lines of a warning that are shown at once."""
 
 
 def render_page(content: Content, plots: Sequence[Plot], notes: Sequence[str]) -> bytes:
     """Fill the page; `notes` say which plots there are not, and why."""
     columns = main_columns(content)
     body = [
-        *_doubts(content),
+        *_verdict(content),
+        *_plots(plots, notes),
         *_results(content, columns),
         *_reading(content, columns),
-        *_plots(plots, notes),
         *_texts(content),
         *_origin(content),
     ]
@@ -66,18 +66,24 @@ def _name(text: object) -> str:
     return _safe(text).replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 
-def _doubts(content: Content) -> Iterator[str]:
-    found = doubts(content)
-    if not found:
-        return
-    yield '<aside class="warn" aria-label="Warning">'
-    yield f"<p><strong>{_safe(found[0])}</strong></p><ul>"
-    yield from (f"<li>{_safe(line)}</li>" for line in found[1:])
-    yield "</ul></aside>"
+def _verdict(content: Content) -> Iterator[str]:
+    """What was found, and what to doubt of it; long lists of doubts are folded."""
+    if found := verdict(content):
+        head, *clauses = map(_safe, found)
+        yield f'<div class="verdict"><p>{head}, in nats per text:</p><ul>'
+        yield "".join(f"<li>{clause}.</li>" for clause in clauses) + "</ul></div>"
+    for head, *lines in filter(None, (doubts(content), edges(content))):
+        items = "".join(f"<li>{_safe(line)}</li>" for line in lines)
+        title = f"<strong>{_safe(head)}</strong>"
+        yield '<aside class="warn" aria-label="Warning">'
+        if len(lines) > FEW:
+            yield f"<details><summary>{title}{FOLDED}</summary><ul>{items}</ul></details></aside>"
+        else:
+            yield f"<p>{title}</p><ul>{items}</ul></aside>"
 
 
 def _results(content: Content, columns: Sequence[Column]) -> Iterator[str]:
-    notes = footnotes(content, columns)
+    notes = footnotes(content)
     yield "<h2>Results</h2>"
     yield from _table(content, blocks_of(content, columns), columns, which_rows(content), notes)
     if notes:
@@ -87,8 +93,7 @@ def _results(content: Content, columns: Sequence[Column]) -> Iterator[str]:
     if has_sweep(content):
         blocks = sweep_of(content)
         count = sum(len(block.entries) for block in blocks)
-        yield f"<details><summary>All {count} rows of the sweep"
-        yield '<span class="fold"> (folded: open it in the page to print it)</span></summary>'
+        yield f"<details><summary>All {count} rows of the sweep{FOLDED}</summary>"
         yield from _table(content, blocks, columns, "Every setting that was measured.", [])
         yield "</details>"
 
@@ -127,16 +132,18 @@ def _row(entry: Entry, columns: Sequence[Column], notes: Sequence[str], *, same:
     small = f"<small>{_safe(', '.join(words))}</small>" if words else ""
     cells = "".join(_cell(entry.row, column, entry, notes) for column in columns)
     kind = ' class="same"' if same else ""
-    return f'<tr{kind}><th scope="row">{_name(entry.line.label)}{small}</th>{cells}</tr>'
+    mark = title = ""
+    if entry.doubt:
+        mark = '<span class="mark" role="img" aria-label="low variety">⚠</span> '
+        title = f' title="{_safe(entry.doubt)}"'
+    name = _name(entry.line.label)
+    return f'<tr{kind}><th scope="row"{title}>{mark}{name}{small}</th>{cells}</tr>'
 
 
 def _cell(row: Row, column: Column, entry: Entry | None = None, notes: Sequence[str] = ()) -> str:
     value, title = _safe(number(row, column)), ""
     if entry is not None and column.field in entry.leads:
         value = f"<strong>{value}</strong>"
-    if entry is not None and column.field == "ppl" and entry.doubt:
-        value = f'<span class="mark" role="img" aria-label="not comparable">⚠</span> {value}'
-        title = f' title="{_safe(entry.doubt)}"'
     if note := row.get(f"{column.field}_note"):
         title = f' title="{_safe(note)}"'
         value += f"<sup>{notes.index(note) + 1}</sup>" if note in notes else ""

@@ -1,4 +1,4 @@
-"""Plots of a report: perplexity and entropy over steps, path KL and gap closed, the frontier.
+"""Plots of a report: path KL and gap closed, perplexity and entropy over steps, the frontier.
 
 Only those that have data are drawn; a line of words says why another is missing. The frontier,
 which has a panel per budget, is drawn in two widths, for paper and for phones.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from didi_instruct.errors import MissingExtraError
-from didi_instruct.evaluation.report.content import Content, Line, has_sweep, lines_of
+from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.drawing import (
     FONT,
     FOOT,
@@ -31,6 +31,7 @@ from didi_instruct.evaluation.report.drawing import (
     scale,
 )
 from didi_instruct.evaluation.report.frontier import draw_frontiers, points_of, star_of
+from didi_instruct.evaluation.report.lines import Line, has_sweep, lines_of
 from didi_instruct.evaluation.report.words import budget
 from didi_instruct.evaluation.table import interval
 
@@ -42,7 +43,7 @@ PANEL = 150
 """Points of a panel's height."""
 PANELS = 6
 """Budgets of the frontier that are drawn at most."""
-NAMES = ("nfe", "path-kl", "frontier")
+NAMES = ("path-kl", "nfe", "frontier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def draw_plots(content: Content) -> tuple[list[Plot], list[str]]:
     found, notes = [], []
     # Words stay words, to be read in the page's own font; equal numbers make equal files.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "didi"}):
-        for draw in (_draw_steps, _draw_path_kl, _draw_frontier):
+        for draw in (_draw_path_kl, _draw_steps, _draw_frontier):
             drawn = draw(content, lines_of(content))
             if isinstance(drawn, str):
                 notes.append(drawn)

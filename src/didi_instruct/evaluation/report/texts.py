@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from didi_instruct.evaluation.report.content import Content, short_names
+from didi_instruct.evaluation.report.content import Content
+from didi_instruct.evaluation.report.lines import short_names
 from didi_instruct.evaluation.samples import SampleSet
 
 COLUMNS, TEXTS = 4, 3

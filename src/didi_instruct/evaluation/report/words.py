@@ -3,14 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from didi_instruct.evaluation.report.content import (
-    LOW_ENTROPY,
-    Content,
-    blocks_of,
+from didi_instruct.evaluation.report.blocks import blocks_of
+from didi_instruct.evaluation.report.content import Content
+from didi_instruct.evaluation.report.doubts import LOW_ENTROPY, LOW_VARIETY, edge
+from didi_instruct.evaluation.report.lines import (
     has_path_kl,
     has_sweep,
+    lines_of,
     setting,
+    short_names,
 )
+from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.table import COLUMNS, Column, interval, shown_columns
 
 IN_THE_NAME = ("steps", "nfe", "temperature", "top_p")
@@ -23,11 +26,8 @@ def budget(nfe: int) -> str:
 
 
 def main_columns(content: Content) -> list[Column]:
-    """Columns of the report's tables: those with numbers, or with reasons why there are none."""
-    rows = content.everything()
-    shown = shown_columns(rows)
-    reasons = {c.field for c in COLUMNS if any(row.get(f"{c.field}_note") for row in rows)}
-    return [c for c in COLUMNS if (c in shown or c.field in reasons) and c.field not in IN_THE_NAME]
+    """Columns of the report's tables: those with numbers."""
+    return [c for c in shown_columns(content.everything()) if c.field not in IN_THE_NAME]
 
 
 def which_rows(content: Content) -> str:
@@ -45,8 +45,29 @@ def which_rows(content: Content) -> str:
     )
 
 
+def facts(content: Content) -> list[str]:
+    """What holds for all rows, in a few words each."""
+    rows = [*content.rows, *content.baseline]
+    found = [f"{_values(rows, 'num_samples')} texts per row"] if rows else []
+    if _values(rows, "length"):
+        found.append(f"{_values(rows, 'length')} tokens each")
+    if _values(rows, "sampler"):
+        found.append(f"sampler {_values(rows, 'sampler')}")
+    if _values(rows, "seed"):
+        found.append(f"seed {_values(rows, 'seed')}")
+    found.append(f"judge {content.judge}" if content.judge else "no judge")
+    if content.reference:
+        found.append(f"reference {short_names([content.real['model']])[content.real['model']]}")
+    return found
+
+
+def _values(rows: Sequence[Row], name: str) -> str:
+    values = {row[name] for row in rows if row.get(name) is not None}
+    return ", ".join(str(value) for value in sorted(values))
+
+
 def doubts(content: Content) -> list[str]:
-    """A headline and the shown rows whose perplexity misleads; empty where none does."""
+    """A headline and the shown rows whose numbers mislead; empty where none does."""
     found = [
         f"{entry.line.label}, {budget(block.nfe)}"
         + (f", {setting(entry.row)}" if entry.setting else "")
@@ -57,18 +78,42 @@ def doubts(content: Content) -> list[str]:
     ]
     if not found:
         return []
-    measured = any(row.get("ppl") is not None for row in content.everything())
-    head = "⚠ Perplexity not comparable" if measured else "⚠ Low variety"
-    return [f"{head}: texts with less variety are easier to predict.", *found]
+    names = {"ppl": "perplexity", "path_kl": "path KL"}
+    rows = content.everything()
+    flattered = [name for key, name in names.items() if any(r.get(key) is not None for r in rows)]
+    effect = f", which can lower their {' and '.join(flattered)}" if flattered else ""
+    return [f"⚠ Low variety: the texts of {_rows(len(found))} are too much alike{effect}.", *found]
 
 
-def footnotes(content: Content, columns: Sequence[Column]) -> list[str]:
-    """Why values are missing in the main table, each reason once."""
+def _rows(count: int) -> str:
+    return f"{count} row{'' if count == 1 else 's'}"
+
+
+def edges(content: Content) -> list[str]:
+    """A headline and the models whose sweep ended too soon; empty where none did."""
+    lines, found, of_baseline = lines_of(content), [], False
+    for line in lines:
+        places = [(nfe, edge(line, nfe)) for nfe in line.budgets]
+        ends = [f"{budget(nfe)} ({words})" for nfe, words in places if words]
+        if ends:
+            found.append(f"{line.label}: {', '.join(ends)}.")
+            of_baseline |= line.is_baseline
+    if not found:
+        return []
+    effect = ", and gains against a baseline that may do better are overstated" * of_baseline
+    return [
+        f"⚠ The best of the sweep lies at its edge: a wider sweep may find better{effect}.",
+        *found,
+    ]
+
+
+def footnotes(content: Content) -> list[str]:
+    """Why values are missing in the main table, or whole columns, each reason once."""
     found = [
         note
         for block in blocks_of(content, ())
         for entry in block.entries
-        for column in columns
+        for column in COLUMNS
         if (note := entry.row.get(f"{column.field}_note"))
     ]
     return list(dict.fromkeys(found))
@@ -80,8 +125,9 @@ def reading(content: Content) -> Iterator[str]:
     columns = main_columns(content)
     if any(interval(row, column.field) for row in rows for column in columns):
         yield (
-            "Brackets are 95% intervals, from resampling the texts of a row; they do not cover "
-            "another training run or another judge."
+            "Brackets are 95% intervals, from resampling the texts of a row. They are approximate: "
+            "in simulations they covered 88 to 96%, least where the best of a baseline's many "
+            "equal settings is chosen. They do not cover another training run or another judge."
         )
     if any(column.better for column in columns):
         yield (
@@ -91,8 +137,10 @@ def reading(content: Content) -> Iterator[str]:
         )
     if content.reference or content.baseline:
         yield (
-            f"⚠ marks rows whose entropy is more than {LOW_ENTROPY:.0%} below that of the "
-            "reference text, or of the baseline's plain setting at equal steps."
+            f"⚠ marks rows that vary too little: entropy more than {LOW_ENTROPY:.0%} below, "
+            f"4-grams more than {LOW_VARIETY:.0%} below or Self-BLEU more than {LOW_VARIETY:.0%} "
+            "above that of the reference text. Where that was not measured, the baseline's plain "
+            "setting stands for it: for entropy at equal steps, else at its most steps."
         )
     else:
         yield (

@@ -1,0 +1,175 @@
+"""A folder of samples and numbers: what was drawn and measured once is not done again."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from didi_instruct.api.generation import Request
+from didi_instruct.api.model import Model
+from didi_instruct.api.open import digests, find
+from didi_instruct.api.plan import Plan, plan_of_baseline
+from didi_instruct.api.samplers import Sampler, find_sampler
+from didi_instruct.config.parse import parse
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.evaluation.describing import describe
+from didi_instruct.evaluation.kept import content_key, judge_once, key, measure_once
+from didi_instruct.evaluation.rows import Measured, Measuring, Progress, Yardstick
+from didi_instruct.evaluation.samples import (
+    VERSION,
+    Origin,
+    SampleSet,
+    read_samples,
+    text_lengths,
+    write_samples,
+)
+from didi_instruct.models.manifest import read_manifest
+
+
+class Studio:
+    """A folder of samples and of what was measured of them; nothing in it is done twice.
+
+    Every setting and every measure has a file of its own, written whole: what is interrupted loses
+    the one at work, and two evaluations may share a folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def draw(
+        self,
+        source: str,
+        model: Model,
+        plan: Plan,
+        progress: Progress | None = None,
+        stage: str | None = None,
+    ) -> list[SampleSet]:
+        """Samples of a model for every row, drawn now where they are missing."""
+        weights = fingerprint(source)
+        tokens = model.tokenizer.hash if model.tokenizer else None
+        sampler = find_sampler(plan.sampler, model.config.kind)
+        wishes = list(plan.requests(sampler.counts_tokens))
+        stage, found = stage or f"Drawing {source}", []
+        for number, wish in enumerate(wishes):
+            if progress is not None:
+                progress(stage, number, len(wishes))
+            # The batch size changes no token, but what the tokens cost, which is kept with them.
+            settings = asdict(wish) | {
+                "sampler": sampler.name,
+                "options": _options(sampler, wish.options),
+            }
+            name = key(VERSION, weights, tokens, settings, plan.until_eot)
+            path = self.folder / "samples" / f"{name}.jsonl"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_samples(path, _draw(source, weights, model, wish, plan.until_eot))
+            kept = read_samples(path)
+            found.append(replace(kept, origin=replace(kept.origin, model=source)))
+        if progress is not None:
+            progress(stage, len(wishes), len(wishes))
+        return found
+
+    def draw_baseline(
+        self, source: str, model: Model, plan: Plan, progress: Progress | None = None
+    ) -> list[SampleSet]:
+        """Samples of what others are compared with."""
+        stage = f"Drawing {source}, the baseline"
+        return self.draw(source, model, plan_of_baseline(plan, model), progress, stage)
+
+    def measure(
+        self,
+        samples: SampleSet,
+        metrics: Sequence[str],
+        yardstick: Yardstick,
+        progress: Callable[[int], None] | None = None,
+    ) -> Measured:
+        """One row, and the numbers of each sample; a measure that was taken before is read.
+
+        `progress` is told how many of the samples are done, as if all measures took equally long.
+        """
+        finished = 0
+
+        def tell(_: str, done: int, total: int) -> None:
+            if progress is not None:
+                progress(int(len(samples) * (finished + done / total) / len(metrics)))
+
+        folder = self.folder / "measured" / content_key(samples)
+        judge = yardstick.judge.fingerprint if yardstick.judge else ""
+        measuring = Measuring(
+            samples, yardstick, tell, lambda name, make: judge_once(name, judge, make, folder)
+        )
+        found = Measured(describe(samples, yardstick.seed))
+        for name in metrics:
+            found |= measure_once(name, measuring, folder)
+            finished += 1
+        return found
+
+
+def fingerprint(source: str) -> str:
+    """Of all that samples depend on: weights, settings, tokenizer and discriminator."""
+    origin = find(source)
+    if origin.form != "didi":
+        return key(digests(source))  # its settings are in a file too
+    manifest = read_manifest(origin.path)
+    other = manifest.discriminator and asdict(manifest.discriminator)
+    return key(digests(source), asdict(manifest.model), other)
+
+
+def texts_of(
+    tokenizer: Tokenizer | None, tokens: Tensor, until_eot: bool
+) -> tuple[tuple[str, ...], Tensor]:
+    """Text of the tokens that count, and how many do: a judge of texts reads what others count."""
+    if tokenizer is None:
+        return ("",) * len(tokens), text_lengths(tokens, None, until_eot)
+    lengths = text_lengths(tokens, tokenizer.eot_id, until_eot)
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return tuple(tokenizer.decode_batch([row[:end] for row, end in rows])), lengths
+
+
+def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
+    started = time.perf_counter()
+    drawn = model.request(wish).samples
+    tokens = drawn.tokens.cpu()  # waits for the device
+    seconds = time.perf_counter() - started
+    sampler = find_sampler(wish.sampler, model.config.kind)
+    origin = Origin(
+        model=source,
+        fingerprint=weights,
+        tokenizer=model.tokenizer.hash if model.tokenizer else None,
+        sampler=sampler.name,
+        steps=wish.steps or drawn.nfe,
+        nfe=drawn.nfe,
+        passes=drawn.passes,
+        disc_calls=drawn.disc_calls,
+        temperature=wish.temperature,
+        top_p=wish.top_p,
+        seed=wish.seed,
+        length=tokens.shape[1],
+        until_eot=until_eot,
+        seconds=seconds,
+        options=_options(sampler, wish.options),
+        batch_size=wish.batch_size,
+        device=_name(model.device),
+    )
+    log_prob = None if drawn.log_prob is None else drawn.log_prob.cpu()
+    texts, lengths = texts_of(model.tokenizer, tokens, until_eot)
+    return SampleSet(origin, tokens, texts, log_prob, lengths)
+
+
+def _options(sampler: Sampler, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a sampler, those that nobody gave too, as JSON has them."""
+    options: Any = parse(sampler.options, dict(given), where=f"sampler {sampler.name}")
+    told: dict[str, Any] = json.loads(json.dumps(asdict(options)))
+    return told
+
+
+def _name(device: torch.device) -> str:
+    """What numbers of speed are of: a GPU by its name."""
+    if device.type != "cuda":
+        return device.type
+    return f"{device.type} ({torch.cuda.get_device_name(device)})"

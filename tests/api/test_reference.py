@@ -1,0 +1,163 @@
+"""What samples are compared with: text, or samples of another model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.api.test_studio import save
+
+from didi_instruct.api import quality
+from didi_instruct.api.plan import Plan
+from didi_instruct.api.preflight import check_models
+from didi_instruct.api.quality import evaluate_quality
+from didi_instruct.api.reference import Like, open_reference
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.readers import ReadOptions
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.diversity import self_bleu, unigram_entropy
+from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.evaluation.samples import read_samples
+
+LETTERS = Tokenizer.load("bytes")
+READING = ReadOptions()
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Two models, and samples of both: few and many, short and long."""
+    folder = tmp_path_factory.mktemp("shelf")
+    save(folder / "letters", LETTERS, 258)
+    save(folder / "words", OracleLanguage.default().tokenizer, 65)
+    for name, model, plan in (
+        ("few", "letters", Plan(steps=(2,), num=5)),
+        ("many", "letters", Plan(steps=(8,), num=9, seed=1)),
+        ("short", "letters", Plan(steps=(2,), num=5, length=16)),
+        ("ended", "letters", Plan(steps=(2,), num=5, until_eot=True)),
+        ("words-few", "words", Plan(steps=(2,), num=5)),
+        ("words-many", "words", Plan(steps=(32,), num=5, seed=1)),
+    ):
+        source = str(folder / model)
+        evaluate_quality([source], plan, ["entropy"], out=folder / name, device="cpu")
+        (path,) = (folder / name / "samples").iterdir()
+        path.rename(folder / f"{name}.jsonl")
+    (folder / "text.txt").write_text("".join(chr(97 + n % 26) for n in range(32 * 3)))
+    return folder
+
+
+def measure(shelf, tmp_path, reference, metrics=("entropy", "self-bleu"), name="few", **options):
+    return evaluate_quality(
+        [], Plan(steps=(2,)), metrics, out=tmp_path, samples=[shelf / f"{name}.jsonl"],
+        reference=str(shelf / reference), device="cpu", **options,
+    )  # fmt: skip
+
+
+def test_samples_are_compared_with_samples_without_any_model(shelf, tmp_path, monkeypatch):
+    """As many as there are on the other side, and every number is of those."""
+    seen = {}
+
+    def two_sample(a, b, num_tokens, **settings):
+        seen.update(a=a, b=b, num_tokens=num_tokens)
+        return SimpleNamespace(auc=0.5, auc_ci95=(0.4, 0.6), held_out=4)
+
+    monkeypatch.setattr("didi_instruct.evaluation.rows.two_sample", two_sample)
+    monkeypatch.setattr(quality, "load", None)
+    ask = ("entropy", "self-bleu", "c2st")
+    found = measure(shelf, tmp_path, "many.jsonl", ask)
+    ours, theirs = (read_samples(shelf / f"{name}.jsonl") for name in ("few", "many"))
+    assert torch.equal(seen["a"], ours.tokens)
+    assert torch.equal(seen["b"], theirs.tokens[:5])
+    assert seen["num_tokens"] > max(int(seen["a"].max()), int(seen["b"].max()))
+    row = found.reference
+    assert row["entropy"] == pytest.approx(unigram_entropy(theirs.tokens[:5]).mean().item())
+    assert row["self_bleu"] == pytest.approx(self_bleu(theirs.tokens[:5]).mean)
+    assert (row["num_samples"], row["steps"], row["seed"]) == (5, 8, 1)
+    assert row["tokens_per_second"] is None, "nine were drawn in that time"
+    assert row["model"] == str(shelf / "many.jsonl")
+
+
+def test_a_teacher_with_all_its_steps_has_a_path_too(shelf, tmp_path):
+    judge = OracleJudge(OracleLanguage.default())
+    found = measure(shelf, tmp_path, "words-many.jsonl", ["path-kl"], "words-few", judge=judge)
+    teacher = read_samples(shelf / "words-many.jsonl")
+    nats = -OracleLanguage.default().log_prob(teacher.tokens)
+    assert found.reference["path_kl"] == pytest.approx((nats + teacher.log_prob).mean().item())
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("words-few.jsonl", "words-few.jsonl was written with another tokenizer"),
+        ("short.jsonl", "has texts of 16 tokens, and the samples have 32: draw both alike"),
+        ("ended.jsonl", "32 tokens that end at their end-of-text, and the samples have 32: draw"),
+        ("text.txt", "text.txt is text, and there is no tokenizer to read it with: .*--tokenizer"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(shelf, tmp_path, reference, message):
+    with pytest.raises(UserError, match=message):
+        measure(shelf, tmp_path, reference)
+    if reference == "text.txt":
+        return
+    with pytest.raises(UserError, match=message):
+        check_models(
+            [str(shelf / "letters")], None, Plan(steps=(2,)), str(shelf / reference), READING
+        )
+
+
+def test_a_shorter_reference_says_so_and_is_not_compared_by_what_counts_texts(shelf, tmp_path):
+    """Three rows of text beside five samples: entropy compares, Self-BLEU does not."""
+    found = measure(shelf, tmp_path, "text.txt", tokenizer="bytes")
+    row = found.reference
+    text = (shelf / "text.txt").read_bytes()
+    tokens = torch.tensor(list(text)).view(3, 32)
+    assert row["entropy"] == pytest.approx(unigram_entropy(tokens).mean().item())
+    assert (row["num_samples"], row["self_bleu"], row["self_bleu_ci95"]) == (3, None, None)
+    assert row["self_bleu_note"] == "depends on the number of texts: 3 here, 5 samples"
+    assert found.rows[0]["self_bleu"] is not None
+
+
+def test_text_of_other_tokens_is_refused(shelf, tmp_path):
+    with pytest.raises(UserError, match="text.txt has other tokens than the samples"):
+        measure(shelf, tmp_path, "text.txt", name="words-few", tokenizer="bytes")
+    with pytest.raises(UserError, match="oracle has other tokens than the samples"):
+        evaluate_quality(
+            [], Plan(steps=(2,)), ["entropy"], out=tmp_path, samples=[shelf / "few.jsonl"],
+            reference="oracle",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("metric", "needed"), [("c2st", 64), ("mauve", 20)])
+@pytest.mark.parametrize(("name", "texts"), [("many.jsonl", 9), ("text.txt", 3)])
+def test_too_few_texts_are_refused_before_drawing(shelf, metric, needed, name, texts):
+    reference = str(shelf / name)
+    message = f"{name} has {texts} texts of 32 tokens, and the metric {metric} needs {needed}"
+    with pytest.raises(UserError, match=message):
+        check_models(
+            [str(shelf / "letters")], None, Plan(steps=(2,), num=64), reference, READING, [metric]
+        )
+
+
+def test_models_of_other_lengths_are_told_before_drawing(shelf, tmp_path):
+    sources = [str(shelf / "letters"), save(tmp_path / "long", LETTERS, 258, length=48)]
+    with pytest.raises(UserError, match="letters writes 32 tokens and .*long 48.*--length 32"):
+        check_models(sources, None, Plan(steps=(2,)), None, READING)
+    with pytest.raises(UserError, match="--length 32"):
+        check_models(sources[1:], sources[0], Plan(steps=(2,)), None, READING)
+    assert len(check_models(sources, None, Plan(steps=(2,), length=16), None, READING)) == 2
+
+
+def test_rows_of_text_are_as_long_as_the_samples(shelf):
+    """Text is cut where samples end: six rows of 16 from what makes three of 32."""
+    like = Like(num=99, length=16, until_eot=False, hash=LETTERS.hash, tokenizer=LETTERS)
+    found = open_reference(str(shelf / "text.txt"), like, READING)
+    assert "".join(found.texts) == (shelf / "text.txt").read_text()
+    assert found.tokens.shape == (6, 16)
+
+
+def test_rows_that_differ_in_number_are_refused_before_drawing(shelf, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "load", None)
+    with pytest.raises(UserError, match="5 samples in one row and 6 in another.*self-bleu"):
+        evaluate_quality(
+            [str(shelf / "letters")], Plan(steps=(2,), num=6), ["self-bleu"], out=tmp_path,
+            samples=[shelf / "few.jsonl"],
+        )  # fmt: skip

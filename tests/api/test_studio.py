@@ -1,0 +1,133 @@
+"""Samples are kept by all that they, and what they cost, depend on."""
+
+import pytest
+import torch
+
+import didi_instruct as didi
+from didi_instruct.api import studio
+from didi_instruct.api.plan import Plan
+from didi_instruct.api.quality import evaluate_quality
+from didi_instruct.api.studio import Studio
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.models.build import build_model
+from didi_instruct.models.checkpoint import save_model
+
+PLAIN = {"steps": (4,), "num": 6}
+
+
+def save(folder, tokenizer, vocab_size, length=32):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        layers=1, hidden=32, heads=2, cond_dim=16, vocab_size=vocab_size, length=length,
+        schedule=ScheduleConfig(eps=0.0),
+    )  # fmt: skip
+    network = build_model(config)
+    for parameter in network.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    save_model(folder, network, config, tokenizer=tokenizer)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """A random denoiser that writes bytes, whose texts may end."""
+    return save(tmp_path_factory.mktemp("model") / "letters", Tokenizer.load("bytes"), 258)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model") / "words", OracleLanguage.default().tokenizer, 65)
+
+
+def draw(folder, source, **changes):
+    model = didi.load(source, device="cpu")
+    (found,) = Studio(folder).draw(source, model, Plan(**PLAIN | changes))
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": {"grid": "cosine"}},
+        {"options": {"greedy_tail": True}},
+        {"sampler": "confidence"},
+        {"until_eot": True},
+        {"batch_size": 2},
+        {"seed": 1},
+        {"length": 16},
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"num": 7},
+    ],
+)
+def test_another_setting_is_another_file(letters, tmp_path, change):
+    plain, other = draw(tmp_path, letters), draw(tmp_path, letters, **change)
+    assert len(list((tmp_path / "samples").iterdir())) == 2
+    assert (len(plain), len(other)) == (6, change.get("num", 6))
+    assert draw(tmp_path, letters).origin == plain.origin
+    assert draw(tmp_path, letters, **change).origin == other.origin
+    assert plain.origin != other.origin or len(plain) != len(other)
+
+
+def test_an_option_that_is_the_usual_one_changes_nothing(letters, tmp_path):
+    plain = draw(tmp_path, letters)
+    said = draw(tmp_path, letters, options={"grid": "uniform"}, sampler="ancestral")
+    assert plain.origin == said.origin
+    assert plain.origin.options == {"grid": "uniform", "greedy_tail": False}
+    assert len(list((tmp_path / "samples").iterdir())) == 1
+
+
+def test_a_grid_of_times_is_told_as_it_is_read_again(letters, tmp_path):
+    times = (1.0, 0.9, 0.5, 0.2, 0.0)
+    drawn = draw(tmp_path, letters, options={"grid": times})
+    assert drawn.origin.options["grid"] == list(times)
+    assert (drawn.origin.batch_size, drawn.origin.device) == (64, "cpu")
+
+
+def test_batches_change_the_cost_and_not_the_texts(letters, tmp_path):
+    """Texts of one batch share the first pass, which sees masks alone: 6 pay 1, or 1 each."""
+    together, alone = draw(tmp_path, letters), draw(tmp_path, letters, batch_size=1)
+    assert torch.equal(together.tokens, alone.tokens)
+    assert alone.origin.passes - together.origin.passes == pytest.approx(5 / 6)
+
+
+def test_costs_of_different_batches_are_not_compared(words, tmp_path):
+    """A model against itself: drawn alike it is on its frontier, drawn one by one nobody knows."""
+    judge, ask = OracleJudge(OracleLanguage.default()), ["ppl", "entropy"]
+    draw(tmp_path, words, batch_size=1, num=12)
+    (one_by_one,) = (tmp_path / "samples").iterdir()
+    found = evaluate_quality(
+        [words], Plan(steps=(4,), num=12), ask, out=tmp_path, judge=judge, against=words,
+        samples=[one_by_one], device="cpu",
+    )  # fmt: skip
+    alone, together = found.rows
+    assert (alone["batch_size"], together["batch_size"]) == (1, 64)
+    assert alone["vsf"] == together["vsf"] == together["vsf_passes"] == pytest.approx(1)
+    assert (alone["vsf_passes"], alone["vsf_passes_ci95"]) == (None, None)
+    assert "drawn in batches of 1 and the baseline in batches of 64" in alone["vsf_passes_note"]
+    assert "--batch-size" in alone["vsf_passes_note"]
+
+
+def test_what_an_older_version_kept_is_drawn_again(letters, tmp_path, monkeypatch):
+    draw(tmp_path, letters)
+    monkeypatch.setattr(studio, "VERSION", 1)
+    draw(tmp_path, letters)
+    assert len(list((tmp_path / "samples").iterdir())) == 2
+
+
+def test_progress_names_the_model_and_never_runs_backwards(words, tmp_path):
+    told = []
+    evaluate_quality(
+        [words], Plan(steps=(2, 4), num=6), ["entropy", "self-bleu"], out=tmp_path, against=words,
+        device="cpu", progress=lambda *step: told.append(step),
+    )  # fmt: skip
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == [f"Drawing {words}", f"Drawing {words}, the baseline", "Measuring 4 rows"]
+    for stage in stages:
+        steps = [(done, total) for name, done, total in told if name == stage]
+        assert steps == sorted(steps)
+        assert len({total for _, total in steps}) == 1
+        assert (steps[0][0], steps[-1][0]) == (0, steps[-1][1])
