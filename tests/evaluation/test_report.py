@@ -15,7 +15,7 @@ import torch
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import commit, provenance
-from didi_instruct.evaluation.report import Content, write_report
+from didi_instruct.evaluation.report import Content, render_terminal, write_report
 from didi_instruct.evaluation.report.blocks import blocks_of, sweep_of
 from didi_instruct.evaluation.report.lines import lines_of, short_names
 from didi_instruct.evaluation.report.plots import draw_plots
@@ -530,3 +530,31 @@ def test_provenance_tells_versions_and_no_places():
     assert found["date"].endswith("UTC")
     assert not any(re.search(r"(^|\s)/\w", value) for value in found.values())
     assert str(Path.home()) not in str(found)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 300])
+def test_a_terminal_shows_what_fits_and_names_the_rest(width):
+    """Perplexity and entropy always stand together; nothing is wider than the window but they."""
+    lines = render_terminal(full(), width)
+    start = next(i for i, line in enumerate(lines) if line.startswith("model"))
+    head = lines[start]
+    table = [line for line in lines[start:] if line[:1].islower() and line != "why student"]
+    assert {"ppl", "entropy"} <= set(head.split())
+    assert len({len(line) for line in table}) == 1, "aligned"
+    bare = render_terminal(full(), 0)
+    narrowest = len(next(line for line in bare if line.startswith("model")))
+    assert len(head) <= max(width, narrowest)
+    left = [line for line in lines if line.startswith("In the report, for want of room")]
+    assert bool(left) == ("path KL" not in head or "Δ path KL" not in head)
+    assert "teacher, baseline (best: T 0.9" in "\n".join(table)
+    assert table[-1].split()[0] == "valid"
+    assert any("student is better at 4" in line for line in lines[:start])
+    assert "why student" in lines
+
+
+def test_a_terminal_marks_rows_that_mislead():
+    low = measured("student", 8, 5.0, entropy=3.0)
+    content = Content(title="t", rows=[low], reference=row("valid", ppl=20.0, entropy=5.0))
+    lines = render_terminal(content, 120)
+    assert any(line.startswith("student ⚠") for line in lines)
+    assert any(line.startswith("⚠ Low variety") for line in lines)

@@ -145,7 +145,7 @@ class MixtureTask(DistillTask):
         """Log-probability of what a step reveals under every code: (B, K) float64."""
         codes = torch.arange(self.config.mixture.codes, device=part.z.device)
         found = []
-        for some in codes.split(max(1, TOKENS_PER_PASS // part.z.numel())):
+        for some in torch.split(codes, max(1, TOKENS_PER_PASS // part.z.numel())):
             again = part.repeated(len(some))
             coded = self._coded(again.z, some.repeat(len(part.x)))
             log_p = self.student_rows(coded, again.t, again.revealed)

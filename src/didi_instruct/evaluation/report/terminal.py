@@ -44,7 +44,8 @@ def render_terminal(content: Content, width: int) -> list[str]:
 
 
 def _name(entry: Entry) -> str:
-    setting = f" ({entry.setting})" if entry.setting else ""
+    words = entry.setting.replace(", the edge of the sweep", ", edge")
+    setting = f" ({words})" if words else ""
     baseline = ", baseline" if entry.line.is_baseline else ""
     return f"{entry.line.label}{baseline}{setting}" + (" ⚠" if entry.doubt else "")
 
