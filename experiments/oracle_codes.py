@@ -33,16 +33,20 @@ ROWS = 1 << 16
 
 
 class Student(nn.Module):
-    """A denoiser that also sees a code, added to the embedding of every position."""
+    """A denoiser that also sees a code, added to the embedding of every position (or mask)."""
 
-    def __init__(self, network: DiT, codes: int) -> None:
+    def __init__(self, network: DiT, codes: int, masks_only: bool = False) -> None:
         super().__init__()
+        self.masks_only = masks_only
         self.network, self.codes = network, nn.Embedding(codes, network.config.hidden)
         nn.init.normal_(self.codes.weight, std=0.02 if codes > 1 else 0.0)
 
     def forward(self, z: Tensor, code: Tensor) -> Tensor:
         """Log-probabilities (B, L, V) for states (B, L) and codes (B,)."""
-        embeddings = self.network.embed(z) + self.codes(code)[:, None]
+        added = self.codes(code)[:, None]
+        if self.masks_only:
+            added = added * (z == self.network.config.mask_id)[..., None]
+        embeddings = self.network.embed(z) + added
         condition = self.network.condition()
         hidden = self.network.trunk(None, embeddings=embeddings)
         logits = self.network.head(hidden, condition, self.network.config.num_tokens)
@@ -148,6 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--sampled", type=int, default=0)
+    parser.add_argument("--masks-only", action="store_true")
     parser.add_argument("--budgets", default="4,8")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--num", type=int, default=4096)
@@ -160,7 +165,7 @@ def main() -> None:
     network = copy.deepcopy(load(args.teacher, device=device).network)
     assert isinstance(network, DiT)
     network.unfold()
-    model = Student(network.train(), args.codes).to(device).requires_grad_(True)
+    model = Student(network.train(), args.codes, args.masks_only).to(device).requires_grad_(True)
     ema = EMA(model, 0.995)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0
