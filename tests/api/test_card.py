@@ -1,6 +1,8 @@
 """The model card: what it says is what the files say, and the hub can read it."""
 
 import re
+import shlex
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -9,7 +11,8 @@ import yaml
 
 import didi_instruct as didi
 from didi_instruct.api import publish
-from didi_instruct.api.card import MARK, Subject, card, without_paths
+from didi_instruct.api.card import MARK, Subject, card
+from didi_instruct.api.private import publishable, without_paths
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
@@ -90,6 +93,16 @@ def test_what_is_unknown_is_not_claimed():
     assert "model.sample(" in body
 
 
+def test_names_of_any_form_are_quoted():
+    """What is to be typed can be typed, and a note is text."""
+    odd = {"foreign": {"source": "x", "notes": ["a | <script>\n# b"]}}
+    text = card(Subject(name="my 'own", config=CONFIG, parameters=7, provenance=odd))
+    line = next(line for line in text.splitlines() if line.startswith("didi info"))
+    assert shlex.split(line) == ["didi", "info", "my 'own"]
+    assert 'didi.load("my \'own")' in text
+    assert "- a \\| &lt;script> # b\n" in text
+
+
 @pytest.mark.parametrize("kind", ["duo", "ar"])
 def test_other_kinds_have_no_mask(kind):
     config = ModelConfig(kind=kind, layers=1, hidden=32, heads=2, vocab_size=64, length=8)
@@ -137,6 +150,41 @@ def test_paths_of_a_machine_are_shortened():
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("see /home/ann/x and ../../acme/data", "see x and data"),
+        ("didi distill --out=/home/ann/o.", "didi distill --out=o."),
+        ("file:///home/ann/x", "x"),
+        ("(~/a/b), '~ann/c' and $HOME/d", "(b), 'c' and d"),
+        ("PATH=/usr/bin:/home/ann", "PATH=bin:ann"),
+        ("it is in C:\\Users\\ann\\x", "it is in x"),
+        ("texts/../../acme/x", "x"),
+        ("with hf_abcdefgh12 at https://hf.co/a/b", "with hf_… at https://hf.co/a/b"),
+        ("owner/name, 1/2, and/or, a / b, ...", "owner/name, 1/2, and/or, a / b, ..."),
+    ],
+)
+def test_paths_are_found_wherever_they_stand(text, public):
+    assert without_paths(text) == public
+    assert without_paths({text: [text]}) == {public: [public]}
+
+
+def test_only_what_is_known_to_be_public_is_published():
+    secret = {
+        "command": "didi distill", "host": "lab7", "step": 5, "padding": {"id": 3, "bias": 0.5},
+        "recipe": {"data": {"source": "acme/texts.txt", "field": "text"}, "note": "~/x"},
+        "foreign": {"source": "acme/run/last.ckpt", "layout": "lightning"},
+    }  # fmt: skip
+    assert publishable(secret) == {
+        "step": 5,
+        "padding": {"id": 3, "bias": 0.5},
+        "recipe": {"data": {"source": "texts.txt", "field": "text"}, "note": "x"},
+        "foreign": {"source": "last.ckpt", "layout": "lightning"},
+    }
+    named = {"foreign": {"source": "ann/m@main", "hub": "ann/m"}, "recipe": {"data": 3}}
+    assert publishable(named) == named
+
+
 def test_a_licence_is_the_hubs_name(tmp_path):
     with pytest.raises(UserError, match="license is 'Apache 2.0'.*apache-2.0"):
         make().save(tmp_path / "new", license="Apache 2.0")
@@ -148,6 +196,8 @@ class StandIn:
 
     calls: list = []  # noqa: RUF012
     error = None
+    readme = None
+    """A file: the card that is there already."""
 
     def __init__(self, token=None):
         self.calls.append(("token", token))
@@ -158,6 +208,12 @@ class StandIn:
         self.calls.append(("create", repo_id, private, exist_ok))
         return f"https://huggingface.co/{repo_id}"
 
+    def file_exists(self, repo_id, filename):
+        return filename == "README.md" and self.readme is not None
+
+    def hf_hub_download(self, repo_id, filename):
+        return str(self.readme)
+
     def upload_folder(self, repo_id, folder_path, commit_message):
         model = didi.load(folder_path, device="cpu")
         text = didi_card(folder_path)
@@ -165,9 +221,8 @@ class StandIn:
 
 
 def didi_card(folder):
-    from pathlib import Path
-
-    return Path(folder, "README.md").read_text()
+    path = Path(folder, "README.md")
+    return path.read_text() if path.exists() else None
 
 
 @pytest.fixture
@@ -193,11 +248,23 @@ def test_pushed_is_what_would_be_saved(hub):
     assert model.provenance == PROVENANCE
 
 
+@pytest.mark.parametrize(("there", "sent"), [("# Mine\n", False), (f"{MARK}\n# Old\n", True)])
+def test_a_card_that_someone_wrote_on_the_hub_stays(hub, monkeypatch, tmp_path, there, sent):
+    (tmp_path / "README.md").write_text(there)
+    monkeypatch.setattr(StandIn, "readme", tmp_path / "README.md")
+    make().push_to_hub("ann/tiny", token="t")
+    _, _, (_, _, pushed, text) = hub.calls
+    assert (text is not None) == sent
+    assert pushed.config == CONFIG
+
+
 def test_nothing_is_sent_without_a_token_or_a_name(hub):
     with pytest.raises(UserError, match="no token to write with: log in with `hf auth login`"):
         make().push_to_hub("ann/tiny")
     with pytest.raises(UserError, match="give `owner/name`"):
         make().push_to_hub("tiny", token="t")
+    with pytest.raises(UserError, match="give `owner/name`"):
+        make().push_to_hub("../tiny", token="t")
     assert hub.calls == []
 
 

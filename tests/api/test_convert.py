@@ -1,6 +1,7 @@
 """From layout to layout, bit by bit; and what is refused before anything is written."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +167,36 @@ def test_a_masked_lm_stays_what_it_is(tmp_path):
     with pytest.raises(UserError, match="no whole ESM-2 masked LM"):
         convert(trunk, tmp_path / "dest", "esm")
     assert not (tmp_path / "dest").exists()
+
+
+@pytest.mark.parametrize("form", ["here", "link"])
+@pytest.mark.parametrize("to", ["esm", "didi", "mdlm-hub"])
+def test_an_empty_folder_is_filled_under_any_name(tmp_path, monkeypatch, form, to):
+    """Where one stands, and where a link leads: the folder is the same one afterwards."""
+    there = tmp_path / "there"
+    if to == "esm":
+        esm_folder(there, ESM)
+    else:
+        FOLDERS["mdlm-hub"](there)
+    dest = tmp_path / "dest"
+    dest.mkdir()
+    (tmp_path / "link").symlink_to(dest)
+    monkeypatch.chdir(dest)
+    convert(there, "." if form == "here" else tmp_path / "link", to)
+    assert (tmp_path / "link").is_symlink()
+    assert {"config.json", "model.safetensors"} <= {p.name for p in dest.iterdir()}
+    assert {p.name for p in tmp_path.iterdir()} == {"there", "dest", "link"}
+    if to == "esm":
+        assert Path("config.json").is_file()  # who stood there still does
+        identical(load_file(dest / "model.safetensors"), ESM)
+
+
+def test_types_that_cannot_be_written_are_refused_before(tmp_path):
+    small = {**ESM, "esm.extra": torch.zeros(4).to(torch.float8_e4m3fn)}
+    there = esm_folder(tmp_path / "there", small)
+    with pytest.raises(UserError, match=r"esm\.extra holds torch\.float8_e4m3fn"):
+        convert(there, tmp_path / "dest", "esm")
+    assert {p.name for p in tmp_path.iterdir()} == {"there"}
 
 
 def test_a_folder_that_holds_something_is_not_touched(tmp_path):

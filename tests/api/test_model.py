@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.models import masked_folders
 
 import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -76,6 +77,18 @@ def test_nelbo_is_a_number_that_the_seed_fixes(kind):
     assert bound.shape == ()
     assert 3.0 < float(bound) < 8.0
     assert float(bound) == float(model.nelbo(tokens, seed=0))
+
+
+def test_text_that_a_masked_lm_never_writes_has_no_likelihood(tmp_path):
+    masked_folders.bert(tmp_path)
+    model = didi.load(tmp_path, device="cpu")
+    words = torch.tensor([[7, 8, 9], [9, 8, 7]])
+    assert float(model.nelbo(words)) < 50
+    words[1, 1] = tokenizer_id = model.tokenizer.vocabulary["[SEP]"]
+    with pytest.raises(UserError, match=rf"1 of 6 tokens .* never writes \(id {tokenizer_id}\)"):
+        model.nelbo(words)
+    assert model.never_written(words).tolist() == [tokenizer_id]
+    assert make().never_written(words).tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.models.foreign.reference import (
 )
 
 import didi_instruct as didi
+from didi_instruct.api.info import describe_source
 from didi_instruct.api.open import digests, find, fingerprint
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
@@ -240,6 +241,16 @@ def test_a_masked_lm_is_a_source_like_any_other(tmp_path):
     with pytest.raises(UserError, match="didi's layout holds its own networks alone"):
         model.save(tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_masked_lm_whose_settings_speak_of_another_is_no_source(tmp_path):
+    """Everything that opens a model asks here: settings decide about memory only where they fit."""
+    masked_folders.bert(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"vocab_size": 2 * 10**9}))
+    for ask in (find, digests, describe_source):
+        with pytest.raises(UserError, match="vocab_size is 2000000000, its embedding has 17 rows"):
+            ask(str(tmp_path))
 
 
 def test_code_on_the_hub_is_not_fetched(cache):

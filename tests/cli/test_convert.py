@@ -1,10 +1,10 @@
 """`didi convert` and `didi info` of foreign checkpoints, as people meet them."""
 
 import json
-import sys
 
 import pytest
 import torch
+import transformers
 from tests.models import masked_folders
 from tests.models.foreign.reference import (
     VOCAB,
@@ -16,22 +16,7 @@ from tests.models.foreign.reference import (
     weights,
 )
 
-from didi_instruct.cli.main import main
 from didi_instruct.data.tokenizer import Tokenizer
-
-
-@pytest.fixture
-def didi(monkeypatch, capsys):
-    """Run `didi` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
@@ -119,6 +104,63 @@ def test_info_of_an_unknown_file_lists_what_it_holds(didi, tmp_path):
     facts = json.loads(didi("info", tmp_path / "odd.ckpt", "--json")[1])
     assert facts["parameters"] == 31
     assert facts["layout"] is None
+
+
+def test_info_prints_foreign_words_on_a_line_each(didi, tmp_path):
+    """Names cannot steer the terminal, fill it, or break the encoding of its output."""
+    names = [
+        f"{chr(97 + n // 26)}{chr(97 + n % 26)}\x1b[2J\nroot#\ud800{'x' * 200}" for n in range(50)
+    ]
+    state = {name: torch.ones(2) for name in names}
+    state |= {name + "!": torch.nn.Identity() for name in names}
+    torch.save({"state_dict": state}, tmp_path / "odd.ckpt")
+    code, out, err = didi("info", tmp_path / "odd.ckpt")
+    assert code == 0, err
+    assert "\x1b" not in out
+    out.encode()
+    assert all(len(line) < 200 for line in out.splitlines() if not line.startswith("notes"))
+    assert not any(line.startswith("root#") for line in out.splitlines())
+    assert out.count("and 10 more (--json)") == 2
+    assert "mask id" not in out
+    facts = json.loads(didi("info", tmp_path / "odd.ckpt", "--json")[1])
+    assert len(facts["not_tensors"]) == len(facts["tensors"]) == 50
+    assert max(len(tensor["name"]) for tensor in facts["tensors"]) == 80
+    assert facts["mask_id"] is None
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_info_of_a_causal_lm_says_what_it_is_for(didi, tmp_path, shards):
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        vocab_size=9, tie_word_embeddings=False,
+    )  # fmt: skip
+    network = transformers.LlamaForCausalLM(config)
+    network.save_pretrained(tmp_path, max_shard_size="1KB" if shards else "1GB")
+    code, out, err = didi("info", tmp_path)
+    assert code == 0, err
+    assert "A causal language model: use it as --judge in didi eval." in out
+    assert (tmp_path / "model.safetensors").exists() != shards
+    assert f"{sum(p.numel() for p in network.parameters()):,}" in out
+    assert not any(line.endswith(" -") for line in out.splitlines())
+
+
+def test_info_tells_a_few_facts_of_the_provenance(didi, released, tmp_path):
+    ours = tmp_path / "ours"
+    assert didi("convert", released, ours, "--to", "didi")[0] == 0
+    path = ours / "config.json"
+    settings = json.loads(path.read_text())
+    settings["provenance"] |= {"step": 7, "teacher": "ab\x1b[2J", "recipe": {"method": "didi"}}
+    path.write_text(json.dumps(settings))
+    code, out, err = didi("info", ours)
+    assert code == 0, err
+    lines = [line.removeprefix("provenance").strip() for line in out.splitlines()]
+    expected = {
+        f"source {released}",
+        "step 7",
+        "teacher ab\N{REPLACEMENT CHARACTER}[2J",
+        "method didi",
+    }
+    assert {*expected, "the rest: --json"} <= set(lines)
 
 
 def test_info_of_a_damaged_release_says_what_to_mend(didi, released):

@@ -14,7 +14,6 @@ import torch
 from didi_instruct.api import distill as module
 from didi_instruct.api import distill_parts
 from didi_instruct.cli.distill import evaluation_line
-from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.models.build import build_model
@@ -30,20 +29,6 @@ optim: {lr: 1e-3}
 train: {steps: 3, batch_size: 8, ema: 0.9, log_every: 1, save_every: 2}
 watch: {budgets: [2, 4], samples: 16, min_entropy: 0.0}
 """
-
-
-@pytest.fixture
-def didi(monkeypatch, capsys):
-    """Run `didi` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

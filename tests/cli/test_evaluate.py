@@ -15,7 +15,6 @@ from tokenizers import models, pre_tokenizers
 import didi_instruct as library
 from didi_instruct.api import quality
 from didi_instruct.api.model import Model
-from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
@@ -34,21 +33,6 @@ CONTRACT = {
     "seed",
 }  # fmt: skip
 FEW = ["--steps", "2,4", "--num", "24", "--out", "out"]
-
-
-@pytest.fixture
-def didi(monkeypatch, capsys):
-    """Run `didi` in this process: exit code, standard output, standard error."""
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 def save(folder, tokenizer, vocab_size, damaged=False):

@@ -6,23 +6,6 @@ import sys
 
 import pytest
 
-from didi_instruct.cli.main import main
-
-
-@pytest.fixture
-def didi(monkeypatch, capsys):
-    """Run `didi` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
-
-
 SHORT = ["train.steps=4", "train.batch_size=8", "train.eval_sequences=16", "model.hidden=32"]
 
 

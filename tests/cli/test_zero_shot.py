@@ -12,7 +12,6 @@ from tests.models.foreign.reference import hub_config, hub_folder, prefixed
 
 import didi_instruct as library
 from didi_instruct.api import zeroshot as module
-from didi_instruct.cli.main import main
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
@@ -21,20 +20,6 @@ from didi_instruct.models.checkpoint import save_model
 
 NAMES = ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"]
 SMALL = ["--metrics", "zero-shot", "--sequences", 6, "--draws", 2, "--out", "out"]
-
-
-@pytest.fixture
-def didi(monkeypatch, capsys):
-    """Run `didi` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 def save(folder, tokenizer, vocab_size, *, seed=0, kind="mdlm", damaged=False, length=16):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import transformers.dynamic_module_utils
+from huggingface_hub import constants
 
 from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
 from didi_instruct.errors import UserError
@@ -174,6 +176,33 @@ def test_a_downloaded_tokenizer_keeps_its_end_of_text(tmp_path: Path, monkeypatc
         transformers.AutoTokenizer, "from_pretrained", lambda name, **_: real(tmp_path)
     )
     assert Tokenizer.load("user/name").eot_id == 1
+
+
+@pytest.mark.parametrize("beside", ["tokenizer_config.json", "config.json"])
+def test_code_beside_a_tokenizer_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch, beside: str
+) -> None:
+    """A repository in the hub's cache whose code would leave a file; nobody is asked for leave."""
+    home, revision, canary = tmp_path / "models--user--name", "0" * 40, tmp_path / "canary"
+    folder = home / "snapshots" / revision
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(revision)
+    folder.mkdir(parents=True)
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+    code = {"auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil"}}
+    content = {"model_type": "evil", "tokenizer_class": "Evil", **code}
+    (folder / beside).write_text(json.dumps(content))
+    modules = transformers.dynamic_module_utils
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    with pytest.raises(UserError, match="`user/name`"):
+        Tokenizer.load("user/name")
+    assert not asked
+    assert not canary.exists()
 
 
 @pytest.mark.skipif(

@@ -19,7 +19,7 @@ from didi_instruct.sampling.chain import PAD
 from didi_instruct.sampling.network import NetworkDenoiser, selected_logits
 from didi_instruct.training.objectives import make_objective
 
-from .masked_folders import ESM, FAMILIES, bert, esm, roberta
+from .masked_folders import BERT_WORDS, ESM, FAMILIES, bert, esm, mpnet, roberta, write_tokenizer
 
 LONGEST = {"esm1": 10}
 
@@ -296,7 +296,7 @@ def without_tokenizer(folder):
 
 def with_too_small_a_vocabulary(folder):
     bert(folder)
-    change(folder, vocab_size=10)
+    write_tokenizer(folder, [*BERT_WORDS, *(f"x{n}" for n in range(9))])
 
 
 def without_positions(folder):
@@ -325,7 +325,7 @@ def change(folder, **settings):
         (of_another_size, "intermediate.dense"),
         (without_weights, "should hold model.safetensors"),
         (without_tokenizer, "has no tokenizer"),
-        (with_too_small_a_vocabulary, "the tokenizer has 15 ids and the network 10"),
+        (with_too_small_a_vocabulary, "the tokenizer has 24 ids and the network 17"),
         (without_positions, "max_position_embeddings"),
         (left_to_right, "not that of a masked LM"),
         (nothing, "not that of a masked LM"),
@@ -338,6 +338,118 @@ def test_folders_that_are_no_masked_lm_are_refused_by_name(tmp_path, spoil, word
     assert words in str(error.value)
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+HUGE = 2 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "words"),
+    [
+        (bert, {"vocab_size": HUGE}, f"vocab_size is {HUGE}, its embedding has 17 rows"),
+        (bert, {"hidden_size": 20000}, "hidden_size is 20000, its embedding has 16"),
+        (bert, {"num_hidden_layers": 10**5}, "is 100000, its tensors are of 2 layers"),
+        (bert, {"num_hidden_layers": 1}, "is 1, its tensors are of 2 layers"),
+        (bert, {"intermediate_size": 10**9}, "(24, 16) for (1000000000, 16)"),
+        (bert, {"max_position_embeddings": HUGE}, "position_embeddings.weight (14, 16) for"),
+        (bert, {"type_vocab_size": HUGE}, "token_type_embeddings.weight (2, 16) for"),
+        (mpnet, {"vocab_size": HUGE}, f"vocab_size is {HUGE}, no table has more than 32 rows"),
+        (mpnet, {"hidden_size": 20000}, "do not have the shapes"),
+        (mpnet, {"num_hidden_layers": 10**5}, "is 100000, its tensors are of 2 layers"),
+    ],
+)
+def test_settings_are_compared_with_headers_before_they_cost_memory(
+    tmp_path, monkeypatch, build, settings, words
+):
+    """No weight is read, and no network is built but on the device that has no memory."""
+    build(tmp_path)
+    change(tmp_path, **settings)
+    monkeypatch.setattr("didi_instruct.models.masked_lm.read_weights", pytest.fail)
+    with pytest.raises(UserError) as error:
+        load_masked_lm(tmp_path)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """They are numbers of the right shapes, and not the weights."""
+    bert(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "bert.encoder.layer.0.output.dense.weight"
+    save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} .*not quantised"):
+        load_masked_lm(tmp_path)
+
+
+def test_a_file_of_weights_without_tensors(tmp_path):
+    bert(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors holds no tensors"):
+        load_masked_lm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"layer_norm_eps": "abc"}, "'layer_norm_eps' expected float"),
+        ({"pad_token_id": 999}, "Padding_idx"),
+        ({"intermediate_size": -1}, "negative dimension"),
+        ({"num_attention_heads": 3}, "16 with 3 heads"),
+        ({"max_position_embeddings": 1}, "`max_position_embeddings` is 1"),
+    ],
+)
+def test_settings_that_make_no_network_are_one_line(tmp_path, settings, words):
+    bert(tmp_path)
+    change(tmp_path, **settings)
+    with pytest.raises(UserError) as error:
+        load_masked_lm(tmp_path)
+    assert words in str(error.value)
+    assert str(tmp_path / "config.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["abc", [1], float("inf"), -1, True])
+def test_positions_are_counted_from_a_number(tmp_path, value):
+    roberta(tmp_path)
+    change(tmp_path, pad_token_id=value)
+    with pytest.raises(UserError, match="`pad_token_id` is"):
+        recognise_masked_lm(tmp_path)
+
+
+@pytest.mark.parametrize("value", [7, {"a": 1}, [None, ["y"]], "BertForMaskedLM"])
+def test_names_of_classes_may_be_anything(tmp_path, value):
+    bert(tmp_path)
+    change(tmp_path, architectures=value)
+    assert "masked LM of the family bert" in recognise_masked_lm(tmp_path).description
+    change(tmp_path, model_type="unheard-of")
+    assert recognise_masked_lm(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_implementation": "somebody/kernels"},
+        {"_attn_implementation": "somebody/kernels"},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {"transformers_weights": "../other.safetensors"},
+        {"dtype": "evil"},
+        {"torch_dtype": "os"},
+        {"chunk_size_feed_forward": 7},
+        {"fusion_config": {"patch_embeddings": True}},
+    ],
+)
+def test_settings_that_fetch_or_run_something_change_nothing(tmp_path, settings):
+    network = bert(tmp_path)
+    change(tmp_path, **settings)
+    loaded = load_masked_lm(tmp_path)
+    text = some_text(loaded, 1, 5)
+    with torch.no_grad():
+        ours = loaded.model(text)[0][:, open_ids(loaded)]
+    expected = direct(network, loaded, text[0])[:, open_ids(loaded)]
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+    assert loaded.model.network.config._attn_implementation == "sdpa"
 
 
 def test_recognition_says_what_it_is(tmp_path):

@@ -119,7 +119,9 @@ def formula(ids, tied=False):
 def test_code_runs_only_for_those_who_trust_it(tmp_path, canary):
     folder = llada(tmp_path)
     assert recognise_masked_lm(folder).needs_code
-    with pytest.raises(UserError, match=r"modeling\.py.*--trust-remote-code"):
+    with pytest.raises(
+        UserError, match=r"modeling\.py.*Python with trust.*`didi generate --trust-"
+    ):
         load_masked_lm(folder)
     assert not canary.exists()
     load_masked_lm(folder, trust_remote_code=True)

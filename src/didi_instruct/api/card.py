@@ -4,14 +4,17 @@ It says what the configuration and the provenance say. What they do not, it does
 named only where somebody gave one.
 """
 
+import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from didi_instruct.api.private import publishable, without_paths
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
@@ -60,10 +63,15 @@ class Subject:
         return value
 
 
+def is_ours(readme: Path) -> bool:
+    """Whether a card was written by didi, and by nobody else."""
+    return MARK in readme.read_text(encoding="utf-8", errors="replace")
+
+
 def write_card(folder: Path, subject: Subject) -> bool:
     """Write README.md, unless there is one that somebody else wrote; return whether it was."""
     path = folder / README
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and not is_ours(path):
         return False
     write_atomic(path, card(subject).encode())
     return True
@@ -71,9 +79,10 @@ def write_card(folder: Path, subject: Subject) -> bool:
 
 def card(subject: Subject) -> str:
     """Return the card as Markdown, with the front matter that the hub reads."""
+    public = publishable(subject.provenance)
+    subject = replace(subject, name=without_paths(subject.name), provenance=public)
     matter = yaml.safe_dump(front_matter(subject), sort_keys=False, allow_unicode=True)
-    name = without_paths(subject.name)
-    lines = ["---", matter.rstrip(), "---", MARK, "", f"# {name}", ""]
+    lines = ["---", matter.rstrip(), "---", MARK, "", f"# {subject.name}", ""]
     for part in (_summary, _architecture, _use, _training, _foreign, _numbers, _licence):
         lines += [*part(subject), ""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
@@ -94,17 +103,6 @@ def front_matter(subject: Subject) -> dict[str, Any]:
     if subject.look_up("foreign", "hub"):
         matter["base_model"] = str(subject.look_up("foreign", "hub"))
     return matter
-
-
-def without_paths(value: Any) -> Any:
-    """Shorten absolute paths to their last part: where a disk keeps things is nobody's business."""
-    if isinstance(value, Mapping):
-        return {key: without_paths(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_paths(item) for item in value]
-    if isinstance(value, str) and re.match(r"[/~\\]|[A-Za-z]:[/\\]", value):
-        return PurePath(value.replace("\\", "/")).name
-    return value
 
 
 def _method(subject: Subject) -> str | None:
@@ -142,20 +140,20 @@ def _architecture(subject: Subject) -> Iterator[str]:
 
 
 def _use(subject: Subject) -> Iterator[str]:
-    name = without_paths(subject.name)
+    name = shlex.quote(subject.name)
     yield from ("## Use", "", "With `didi-instruct` installed:", "", "```bash")
     yield f"didi info {name}"
     if subject.tokens is not None:
         yield f"didi generate {name} --steps 16 --num 4"
     yield from ("```", "", "```python", "import didi_instruct as didi", "")
-    yield f'model = didi.load("{name}")'
+    yield f"model = didi.load({json.dumps(subject.name, ensure_ascii=False)})"
     call = "sample" if subject.tokens is None else "generate"
     yield from (f"print(model.{call}(num=4, steps=16, seed=0))", "```")
 
 
 def _training(subject: Subject) -> Iterator[str]:
     yield from ("## Training", "")
-    recipe = without_paths(subject.look_up("recipe"))
+    recipe = subject.look_up("recipe")
     facts = {
         "data": subject.look_up("recipe", "data", "source"),
         "method": _method(subject),
@@ -168,7 +166,7 @@ def _training(subject: Subject) -> Iterator[str]:
         "didi-instruct": subject.look_up("didi_instruct"),
         "torch": subject.look_up("torch"),
     }
-    known = {name: without_paths(value) for name, value in facts.items() if value is not None}
+    known = {name: value for name, value in facts.items() if value is not None}
     if not known:
         yield "The files say nothing about how it was trained, or on what."
         return
@@ -184,7 +182,7 @@ def _foreign(subject: Subject) -> Iterator[str]:
     source = subject.look_up("foreign")
     if not isinstance(source, Mapping):
         return
-    name = _cell(without_paths(source.get("source")))
+    name = _cell(source.get("source"))
     yield from ("## Where the weights come from", "")
     layout, weights = source.get("layout"), source.get("weights")
     yield f"Read from `{name}` (layout `{layout}`, weights `{weights}`)."
@@ -226,5 +224,5 @@ def _number(numbers: Mapping[str, Any], name: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    """One line that breaks no table."""
-    return " ".join(str(value).split()).replace("|", "\\|")
+    """One line that breaks no table and opens no tag."""
+    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")

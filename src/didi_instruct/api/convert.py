@@ -10,6 +10,7 @@ from didi_instruct.api.open import Origin, check_choices, find, open_source, ref
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.foreign.folders import refuse_full
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.writing import write_foreign
@@ -35,11 +36,10 @@ def convert(
     What a format cannot hold is refused before anything is written. `discriminator=False` leaves
     one out; `progress` sees bytes written, of how many.
     """
-    folder = Path(dest)
+    folder = _resolved(Path(dest))
     if to not in get_args(Format):
         raise UserError(f"`{to}` is not a format.{nearest(to, get_args(Format))}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty: choose another folder.")
+    refuse_full(folder)
     check_choices(weights, family)
     origin = find(source)
     _refuse(origin, to)
@@ -54,6 +54,14 @@ def convert(
             return _write_ours(loaded, folder, discriminator)
         _refuse_discriminator(loaded, to, discriminator)
         return write_foreign(loaded, folder, to, discriminator)
+
+
+def _resolved(folder: Path) -> Path:
+    """Return the folder itself: `.` has no name, and a link is not what it leads to."""
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{folder} leads nowhere ({error}): choose another folder.") from error
 
 
 def _refuse(origin: Origin, to: str) -> None:

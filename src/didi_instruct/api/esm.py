@@ -4,7 +4,6 @@ The weights never become a network on the way, so nothing can be lost: not a typ
 our own code has no use for. DPLM's training checkpoints have `model.net.` before every name.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from didi_instruct.data.files import (
     AtomicFile,
     no_space_as_user_error,
     require_space,
-    sync_folder,
 )
 from didi_instruct.errors import UserError
+from didi_instruct.models.foreign.folders import new_folder
 from didi_instruct.models.manifest import CONFIG, MODEL
 from didi_instruct.models.masked_families import recognise_masked_lm
 from didi_instruct.models.masked_weights import read_weights, weight_stores
+from didi_instruct.models.shown import shown
 from didi_instruct.models.tensors import write_tensors
 
 PARTS = ("esm.", "lm_head.")
@@ -49,18 +49,27 @@ def copy_esm(source: Path, folder: Path) -> Path:
         raise UserError(
             f"{source} is no whole ESM-2 masked LM: it needs tensors `esm.`, `lm_head.`."
         )
+    odd = next((n for n, t in tensors.items() if not _is_plain(t)), None)
+    if odd is not None:
+        raise UserError(
+            f"{source}: {shown(odd)} holds {tensors[odd].dtype}, which cannot be copied: cast the "
+            "weights to float16 or wider first."
+        )
     with no_space_as_user_error(folder):
         require_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
         _write(source, folder, tensors)
     return folder
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its numbers are of a type that we write: whole, or real with 16 bits or more."""
+    if tensor.is_floating_point():
+        return tensor.itemsize > 1
+    return not tensor.is_complex() and not tensor.is_quantized
+
+
 def _write(source: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Build the folder under a hidden name, then give it its own: it is there whole or not."""
-    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
-    try:
+    with new_folder(folder) as hidden:
         file = AtomicFile(hidden / MODEL)
         try:
             write_tensors(file.write, tensors)
@@ -70,9 +79,3 @@ def _write(source: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
         for name in BESIDE:
             if (source / name).is_file():
                 shutil.copyfile(source / name, hidden / name)
-        if folder.exists():
-            folder.rmdir()
-        hidden.rename(folder)
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)

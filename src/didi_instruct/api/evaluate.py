@@ -149,11 +149,9 @@ def _check_writable(source: str, model: Model, rows: TokenSource, count: int) ->
     """
     if not isinstance(model.network, MaskedLM):
         return
-    never = torch.tensor(model.network.ids.banned)
     found = [
-        tokens[torch.isin(tokens, never)]
+        model.never_written(rows.ordered(first, min(ROWS_AT_ONCE, count - first)))
         for first in range(0, count, ROWS_AT_ONCE)
-        for tokens in [rows.ordered(first, min(ROWS_AT_ONCE, count - first))]
     ]
     bad = torch.cat(found)
     if len(bad):

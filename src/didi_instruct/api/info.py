@@ -1,5 +1,6 @@
 """Facts about models for `didi info`: what headers and settings tell, without loading weights."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -21,8 +22,10 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
+from didi_instruct.models.manifest import CONFIG
 from didi_instruct.models.masked_families import recognise_masked_lm
-from didi_instruct.models.masked_weights import weight_stores
+from didi_instruct.models.masked_weights import check_headers, headers_of, weight_stores
+from didi_instruct.models.shown import shown
 
 BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
 """Tensors of a discriminator that are no parameters."""
@@ -31,6 +34,13 @@ BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
 FIXED = ("inv_freq", "position_ids")
 TIED = ("lm_head.decoder.weight", "predictions.decoder.weight", "vocab_projector.weight")
 """Tensors of a masked LM that are no parameters, and those that are the embedding once more."""
+
+
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the names of classes end that read from left to right."""
+
+_SHAPE = ("vocab_size", "mask_id", "length", "discriminator_parameters")
+"""What every answer has, though nothing is known."""
 
 
 def describe_architecture(name: str) -> dict[str, Any]:
@@ -47,6 +57,9 @@ def describe_source(
     check_choices(weights, family)
     origin = find(source)
     if origin.form == "foreign":
+        causal = _causal(origin.path)
+        if causal is not None:
+            return _describe_causal(origin, causal)
         return _describe_foreign(origin, weights, family)
     refuse_choices(origin, weights, family)
     if origin.form == "didi":
@@ -99,26 +112,51 @@ def _critic_parameters(found: Found) -> int:
     )
 
 
+def _causal(path: Path) -> str | None:
+    """Return the class of a causal LM of `transformers`, by the config.json of its folder."""
+    try:
+        settings = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    names = settings.get("architectures") if isinstance(settings, dict) else None
+    known = (n for n in (names if isinstance(names, list) else []) if isinstance(n, str))
+    return next((name for name in known if name.endswith(CAUSAL)), None)
+
+
+def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
+    """What is no denoiser, but judges the texts of one."""
+    headers = headers_of(weight_stores(origin.path))
+    return {
+        "architecture": shown(name),
+        "parameters": sum(prod(h.shape) for h in headers.values() if h.is_weight),
+        "trainable_parameters": None,
+        **dict.fromkeys(_SHAPE),
+        "layout": None,
+        "dtype": _common_type(headers.values()),
+        "provenance": {"source": origin.name},
+        "notes": ["A causal language model: use it as --judge in didi eval."],
+    }
+
+
 def _describe_unknown(store: Store, reason: str) -> dict[str, Any]:
     """What a file holds that is no model known here; numbered tensors of one shape are one line."""
     kinds: Counter[tuple[str, tuple[int, ...], str]] = Counter(
-        (re.sub(r"\d+", "N", name[:120]), header.shape, _type(header))
+        (shown(re.sub(r"\d+", "N", name[:120])), header.shape, _type(header))
         for name, header in store.headers.items()
     )
-    shape = ["vocab_size", "mask_id", "length", "discriminator_parameters"]
     return {
         "architecture": "unknown",
         "parameters": sum(prod(header.shape) for header in store.headers.values()),
         "trainable_parameters": None,
-        **dict.fromkeys(shape),
+        **dict.fromkeys(_SHAPE),
         "layout": None,
         "notes": [reason],
         "tensors": [
             {"name": name, "shape": list(shape), "dtype": dtype, "count": count}
             for (name, shape, dtype), count in kinds.items()
         ],
-        "not_tensors": [f"{name[:120]}: {what}" for name, what in store.blocked.items()],
-        "not_run": list(store.untouched),
+        "not_tensors": [f"{shown(name)}: {shown(what)}" for name, what in store.blocked.items()],
+        "not_run": [shown(name) for name in store.untouched],
     }
 
 
@@ -126,7 +164,8 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
     found = recognise_masked_lm(origin.path)
     assert found is not None
     stores = weight_stores(origin.path)
-    headers = {name: header for store in stores for name, header in store.headers.items()}
+    check_headers(found, stores)
+    headers = headers_of(stores)
     tied = found.settings.get("tie_word_embeddings", True)
     parameters = sum(
         prod(header.shape)
@@ -136,7 +175,7 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
     code = ["It brings its own code, which runs only with trust_remote_code=True."]
     mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own."
     return {
-        "architecture": found.model_type,
+        "architecture": shown(found.model_type),
         **_facts(found.config, parameters, None),
         "layout": found.layout,
         "description": found.description,
@@ -150,8 +189,9 @@ def _count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def _common_type(headers: Iterable[Header]) -> str:
-    return Counter(map(_type, headers)).most_common(1)[0][0]
+def _common_type(headers: Iterable[Header]) -> str | None:
+    counts = Counter(map(_type, headers)).most_common(1)
+    return counts[0][0] if counts else None
 
 
 def _type(header: Header) -> str:

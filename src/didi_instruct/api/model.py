@@ -22,6 +22,7 @@ from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import Trunk
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
+from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
@@ -74,6 +75,12 @@ class Model:
         tokens = self._checked(tokens).cpu()
         if tokens.numel() and int(tokens.max()) >= self.config.num_tokens:
             raise UserError("nelbo measures clean text, but the tokens contain masks.")
+        never = self.never_written(tokens)
+        if len(never):
+            raise UserError(
+                f"{len(never)} of {tokens.numel()} tokens are such as this model never writes (id "
+                f"{int(never[0])}), so it has no likelihood of the text: give text without them."
+            )
         result = self.likelihood(
             lambda start, count: tokens[start : start + count],
             sequences=len(tokens),
@@ -81,6 +88,16 @@ class Model:
             seed=seed,
         )
         return torch.tensor(result.nats_per_token, dtype=torch.float64)
+
+    def never_written(self, tokens: Tensor) -> Tensor:
+        """Return those of the tokens that a masked LM never writes, such as what frames a text.
+
+        They have probability 0 in exact terms, and an arbitrary large cost in ours.
+        """
+        if not isinstance(self.network, MaskedLM):
+            return tokens.new_empty(0)
+        banned = self.network.banned.to(tokens.device)
+        return tokens[torch.isin(tokens, banned)]
 
     def likelihood(
         self, data: Callable[[int, int], Tensor], *, sequences: int, **settings: Any

@@ -20,9 +20,9 @@ from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.places import SUFFIXES, locate
 from didi_instruct.models.foreign.reading import load_foreign
 from didi_instruct.models.foreign.shapes import Family
-from didi_instruct.models.manifest import CONFIG, FORMAT, MODEL, TOKENIZER, read_manifest
+from didi_instruct.models.manifest import CONFIG, MODEL, TOKENIZER, is_ours, read_manifest
 from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm
-from didi_instruct.models.masked_weights import weight_files
+from didi_instruct.models.masked_weights import check_headers, weight_files, weight_stores
 
 Form = Literal["didi", "foreign", "masked-lm"]
 """Written by didi; a public checkpoint of the DiT family; a masked LM of `transformers`."""
@@ -156,23 +156,15 @@ def refuse_choices(origin: Origin, weights: str, family: str | None) -> None:
         raise UserError(f"{origin.name} says itself what it is: leave out `family`.")
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether a folder was written by didi, or is one of its runs."""
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return (folder / "checkpoints").is_dir()  # a run that has not finished
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
-
-
 def _classify(name: str, path: Path) -> Origin:
     folder = path if path.is_dir() else path.parent
     # Weights that belong to a folder are told by the folder what they are.
     if is_ours(folder) and (path.is_dir() or path.name == MODEL):
         return Origin(name, folder, "didi")
-    if recognise_masked_lm(folder) and (path.is_dir() or path in weight_files(folder)):
+    found = recognise_masked_lm(folder)
+    if found and (path.is_dir() or path in weight_files(folder)):
+        if not found.needs_code:  # such a one is refused for its code first
+            check_headers(found, weight_stores(folder))
         return Origin(name, folder, "masked-lm")
     if path.is_dir() and not any(p.suffix in SUFFIXES for p in path.iterdir()):
         raise UserError(

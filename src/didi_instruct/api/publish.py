@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from didi_instruct.api.card import Subject, without_paths, write_card
+from didi_instruct.api.card import README, Subject, is_ours, write_card
+from didi_instruct.api.private import publishable
 from didi_instruct.data.tokenizer import quiet, require_network
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
@@ -56,12 +57,12 @@ def push(
 ) -> str:
     """Upload a model, saved for a moment; return the repository's address.
 
-    What can be known to be wrong is refused before anything is written or sent. Absolute paths in
-    the provenance are shortened: they name folders of this machine.
+    What can be known to be wrong is refused before anything is written or sent. Of the provenance
+    only what is public is sent, without paths. A card that someone wrote there stays as it is.
     """
     import huggingface_hub
 
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) is None:
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id) is None:
         raise UserError(f"`{repo_id}` is no name on Hugging Face: give `owner/name`.")
     refuse(model.network)
     if token is None and huggingface_hub.get_token() is None:
@@ -72,13 +73,22 @@ def push(
     with _explained(repo_id):
         require_network()
     with tempfile.TemporaryDirectory() as folder:
-        save(model, Path(folder), repo_id, license, without_paths(model.provenance))
+        save(model, Path(folder), repo_id, license, publishable(model.provenance))
         with _explained(repo_id), quiet("huggingface_hub"):
             api = huggingface_hub.HfApi(token=token)
             address = api.create_repo(repo_id, private=private, exist_ok=True)
+            if _has_words(api, repo_id):
+                Path(folder, README).unlink()
             message = "Model written by didi"
             api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
     return str(address)
+
+
+def _has_words(api: Any, repo_id: str) -> bool:
+    """Whether the hub has a card of this model that somebody wrote by hand."""
+    if not api.file_exists(repo_id, README):
+        return False
+    return not is_ours(Path(api.hf_hub_download(repo_id, README)))
 
 
 @contextmanager

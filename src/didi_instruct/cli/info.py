@@ -8,7 +8,13 @@ import typer
 from didi_instruct.errors import UserError
 
 LISTED = 40
-"""Tensors of an unknown file that are shown; `--json` has them all."""
+"""Lines of one list that are shown; `--json` has them all."""
+
+WIDEST = 600
+"""Characters of a line."""
+
+_TOLD = ("source", "reproduces", "teacher", "step", "didi_instruct", "torch")
+"""Of the provenance; the rest is long."""
 
 
 def command(
@@ -36,18 +42,47 @@ def command(
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    tensors = facts.pop("tensors", [])
     for name, value in facts.items():
-        for number, line in enumerate(_lines(value)):
-            typer.echo(f"{'' if number else name.replace('_', ' '):26} {line}")
-    for number, line in enumerate(_tensor_lines(tensors)):
-        typer.echo(f"{'' if number else 'tensors':26} {line}")
+        if value in (None, []) and facts.get("layout", "") is None:
+            continue  # nothing is known of a file that is no model of ours
+        for number, line in enumerate(_cut(_lines(name, value))):
+            typer.echo(f"{'' if number else name.replace('_', ' '):26} {_printable(line)}")
 
 
-def _lines(value: Any) -> list[str]:
+def _lines(name: str, value: Any) -> list[str]:
+    if name == "provenance" and isinstance(value, dict):
+        return _provenance(value)
+    if name == "tensors":
+        return [_tensor(tensor) for tensor in value]
     if isinstance(value, list):
         return [str(item) for item in value] or ["-"]
     return [_text(value)]
+
+
+def _cut(lines: list[str]) -> list[str]:
+    more = len(lines) - LISTED
+    return [*lines[:LISTED], f"and {more} more (--json)"] if more > 0 else lines
+
+
+def _printable(line: str) -> str:
+    """Foreign files hold any words; none of them may steer the terminal."""
+    from didi_instruct.models.shown import shown
+
+    return shown(line, WIDEST)
+
+
+def _provenance(value: dict[str, Any]) -> list[str]:
+    """A few facts of where a model comes from, one per line."""
+    foreign, recipe = value.get("foreign"), value.get("recipe")
+    facts = {name: value.get(name) for name in _TOLD}
+    if isinstance(foreign, dict):
+        facts["source"] = foreign.get("source")
+    if isinstance(recipe, dict):
+        facts["method"] = recipe.get("method")
+    lines = [f"{name.replace('_', '-')} {fact}" for name, fact in facts.items() if fact is not None]
+    if set(value) - set(_TOLD):
+        lines.append("the rest: --json")
+    return lines or ["-"]
 
 
 def _text(value: Any) -> str:
@@ -58,12 +93,7 @@ def _text(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _tensor_lines(tensors: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for tensor in tensors[:LISTED]:
-        times = f"{tensor['count']} × " if tensor["count"] > 1 else ""
-        shape = " × ".join(map(str, tensor["shape"])) or "a number"
-        lines.append(f"{tensor['name']}  {times}({shape}) {tensor['dtype']}")
-    if len(tensors) > LISTED:
-        lines.append(f"and {len(tensors) - LISTED} more (--json)")
-    return lines
+def _tensor(tensor: dict[str, Any]) -> str:
+    times = f"{tensor['count']} × " if tensor["count"] > 1 else ""
+    shape = " × ".join(map(str, tensor["shape"])) or "a number"
+    return f"{tensor['name']}  {times}({shape}) {tensor['dtype']}"

@@ -1,5 +1,6 @@
 """Text to token ids and back: one wrapper around the `tokenizers` library, and how to load one."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -7,7 +8,6 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,7 +100,7 @@ class Tokenizer:
         twin.eot = twin.eot_id = None
         return twin
 
-    @cached_property
+    @functools.cached_property
     def vocabulary(self) -> dict[str, int]:
         """Id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
@@ -120,7 +120,7 @@ class Tokenizer:
         place = ids.index(self.vocabulary[token])
         return ids[:place], ids[place + 1 :]
 
-    @cached_property
+    @functools.cached_property
     def hash(self) -> str:
         """SHA-256 of the tokenizer's canonical JSON: the same after saving and loading."""
         content = json.loads(self._backend.to_str())
@@ -293,13 +293,17 @@ def _looks_like_a_path(source: str) -> bool:
 def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
     import transformers
 
+    # Left unsaid, the library asks on the terminal whether to run a repository's code.
+    read = functools.partial(
+        transformers.AutoTokenizer.from_pretrained, name, trust_remote_code=False
+    )
     try:
         with quiet("huggingface_hub"):
             try:  # what was downloaded before needs no network
-                loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+                loaded = read(local_files_only=True)
             except (OSError, ValueError):
                 require_network()
-                loaded = transformers.AutoTokenizer.from_pretrained(name)
+                loaded = read()
     except Exception as error:  # a network, a repository and a file format can fail in any way
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(

@@ -8,6 +8,7 @@ from typing import Any
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
+from didi_instruct.models.shown import shown, shown_value
 
 CONFIG = "config.json"
 FORMAT = "didi"
@@ -58,22 +59,20 @@ def read_manifest(folder: Path) -> Manifest:
         steps = sorted((folder / "checkpoints").glob("step-*"))
         hint = f" Training has not finished; its latest checkpoint is {steps[-1]}." if steps else ""
         raise UserError(f"{folder} is not a model folder: it has no {CONFIG}.{hint}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from error
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} was not written by didi: it does not say `format: {FORMAT}`.")
     version = content.get("version")
     if type(version) is not int or version < 1:
-        raise UserError(f"{path}: `version` is {version!r}, not a format version.")
+        raise UserError(f"{path}: `version` is {shown_value(version)}, not a format version.")
     if version > VERSION:
         raise UserError(
-            f"{path} has format version {version}, but this didi reads up to {VERSION}: upgrade it."
+            f"{path} has format version {shown_value(version)}, but this didi reads up to "
+            f"{VERSION}: upgrade it."
         )
     for key in content:
         if key not in _KEYS:
-            raise UserError(f"{path}: `{key}` is not a setting.{nearest(key, _KEYS)}")
+            raise UserError(f"{path}: `{shown(key)}` is not a setting.{nearest(shown(key), _KEYS)}")
     other = content.get("discriminator")
     return Manifest(
         model=_model_config(path, content.get("model"), "model"),
@@ -83,9 +82,30 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file that anyone may have written."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder was written by didi, or is one of its runs."""
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return (folder / "checkpoints").is_dir()  # a run that has not finished
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
 def _mapping(path: Path, value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{path}: `{name}` is {value!r}, not a group of settings.")
+        raise UserError(f"{path}: `{name}` is {shown_value(value)}, not a group of settings.")
     return value
 
 
@@ -93,7 +113,9 @@ def _files(path: Path, value: Any) -> dict[str, FileRecord]:
     records = {}
     for name, record in _mapping(path, value, "files").items():
         if name not in (MODEL, DISCRIMINATOR, *TOKENIZER):
-            raise UserError(f"{path}: `files` lists {name!r}, which is no file of a model folder.")
+            raise UserError(
+                f"{path}: `files` lists {shown_value(name)}, which is no file of a model folder."
+            )
         record = _mapping(path, record, f"files.{name}")
         size, digest = record.get("bytes"), record.get("sha256")
         if type(size) is not int or not isinstance(digest, str):
@@ -112,7 +134,7 @@ def _model_config(path: Path, value: Any, group: str) -> ModelConfig:
     config = parse(ModelConfig, settings, where=str(path), prefix=f"{group}.")
     if config.length > LONGEST:
         raise UserError(
-            f"{path}: `{group}.length` is {config.length}, which no model has: restore the file, "
-            f"or set what the model was trained with ({LONGEST} at most)."
+            f"{path}: `{group}.length` is {shown_value(config.length)}, which no model has: "
+            f"restore the file, or set what the model was trained with ({LONGEST} at most)."
         )
     return config

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.manifest import CONFIG, FORMAT
+from didi_instruct.models.shown import shown, shown_value
 
 Layout = Literal["esm", "masked-lm"]
 Frame = Literal["tokenizer", "start", "none"]
@@ -31,6 +32,8 @@ class Family:
     """Whether the output at a position is about the next one, as in models that began as AR."""
     pairwise_mask: bool = False
     """Whether the attention mask is (B, 1, 1, L) and not (B, L)."""
+    embedding: str | None = None
+    """How the name of its table of tokens ends; None: the names of its tensors are not known."""
 
     @property
     def specials(self) -> int:
@@ -38,14 +41,17 @@ class Family:
         return {"tokenizer": 2, "start": 1, "none": 0}[self.frame]
 
 
-_ROBERTA = Family(base="roberta", head=("lm_head",), counts_from_padding=True)
+_WORDS = "embeddings.word_embeddings.weight"
+_ROBERTA = Family(base="roberta", head=("lm_head",), counts_from_padding=True, embedding=_WORDS)
 
 FAMILIES = {
-    "bert": Family(base="bert", head=("cls",)),
+    "bert": Family(base="bert", head=("cls",), embedding=_WORDS),
     "camembert": _ROBERTA,
-    "distilbert": Family(),
-    "esm": Family(base="esm", head=("lm_head",)),
-    "modernbert": Family(base="model", head=("head", "decoder")),
+    "distilbert": Family(embedding=_WORDS),
+    "esm": Family(base="esm", head=("lm_head",), embedding=_WORDS),
+    "modernbert": Family(
+        base="model", head=("head", "decoder"), embedding="embeddings.tok_embeddings.weight"
+    ),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
@@ -68,6 +74,9 @@ _SHAPE = {
     "positions": ("max_position_embeddings", "max_sequence_length", "n_positions"),
 }
 """Our name, and theirs."""
+
+_MOST = 1 << 40
+"""No number of a network is larger."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +113,30 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
         notes.append(f"It has {positions} positions and was trained with {family.longest}.")
         positions = family.longest
     if counts_from_padding(family, settings):
-        positions -= 1 + int(settings.get("pad_token_id") or 0)
-    config = ModelConfig(
-        kind="mdlm",
-        layers=shape["layers"],
-        hidden=shape["hidden"],
-        heads=shape["heads"],
-        cond_dim=1,
-        vocab_size=shape["vocab_size"] + 1,
-        length=positions - family.specials,
-    )
-    what = next(iter(settings.get("architectures") or ()), "masked LM")
+        positions -= 1 + _padding(folder, settings)
+    if positions <= family.specials:
+        raise UserError(
+            f"{folder / CONFIG}: `{_name(settings, 'positions')}` is {shape['positions']}, which "
+            "leaves no room for a text. Fetch it again."
+        )
+    try:
+        config = ModelConfig(
+            kind="mdlm",
+            layers=shape["layers"],
+            hidden=shape["hidden"],
+            heads=shape["heads"],
+            cond_dim=1,
+            vocab_size=shape["vocab_size"] + 1,
+            length=positions - family.specials,
+        )
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    what = next(iter(_classes(settings)), "masked LM")
     return FoundMaskedLM(
         path=folder,
         model_type=model_type,
         layout="esm" if model_type == "esm" else "masked-lm",
-        description=f"{what} of the family {model_type}: {config.layers} layers, "
+        description=f"{shown(what)} of the family {shown(model_type)}: {config.layers} layers, "
         f"hidden {config.hidden}, {config.num_tokens} tokens",
         config=config,
         family=family,
@@ -147,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _family(settings: dict[str, Any]) -> Family | None:
-    model_type, classes = settings.get("model_type"), settings.get("architectures") or []
+    model_type, classes = settings.get("model_type"), _classes(settings)
     if not isinstance(model_type, str) or settings.get("format") == FORMAT or _DIT & set(settings):
         return None
     if settings.get("is_decoder") or settings.get("is_encoder_decoder"):
@@ -157,13 +174,40 @@ def _family(settings: dict[str, Any]) -> Family | None:
             return family if name in classes else None
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    return Family() if any(str(name).endswith("ForMaskedLM") for name in classes) else None
+    return Family() if any(name.endswith("ForMaskedLM") for name in classes) else None
+
+
+def _classes(settings: dict[str, Any]) -> list[str]:
+    """Return the names of its classes; what is no list of names names none."""
+    names = settings.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _padding(folder: Path, settings: dict[str, Any]) -> int:
+    value = settings.get("pad_token_id")
+    if value is None:
+        return 0
+    if type(value) is not int or value < 0:
+        raise UserError(
+            f"{folder / CONFIG}: `pad_token_id` is {shown_value(value)}, and positions are counted "
+            "from it: use the id of the padding token."
+        )
+    return value
+
+
+def name_of(found: FoundMaskedLM, name: str) -> str:
+    """Return what config.json calls one of our settings."""
+    return _name(found.settings, name)
+
+
+def _name(settings: dict[str, Any], name: str) -> str:
+    return next((theirs for theirs in _SHAPE[name] if settings.get(theirs)), _SHAPE[name][0])
 
 
 def _number(folder: Path, settings: dict[str, Any], name: str) -> int:
     for theirs in _SHAPE[name]:
         value = settings.get(theirs)
-        if type(value) is int and value > 0:
+        if type(value) is int and 0 < value <= _MOST:
             return value
     raise UserError(
         f"{folder / CONFIG} does not say `{_SHAPE[name][0]}`, a whole number: fetch it again."

@@ -4,31 +4,32 @@ The weights are read by our own readers, which run nothing, and given to the cla
 `transformers` by name. Families with code of their own (LLaDA, Dream) need the user's word.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.data.tokenizer import Tokenizer, quiet
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.foreign.stores import Store
+from didi_instruct.models.masked_build import Blueprint, silence
 from didi_instruct.models.masked_families import FoundMaskedLM, recognise_masked_lm
 from didi_instruct.models.masked_ids import SpecialIds, special_ids
 from didi_instruct.models.masked_network import MaskedLM
-from didi_instruct.models.masked_weights import common_dtype, read_weights, weight_stores
+from didi_instruct.models.masked_weights import (
+    check_headers,
+    common_dtype,
+    headers_of,
+    read_weights,
+    weight_stores,
+)
 from didi_instruct.models.remote_lm import build_remote, refuse_code
-from didi_instruct.models.tensors import LISTED
+from didi_instruct.models.shown import first_few, shown
 
 __all__ = ["FoundMaskedLM", "MaskedLM", "load_masked_lm", "recognise_masked_lm"]
-
-_BESIDE = re.compile(r"(^|\.)(pooler|seq_relationship|contact_head|position_ids|inv_freq)(\.|$)")
-"""Tensors of other tasks than predicting tokens, and tables: files have them or not."""
 
 _VOCABULARIES = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
 """Files of tokenizers that have no tokenizer.json, of which `transformers` makes one."""
@@ -56,12 +57,11 @@ def load_masked_lm(
         refuse_code(found)
     _require_transformers()
     stores = weight_stores(found.path)
+    check_headers(found, stores)
     tokenizer = _tokenizer(found)
     ids = special_ids(found, tokenizer)
-    weights = read_weights(stores, dtype)
-    dtype = dtype or common_dtype(weights)
-    with _silence():
-        network = (build_remote if found.needs_code else _build)(found, weights, dtype)
+    with silence():
+        network = _network(found, stores, dtype)
     config = _config(found, network, ids)
     model = MaskedLM(network, config, ids, found.family).to(device).eval()
     notes = list(found.notes)
@@ -70,7 +70,7 @@ def load_masked_lm(
         notes.append(f"{len(ids.banned)} ids are never written: special tokens and no text.")
     untouched = sorted({name for store in stores for name in store.untouched})
     if untouched:
-        notes.append(f"Pickled objects, not run: {', '.join(untouched[:LISTED])}.")
+        notes.append(f"Pickled objects, not run: {first_few(untouched)}.")
     origin = {"source": str(folder), "layout": found.layout, "weights": "only", "notes": notes}
     return LoadedModel(model, config, tokenizer, None, {"foreign": origin})
 
@@ -85,51 +85,16 @@ def _require_transformers() -> None:
         ) from error
 
 
-def _build(found: FoundMaskedLM, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Build the network with the classes that `transformers` has."""
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(found.path, local_files_only=True)
-        build: Any = transformers.MODEL_FOR_MASKED_LM_MAPPING[type(config)]
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(
-            f"{found.path}: transformers {transformers.__version__} has no masked LM of "
-            f"model_type `{found.model_type}`. Install the version that config.json names."
-        ) from error
-    network: nn.Module
-    network, report = build.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        ignore_mismatched_sizes=True,  # they are refused below, by name
-        output_loading_info=True,
-    )
-    _check(found, build.__name__, report)
-    return network
-
-
-def _check(found: FoundMaskedLM, name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that are not those of the network: it would write with random numbers."""
-    missing = _first_few(report["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{found.path} lacks tensors of {name} ({missing}). A model without its output layer "
-            "cannot write: use the checkpoint that was trained to predict masked tokens."
-        )
-    wrong = _first_few(key[0] for key in report["mismatched_keys"])
-    if wrong:
-        raise UserError(f"{found.path}: {wrong} do not have the shapes that config.json says.")
-    unknown = _first_few(report["unexpected_keys"])
-    if unknown:
-        raise UserError(f"{found.path} has tensors that {name} does not know ({unknown}).")
-
-
-def _first_few(names: Any) -> str:
-    left = sorted(name for name in names if not _BESIDE.search(name))
-    more = f" and {len(left) - LISTED} more" if len(left) > LISTED else ""
-    return ", ".join(left[:LISTED]) + more
+def _network(found: FoundMaskedLM, stores: list[Store], dtype: torch.dtype | None) -> nn.Module:
+    """Build the network; shapes are compared before weights are read."""
+    blueprint = None if found.needs_code else Blueprint(found)
+    if blueprint is not None:
+        blueprint.check(headers_of(stores))
+    weights = read_weights(stores, dtype)
+    dtype = dtype or common_dtype(weights)
+    if blueprint is None:
+        return build_remote(found, weights, dtype)
+    return blueprint.fill(weights, dtype)
 
 
 def _config(found: FoundMaskedLM, network: nn.Module, ids: SpecialIds) -> ModelConfig:
@@ -169,24 +134,9 @@ def _read_tokenizer(found: FoundMaskedLM) -> Tokenizer:
     try:
         loaded = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # files in any state fail in any way
+        reason = shown(" ".join(str(error).split()), 200)
         raise UserError(
-            f"{folder} has no tokenizer that can be read ({' '.join(str(error).split())[:200]}). "
+            f"{folder} has no tokenizer that can be read ({reason}). "
             "Put the model's tokenizer.json there."
         ) from error
     return Tokenizer.from_transformers(loaded, str(folder))
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep the library's reports and bars off the terminal: what matters is checked here."""
-    from transformers.utils import logging as library
-
-    logging: Any = library
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with quiet("transformers"):
-            yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()

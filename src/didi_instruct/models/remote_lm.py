@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.masked_families import FoundMaskedLM
-
-FLAG = "--trust-remote-code"
+from didi_instruct.models.shown import first_few, shown
 
 _OLD_SETTINGS = {"use_cache": False, "use_return_dict": True, "output_attentions": False}
 """What old code reads from a configuration and new ones may lack."""
@@ -23,10 +22,13 @@ _OLD_SETTINGS = {"use_cache": False, "use_return_dict": True, "output_attentions
 
 def refuse_code(found: FoundMaskedLM) -> None:
     """Say why a folder with code of its own is not loaded, and what would load it."""
-    code = ", ".join(sorted(path.name for path in found.path.glob("*.py"))) or "config.auto_map"
+    code = (
+        ", ".join(sorted(shown(path.name) for path in found.path.glob("*.py"))) or "config.auto_map"
+    )
     raise UserError(
         f"{found.path} brings code of its own ({code}), which would run with your rights: read "
-        f"it, and if you trust it, say so with {FLAG} (trust_remote_code=True)."
+        "it, and if you trust it, load it in Python with trust_remote_code=True, or with `didi "
+        "generate --trust-remote-code`."
     )
 
 
@@ -47,10 +49,10 @@ def build_remote(found: FoundMaskedLM, weights: dict[str, Tensor], dtype: torch.
         with _parameters_on_meta():
             network: nn.Module = build(config)
     except Exception as error:  # it is anybody's code
+        reason = shown(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
         raise UserError(
             f"{found.path}: its own code fails with transformers {transformers.__version__} "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Install the version "
-            "that its config.json names."
+            f"({reason}). Install the version that its config.json names."
         ) from error
     _fill(found, network, weights, dtype)
     return network.eval()
@@ -61,9 +63,10 @@ def _reference(found: FoundMaskedLM) -> str:
     names = ("AutoModelForMaskedLM", "AutoModel")
     reference = next((code[n] for n in names if n in code), None) if isinstance(code, dict) else ""
     if not isinstance(reference, str) or not reference or "--" in reference:
+        named = shown(str(reference or "no AutoModel"))
         raise UserError(
-            f"{found.path}: its code is not in the folder ({reference or 'no AutoModel'}). Fetch "
-            "it, and name it as `AutoModel` in auto_map of config.json."
+            f"{found.path}: its code is not in the folder ({named}). Fetch it, and name it as "
+            "`AutoModel` in auto_map of config.json."
         )
     return reference
 
@@ -75,7 +78,7 @@ def _fill(
     given = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
     odd = [n for n, t in given.items() if expected.get(n) != tuple(t.shape)]
     if odd:
-        raise UserError(f"{found.path}: its code has no place for {', '.join(odd[:3])}.")
+        raise UserError(f"{found.path}: its code has no place for {first_few(odd)}.")
     network.load_state_dict(given, strict=False, assign=True)
     tie: Any = getattr(network, "tie_weights", None)
     if tie is not None and any(p.is_meta for p in network.parameters()):

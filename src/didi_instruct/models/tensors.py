@@ -17,6 +17,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import ARCHITECTURES
 from didi_instruct.errors import UserError
+from didi_instruct.models.shown import first_few, shown, shown_value
 
 DTYPES = {
     torch.float64: "F64",
@@ -38,9 +39,6 @@ _ON_DISK = DTYPES | {
 
 ALIGNMENT = 64
 """Bytes to which torch aligns the tensors it allocates on the CPU."""
-
-LISTED = 3
-"""Tensors named in an error before the rest is only counted."""
 
 NUMBERS_AT_ONCE = 16 << 20
 """Read between two openings of a file."""
@@ -118,10 +116,14 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             for name in file.keys():  # noqa: SIM118 (a method of the file, not of a dict)
                 part = file.get_slice(name)
                 if part.get_dtype() not in DTYPES.values():
-                    raise UserError(f"{path}: {name} holds {part.get_dtype()}, not real numbers.")
+                    raise UserError(
+                        f"{path}: {shown(name)} holds {part.get_dtype()}, not real numbers."
+                    )
                 shapes[name] = tuple(part.get_shape())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
+        raise UserError(
+            f"{path} is not a readable safetensors file: {shown(str(error), 200)}."
+        ) from error
     return shapes
 
 
@@ -136,7 +138,7 @@ def read_tensors(
     """
     kept = set(keep)
     tensors: dict[str, Tensor] = {}
-    for names in _groups(path):
+    for names in in_groups(read_shapes(path)):
         with safe_open(path, framework="pt") as file:
             for name in names:
                 to = None if name in kept else dtype
@@ -144,11 +146,11 @@ def read_tensors(
     return tensors
 
 
-def _groups(path: Path) -> Iterator[list[str]]:
-    """Names of a file's tensors, as many at a time as may be in memory twice."""
+def in_groups(shapes: Shapes) -> Iterator[list[str]]:
+    """Names of tensors, as many at a time as may be in memory twice."""
     group: list[str] = []
     size = 0
-    for name, shape in read_shapes(path).items():
+    for name, shape in shapes.items():
         group.append(name)
         size += prod(shape)
         if size >= NUMBERS_AT_ONCE:
@@ -180,7 +182,7 @@ class Inferred:
         for name, known in ARCHITECTURES.items():
             if shape == (known.layers, known.hidden, known.vocab_size):
                 text += f" (`{name}`)"
-        return text + (f" under the prefix `{self.prefix}`" if self.prefix else "")
+        return text + (f" under the prefix `{shown(self.prefix)}`" if self.prefix else "")
 
 
 def infer(shapes: Shapes) -> Inferred | None:
@@ -191,7 +193,7 @@ def infer(shapes: Shapes) -> Inferred | None:
     prefix = embeddings[0].removesuffix("vocab_embed.embedding")
     vocab_size, hidden = shapes[embeddings[0]]
     own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
-    numbers = [int(m[1]) for n in own if (m := re.match(r"blocks\.(\d+)\.", n))]
+    numbers = [int(m[1]) for n in own if (m := re.match(r"blocks\.(\d{1,6})\.", n))]
     if any(n.startswith("output_layer.main.") for n in own):
         role = "discriminator"
     else:
@@ -201,7 +203,7 @@ def infer(shapes: Shapes) -> Inferred | None:
         layers=max(numbers, default=-1) + 1,
         hidden=hidden,
         vocab_size=vocab_size,
-        cond_dim=own.get("sigma_map.mlp.0.weight", (None,))[0],
+        cond_dim=next(iter(own.get("sigma_map.mlp.0.weight", ())), None),
         prefix=prefix,
     )
 
@@ -223,8 +225,9 @@ def check_shapes(path: Path, found: Shapes, expected: Shapes, wanted: str) -> No
         _listed([n for n in expected if n not in found], "missing"),
         _listed([n for n in found if n not in expected], "unexpected"),
         _listed(
-            [f"{n} {found[n]} for {expected[n]}" for n in shared if found[n] != expected[n]],
+            [n for n in shared if found[n] != expected[n]],
             "of the wrong shape",
+            lambda n: f"{shown(n)} {shown_value(found[n])} for {expected[n]}",
         ),
     ]
     if any(problems):
@@ -234,9 +237,8 @@ def check_shapes(path: Path, found: Shapes, expected: Shapes, wanted: str) -> No
         )
 
 
-def _listed(names: list[str], what: str) -> str:
+def _listed(names: list[str], what: str, show: Callable[[str], str] = shown) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     plural = "" if len(names) == 1 else "s"
-    return f"{len(names)} tensor{plural} {what} ({', '.join(names[:LISTED])}{more})"
+    return f"{len(names)} tensor{plural} {what} ({first_few(names, show)})"

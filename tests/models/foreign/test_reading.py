@@ -12,7 +12,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.foreign.layouts import find_discriminator
 from didi_instruct.models.foreign.reading import load_foreign, recognise
+from didi_instruct.models.foreign.stores import open_store
+from didi_instruct.models.foreign.writing import write_foreign
 
 from .reference import (
     COND,
@@ -259,6 +262,7 @@ def test_small_is_recognised_by_name(tmp_path):
         shapes = {k: v.shape for k, v in DiT(ModelConfig()).state_dict().items()}
     zeros = torch.zeros(50258 * 768, dtype=torch.bfloat16)
     state = {f"backbone.{k}": zeros[: s.numel()].view(s) for k, s in shapes.items()}
+    state["backbone.rotary_emb.inv_freq"] = 10_000 ** -(torch.arange(0, 64, 2) / 64)
     torch.save({"state_dict": state}, tmp_path / "any.ckpt")
     found = recognise(tmp_path / "any.ckpt")
     assert "`small` (12 × 768 × 12), vocabulary 50258" in found.description
@@ -298,7 +302,7 @@ def test_a_mask_among_the_tokens_is_refused(tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, 500])
 def test_opening_a_file_again_changes_nothing(tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr("didi_instruct.models.foreign.stores.NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr("didi_instruct.models.tensors.NUMBERS_AT_ONCE", at_once)
     loaded = load_foreign(LAYOUTS["mdlm-hub"](tmp_path))
     for key, value in CORE.items():
         assert torch.equal(loaded.model.state_dict()[key], value), key
@@ -323,3 +327,40 @@ def test_other_refusals(tmp_path):
     assert "not valid JSON" in error_of(tmp_path / "i")
     (tmp_path / "i" / "config.json").write_text(json.dumps([1]))
     assert "not a group of settings" in error_of(tmp_path / "i")
+
+
+def test_of_two_discriminators_one_is_taken(tmp_path):
+    """The one without an average's name; the other is left out, and said to be."""
+    usual, other = critic_weights(), critic_weights(11)
+    state = prefixed("critic_ema.", other) | prefixed("discriminator.", usual)
+    path = lightning_file(tmp_path / "x.ckpt", prefixed("student_ema.", CORE) | state)
+    loaded = load_foreign(path)
+    for key, value in usual.items():
+        assert torch.equal(loaded.discriminator.state_dict()[key], value), key
+    assert any("Left out: critic_ema." in note for note in recognise(path).notes)
+    store = open_store(path)
+    assert find_discriminator(store) == {key: f"discriminator.{key}" for key in usual}
+
+    path = hub_folder(tmp_path / "beside", CORE, hub_config(), state)
+    assert any("Left out: critic_ema." in note for note in recognise(path).notes)
+
+
+def test_an_ar_model_has_a_layout_of_its_own(tmp_path):
+    path = hub_folder(tmp_path / "ar", prefixed("backbone.", weights(3, causal=True)))
+    assert recognise(path).description.startswith("ar-hub: ar (")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_duo_with_a_discriminator_is_not_didi_instruct(tmp_path, beside):
+    """A name that `write_foreign` would refuse the model under."""
+    config = hub_config(model_type="DUO", time_conditioning=None)
+    state, critic = prefixed("backbone.", CORE), critic_weights()
+    if beside:
+        path = hub_folder(tmp_path / "m", state, config, critic)
+    else:
+        path = hub_folder(tmp_path / "m", state | prefixed("discriminator.", critic), config)
+    found = recognise(path)
+    assert (found.layout, found.has_discriminator) == ("duo-hub", True)
+    write_foreign(load_foreign(path), tmp_path / "out", found.layout, discriminator=False)
+    nested = hub_folder(tmp_path / "n", state, sdtt_config(algo={"name": "duo"}))
+    assert recognise(nested).layout == "duo-hub"

@@ -156,6 +156,16 @@ def test_a_full_folder_is_left_alone(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+def test_a_folder_may_be_where_one_stands_or_behind_a_link(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (".", tmp_path / "link"):
+        write_foreign(small(), folder, "mdlm-hub")
+        assert recognise(folder).config == small().config
+
+
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, os.strerror(28))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.models.shown import shown
 
 MAX_PICKLE = 64 << 20
 """Bytes of structure that are worth reading; the weights are not in the pickle."""
@@ -39,6 +40,8 @@ class Archive:
         pickles = [name for name in entries if name.endswith("/data.pkl")]
         if len(pickles) != 1 or any(name.endswith("/constants.pkl") for name in entries):
             what = "a TorchScript program" if pickles else "a zip file without data.pkl"
+            if len(pickles) > 1:
+                what = f"a zip file with {len(pickles)} data.pkl"
             raise UserError(
                 f"{path} is {what}, not a checkpoint: give a file that `torch.save` wrote."
             )
@@ -104,7 +107,11 @@ def _refuse_other_formats(path: Path) -> None:
             f"{path} has torch's format from before version 1.6, which cannot be read without "
             "running it: where you trust it, load it with torch and save it again."
         )
-    if not zipfile.is_zipfile(path):
+    try:
+        is_zip = zipfile.is_zipfile(path)
+    except Exception as error:  # damaged bytes can fail anywhere in there
+        raise _damaged(path, str(error)) from error
+    if not is_zip:
         raise UserError(
             f"{path} is no torch checkpoint (no zip file), or it is truncated: fetch it again."
         )
@@ -118,18 +125,18 @@ def _extents(path: Path) -> dict[str, Extent]:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             for info in archive.infolist():
                 if info.filename in entries:
-                    raise _damaged(path, f"it has two entries {info.filename!r}")
+                    raise _damaged(path, f"it has two entries `{shown(info.filename)}`")
                 if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
-                    raise _damaged(path, f"{info.filename!r} is compressed or encrypted")
+                    raise _damaged(path, f"`{shown(info.filename)}` is compressed or encrypted")
                 if info.compress_size != info.file_size:
-                    raise _damaged(path, f"{info.filename!r} has two sizes")
+                    raise _damaged(path, f"`{shown(info.filename)}` has two sizes")
                 start = _content_start(path, file, info.header_offset)
                 entries[info.filename] = Extent(start, info.file_size)
                 spans.append((info.header_offset, start + info.file_size))
             spans.append((archive.start_dir, archive.start_dir))
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as error:  # damaged bytes can fail anywhere in zipfile
         raise _damaged(path, str(error)) from error
     spans.sort()
     if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
@@ -149,4 +156,5 @@ def _content_start(path: Path, file: BinaryIO, header: int) -> int:
 
 
 def _damaged(path: Path, reason: str) -> UserError:
+    reason = shown(reason or "its directory is damaged", 200).rstrip(".")
     return UserError(f"{path} is not as torch writes checkpoints: {reason}. Fetch it again.")

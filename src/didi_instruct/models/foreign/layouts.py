@@ -5,7 +5,6 @@ twice over in SDTT's, none in DiDi-Instruct's release, `student_ema.` and `discr
 checkpoints. `torch.compile` and data parallelism leave marks of their own, which are taken off.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -13,9 +12,10 @@ from typing import Literal
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.settings import Settings
 from didi_instruct.models.foreign.stores import SHADOW, Store
-from didi_instruct.models.tensors import LISTED, describe
+from didi_instruct.models.shown import first_few, shown, shown_value
+from didi_instruct.models.tensors import describe
 
-Layout = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "didi-instruct", "lightning", "core"]
+Layout = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "ar-hub", "didi-instruct", "lightning", "core"]
 WeightSet = Literal["ema", "raw"]
 Keys = dict[str, str]
 """From the contract's core keys to names in the file, in the file's order."""
@@ -25,6 +25,10 @@ FREQUENCIES = "rotary_emb.inv_freq"
 _HEAD = "output_layer.main."
 _RAW = ("backbone.backbone.", "backbone.", "student.", "model.", "")
 _AVERAGED = ("student_ema.",)
+_CRITIC = "discriminator."
+
+MAX_NETWORKS = 16
+"""In one file: training states have a handful."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ class Networks:
 def find_networks(store: Store) -> Networks:
     """Sort the tensors of a file by the network they belong to."""
     groups, others = _by_prefix(store.headers, store.path)
-    heads = {p for p, keys in groups.items() if any(k.startswith(_HEAD) for k in keys)}
-    critics = [groups[p] for p in sorted(heads)]
+    heads = _critics(groups)
     denoisers = {p: keys for p, keys in groups.items() if p not in heads}
     raw = next((p for p in _RAW if p in denoisers), None)
     averaged = next((p for p in _AVERAGED if p in denoisers), None)
@@ -70,25 +73,31 @@ def find_networks(store: Store) -> Networks:
         if len(denoisers) != 1:
             raise _unknown(store, denoisers)
         raw = next(iter(denoisers))
-    kept = {raw, averaged}
-    left = [n for p, keys in denoisers.items() if p not in kept for n in keys.values()]
+    kept = {raw, averaged, *heads[:1]}
+    left = [n for p, keys in groups.items() if p not in kept for n in keys.values()]
     return Networks(
         raw=None if raw is None else denoisers[raw],
         averaged=None if averaged is None else denoisers[averaged],
         prefix=raw if raw is not None else str(averaged),
         shadows=tuple(n for n in others if n.startswith(SHADOW)),
-        discriminator=critics[0] if critics else None,
+        discriminator=groups[heads[0]] if heads else None,
         others=tuple(n for n in (*left, *others) if not n.startswith(SHADOW)),
     )
 
 
 def find_discriminator(store: Store) -> Keys:
-    """Return the one discriminator of a file that should hold nothing else."""
+    """Return the discriminator of a file; of several, the one that `find_networks` takes."""
     groups, _ = _by_prefix(store.headers, store.path)
-    heads = [keys for keys in groups.values() if any(k.startswith(_HEAD) for k in keys)]
-    if len(heads) != 1:
+    heads = _critics(groups)
+    if not heads:
         raise UserError(f"{store.path} holds no discriminator: remove it, or fetch it again.")
-    return heads[0]
+    return groups[heads[0]]
+
+
+def _critics(groups: dict[str, Keys]) -> list[str]:
+    """Return the prefixes of discriminators: first the usual one, which no average has."""
+    heads = [p for p, keys in groups.items() if any(k.startswith(_HEAD) for k in keys)]
+    return sorted(heads, key=lambda p: (p != _CRITIC, p))
 
 
 def only_masked(networks: Networks, settings: Settings) -> bool:
@@ -101,8 +110,8 @@ def only_masked(networks: Networks, settings: Settings) -> bool:
 
 
 def layout_of(store: Store, networks: Networks, settings: Settings, family: str) -> Layout:
-    """Name the layout."""
-    if (
+    """Name the layout; `didi-instruct` has models of masked diffusion alone."""
+    if family not in ("duo", "ar") and (
         networks.discriminator is not None
         or networks.prefix in _AVERAGED
         or settings.model_type == "didi-instruct"
@@ -112,9 +121,10 @@ def layout_of(store: Store, networks: Networks, settings: Settings, family: str)
         return "core"
     if store.is_training:
         return "lightning"
-    if networks.prefix == "backbone.backbone." or settings.is_nested:
-        return "sdtt-hub"
-    return "duo-hub" if family == "duo" else "mdlm-hub"
+    if family in ("duo", "ar"):
+        return "duo-hub" if family == "duo" else "ar-hub"
+    is_sdtt = networks.prefix == "backbone.backbone." or settings.is_nested
+    return "sdtt-hub" if is_sdtt else "mdlm-hub"
 
 
 def _by_prefix(names: Iterable[str], where: object) -> tuple[dict[str, Keys], list[str]]:
@@ -127,6 +137,10 @@ def _by_prefix(names: Iterable[str], where: object) -> tuple[dict[str, Keys], li
         key=len,
         reverse=True,
     )
+    if len(starts) > MAX_NETWORKS:
+        raise UserError(
+            f"{where} holds {len(starts)} networks ({_quoted(starts)}): keep one of them."
+        )
     groups: dict[str, Keys] = {prefix: {} for prefix in starts}
     others = []
     for name, key in cleaned.items():
@@ -161,8 +175,8 @@ def _match_shadows(store: Store, raw: Keys, shadows: tuple[str, ...]) -> Keys:
         found, wanted = store.headers[shadow].shape, store.headers[raw[key]].shape
         if found != wanted:
             raise UserError(
-                f"{store.path}: {shadow} has shape {found}, but it stands for {key} {wanted}: "
-                "ask for the `raw` weights."
+                f"{store.path}: {shadow} has shape {shown_value(found)}, but it stands for "
+                f"{shown(key)} {shown_value(wanted)}: ask for the `raw` weights."
             )
         named[key] = shadow
     return named
@@ -170,14 +184,20 @@ def _match_shadows(store: Store, raw: Keys, shadows: tuple[str, ...]) -> Keys:
 
 def _unknown(store: Store, denoisers: dict[str, Keys]) -> UserError:
     if denoisers:
-        prefixes = ", ".join(f"`{p}`" for p in list(denoisers)[:LISTED])
-        return UserError(f"{store.path} holds several networks ({prefixes}): keep one of them.")
+        return UserError(
+            f"{store.path} holds several networks ({_quoted(list(denoisers))}): keep one of them."
+        )
     blocked = next((n for n in store.blocked if clean(n).endswith(FIRST)), None)
     if blocked is not None:
-        return UserError(f"{store.path}: {blocked} is {store.blocked[blocked]}, which is not run.")
+        what = store.blocked[blocked]
+        return UserError(f"{store.path}: {shown(blocked)} is {what}, which is not run.")
     shapes = {clean(n): h.shape for n, h in store.headers.items()}
-    first = ", ".join(re.sub(r"\s", " ", n[:60]) for n in list(shapes)[:LISTED]) or "no tensor"
+    first = first_few(list(shapes)) or "no tensor"
     return UserError(
-        f"{store.path} holds no network of the DiT family: it has {first} … and looks like "
+        f"{store.path} holds no network of the DiT family: it has {first}, and looks like "
         f"{describe(shapes)}."
     )
+
+
+def _quoted(prefixes: list[str]) -> str:
+    return first_few(prefixes, lambda prefix: f"`{shown(prefix)}`")

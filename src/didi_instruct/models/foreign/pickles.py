@@ -17,6 +17,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.archive import Archive
 from didi_instruct.models.foreign.stored import (
     CALLS,
+    MAX_TEXT,
     Inert,
     RefusedError,
     cheap_key,
@@ -24,7 +25,11 @@ from didi_instruct.models.foreign.stored import (
 )
 
 MAX_OPCODES = 5_000_000
-"""Steps of a pickle: a checkpoint with a slow tokenizer in it needs about a million."""
+"""Steps of a pickle: a checkpoint with a slow tokenizer in it needs about a million.
+
+Opcodes, and the members of a list that becomes a dictionary or a set: a pickle can ask for that as
+often as it likes.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class _Machine:
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
+        self.steps = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         """Stacks that marks have put aside."""
@@ -67,15 +73,19 @@ class _Machine:
     def run(self, data: bytes) -> Any:
         """Follow the opcodes; return what the last one leaves."""
         try:
-            for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-                if count >= MAX_OPCODES:
-                    raise RefusedError(f"its pickle has more than {MAX_OPCODES} steps")
+            for opcode, argument, _ in pickletools.genops(data):
+                self.spend(1)
                 if opcode.name == "STOP":
                     return self.stack.pop()
                 self._step(opcode.name, argument)
         except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise RefusedError(f"its pickle is damaged ({type(error).__name__})") from error
         raise RefusedError("its pickle has no end")
+
+    def spend(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > MAX_OPCODES:
+            raise RefusedError(f"its pickle has more than {MAX_OPCODES} steps")
 
     def _step(self, name: str, argument: Any) -> None:
         if name in _VALUES:
@@ -136,7 +146,7 @@ class _Machine:
     def name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise TypeError
-        self.stack.append(Inert(module, name))
+        self.stack.append(Inert(module[:MAX_TEXT], name[:MAX_TEXT]))  # compared at every use
 
     def call(self, function: Any, arguments: Any) -> None:
         """Push what a call would have made: a tensor, a container, or a note."""
@@ -144,6 +154,8 @@ class _Machine:
             raise TypeError
         known = None if function.called else CALLS.get((function.module, function.name))
         if known is not None and isinstance(arguments, tuple):
+            if arguments and isinstance(arguments[0], list):
+                self.spend(len(arguments[0]))
             self.stack.append(known(function, arguments))
             return
         self.untouched.setdefault((function.module, function.name), function)

@@ -1,11 +1,10 @@
 """Where in a folder, or beside a file, the parts of a foreign checkpoint are."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import CONFIG, DISCRIMINATOR, FORMAT, MODEL
+from didi_instruct.models.manifest import DISCRIMINATOR, MODEL, is_ours
 
 SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
 USUAL = (MODEL, "pytorch_model.bin")
@@ -36,7 +35,7 @@ def locate(path: Path) -> Place:
     return Place(
         model=model,
         discriminator=beside if together and model != beside and beside.is_file() else None,
-        config_folder=None if path.is_file() and _is_ours(folder) else folder,
+        config_folder=None if path.is_file() and is_ours(folder) else folder,
         tokenizer_folder=folder if has_tokenizer else None,
     )
 
@@ -56,12 +55,3 @@ def _weights(folder: Path) -> Path:
             "give the file itself."
         )
     return files[0]
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether config.json belongs to a model of ours, and says nothing about a file beside it."""
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT

@@ -1,7 +1,7 @@
 """Public checkpoints of the DiT family as our models: recognised by names and shapes, mapped in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,12 @@ from didi_instruct.models.foreign.special_ids import (
 )
 from didi_instruct.models.foreign.stores import Store, open_store
 from didi_instruct.models.layers import ROTARY_BASE
-from didi_instruct.models.tensors import LISTED, check_shapes
+from didi_instruct.models.shown import first_few, shown
+from didi_instruct.models.tensors import check_shapes
+
+_BLOCK = "blocks.0."
+_PARTS = 5
+"""Of a core key's name, between dots, at most."""
 
 GPT2_REMEDY = "give GPT-2's tokenizer, with which the public models were trained"
 
@@ -77,7 +82,9 @@ class _Plan:
 
 
 def recognise(path: str | Path, weights: WeightSet = "ema", family: Family | None = None) -> Found:
-    """Say what a file or folder holds, reading only headers; `UserError` if it is not known here.
+    """Say what a file or folder holds; `UserError` if it is not known here.
+
+    Only headers are read, and the few numbers that tell rotary positions apart.
 
     `family` says what the network was trained as, where nothing in the file does.
     """
@@ -139,7 +146,9 @@ def _plan(path: Path, weights: WeightSet, family: Family | None) -> _Plan:
     if place.discriminator is not None:
         beside = open_store(place.discriminator)
         critic = _critic(beside, find_discriminator(beside), config)
-        layout = "didi-instruct"
+        layout = "didi-instruct" if config.kind == "mdlm" else layout
+        known = set(critic.keys.values())
+        _note_leftovers(beside, tuple(n for n in beside.headers if n not in known), notes)
     elif networks.discriminator is not None:
         critic = _critic(store, networks.discriminator, config)
     sets: tuple[WeightSet, ...] = networks.sets if store.is_training else ()
@@ -173,11 +182,8 @@ def _critic(store: Store, keys: Keys, config: ModelConfig) -> _Part:
 def _checked(part: _Part, wanted: str) -> _Part:
     """Refuse a network whose tensors are not exactly those of our own, or not numbers."""
     store, path = part.store, part.store.path
-    expected = {name: tuple(t.shape) for name, t in _on_meta(part).state_dict().items()}
-    missing = tuple(key for key in expected if key not in part.keys)
-    for name, what in store.blocked.items():
-        if missing and clean(name).endswith(missing):
-            raise UserError(f"{path}: {name} is {what}, which is not run: save it as a tensor.")
+    expected = _expected(part)
+    _refuse_blocked(store, {key for key in expected if key not in part.keys})
     found = _shapes(store, part.keys)
     if FREQUENCIES not in found:
         del expected[FREQUENCIES]
@@ -185,7 +191,52 @@ def _checked(part: _Part, wanted: str) -> _Part:
     for key, name in part.keys.items():
         if not store.headers[name].is_weight:
             raise UserError(f"{path}: {key} holds {store.headers[name].dtype}, not real numbers.")
+    if FREQUENCIES in part.keys:
+        _check_frequencies(part)
     return part
+
+
+def _expected(part: _Part) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a network's tensors. All layers are alike, so one of them is built.
+
+    How many there are is what names in a file say, which may be anything.
+    """
+    one = _Part(part.store, part.keys, replace(part.config, layers=1), part.build)
+    expected: dict[str, tuple[int, ...]] = {}
+    block: dict[str, tuple[int, ...]] = {}
+    for name, tensor in _on_meta(one).state_dict().items():
+        shapes = block if name.startswith(_BLOCK) else expected
+        shapes[name] = tuple(tensor.shape)
+    for layer in range(part.config.layers):
+        for name, shape in block.items():
+            expected[f"blocks.{layer}.{name.removeprefix(_BLOCK)}"] = shape
+    return expected
+
+
+def _refuse_blocked(store: Store, missing: set[str]) -> None:
+    """Say why a tensor is missing: in its place is something that is not run."""
+    for name, what in store.blocked.items() if missing else ():
+        parts = clean(name).rsplit(".", _PARTS)[-_PARTS:]
+        if any(".".join(parts[n:]) in missing for n in range(len(parts))):
+            raise UserError(
+                f"{store.path}: {shown(name)} is {what}, which is not run: save it as a tensor."
+            )
+
+
+def _check_frequencies(part: _Part) -> None:
+    (_, found), *_ = part.store.read([part.keys[FREQUENCIES]])
+    wanted = _frequencies(part.config)
+    if not torch.allclose(found.float(), wanted, rtol=1e-2, atol=0.0):  # bfloat16's are rounded
+        raise UserError(
+            f"{part.store.path}: this network has other rotary frequencies than those of base "
+            f"{ROTARY_BASE:,.0f}, which is not supported: use a model that was trained with base "
+            f"{ROTARY_BASE:,.0f}."
+        )
+
+
+def _frequencies(config: ModelConfig) -> Tensor:
+    width = config.hidden // config.heads
+    return 1.0 / ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
 
 def _shapes(store: Store, keys: Keys) -> dict[str, tuple[int, ...]]:
@@ -206,9 +257,7 @@ def _load(part: _Part, device: torch.device | str, dtype: torch.dtype | None) ->
     for name, tensor in part.store.read(keys):
         tensors[keys[name]] = tensor.to(device, None if keys[name] in buffers else dtype)
     if FREQUENCIES not in tensors:
-        width = part.config.hidden // part.config.heads
-        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-        tensors[FREQUENCIES] = (1.0 / ROTARY_BASE**exponents).to(device)
+        tensors[FREQUENCIES] = _frequencies(part.config).to(device)
     try:
         network.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
@@ -242,11 +291,6 @@ def _start(network: ARModel, tokenizer: Tokenizer | None, notes: list[str]) -> N
 
 def _note_leftovers(store: Store, others: tuple[str, ...], notes: list[str]) -> None:
     if others:
-        notes.append(f"Left out: {_first_few(others)}.")
+        notes.append(f"Left out: {first_few(others)}.")
     if store.untouched:
-        notes.append(f"Pickled objects, not run: {_first_few(store.untouched)}.")
-
-
-def _first_few(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(name[:80] for name in names[:LISTED]) + more
+        notes.append(f"Pickled objects, not run: {first_few(store.untouched)}.")

@@ -1,12 +1,12 @@
 """config.json of a foreign model: the few settings that matter here, under their various names."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import CONFIG, FORMAT
+from didi_instruct.models.manifest import CONFIG, FORMAT, read_json
+from didi_instruct.models.shown import shown_value
 
 _FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "hidden": (int, ("hidden_dim", "model.hidden_size")),
@@ -22,6 +22,10 @@ _FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "padding_id": (int, ("pad_token_id",)),
 }
 """Our name, type, and theirs: flat as on the hub, nested as in Hydra configurations (SDTT)."""
+
+
+_ABSURD = 1 << 63
+"""No setting is a number of this size, and a message should not be one."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,7 @@ def read_settings(folder: Path | None) -> Settings:
     if folder is None or not (folder / CONFIG).is_file():
         return Settings()
     path = folder / CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+    content = read_json(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a group of settings: fetch it again.")
     if content.get("format") == FORMAT:
@@ -75,8 +76,10 @@ def _look_up(content: dict[str, Any], place: str) -> Any:
 
 
 def _typed(path: Path, place: str, value: Any, kind: type) -> Any:
+    if type(value) is int and abs(value) >= _ABSURD:
+        raise UserError(f"{path}: `{place}` is {shown_value(value)}, which is not sensible.")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise UserError(f"{path}: `{place}` is {value!r}, not of type {kind.__name__}.")
+        raise UserError(f"{path}: `{place}` is {shown_value(value)}, not of type {kind.__name__}.")
     return value

@@ -10,14 +10,17 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.layouts import FIRST, FREQUENCIES
 from didi_instruct.models.foreign.places import USUAL
 from didi_instruct.models.foreign.settings import Settings
+from didi_instruct.models.manifest import LONGEST
+from didi_instruct.models.shown import shown_value
 from didi_instruct.models.tensors import Shapes
 
 Family = Literal["mdlm", "sedd", "duo", "ar"]
 
 HEAD_WIDTH = 64
 LENGTH = 1024
-LONGEST = 1 << 20
-"""Tokens of a text: more than any model here was trained on, and a table that still fits."""
+DEEPEST = 1024
+WIDEST = 1 << 20
+"""More layers, and more numbers per token, than any model has."""
 
 BERT = 30_522
 """Its vocabulary has a mask of its own, id 103; here the extra id is the last."""
@@ -97,10 +100,17 @@ def frame_of(path: Path, shapes: Shapes, settings: Settings, notes: list[str]) -
     """Read the frame from the tensors, and refuse a config.json that says otherwise."""
     embedding = shapes[FIRST]
     if len(embedding) != 2 or 0 in embedding:
-        raise UserError(f"{path}: {FIRST} has shape {embedding}, not (vocabulary, width).")
+        raise UserError(
+            f"{path}: {FIRST} has shape {shown_value(embedding)}, not (vocabulary, width)."
+        )
     vocab_size, hidden = embedding
     layers = len({m[1] for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))})
     time = shapes.get(_TIME, ())
+    if layers > DEEPEST or max((hidden, *time)) > WIDEST:
+        raise UserError(
+            f"{path} names {layers} layers of width {hidden}, which no model has ({DEEPEST} and "
+            f"{WIDEST} at most): fetch it again."
+        )
     heads = _heads(path, shapes, hidden, settings, notes)
     frame = Frame(layers, hidden, heads, vocab_size, time[0] if time else None)
     said = {
@@ -113,7 +123,7 @@ def frame_of(path: Path, shapes: Shapes, settings: Settings, notes: list[str]) -
     for name, value in said.items():
         if value not in (None, getattr(frame, name)):
             raise UserError(
-                f"{settings.path} says {value} for the {name}, but the tensors have "
+                f"{settings.path} says {shown_value(value)} for the {name}, but the tensors have "
                 f"{getattr(frame, name)} and look like {frame}: one of the two is another model's."
             )
     return frame

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
+from didi_instruct.models.shown import shown_value
 
 NEVER = -3e4
 """A logit whose exponential is 0 also in float64, and that float16 can hold."""
@@ -53,10 +55,17 @@ def reopen_padding(tensors: dict[str, Tensor], provenance: dict[str, Any]) -> in
     if not isinstance(padding, dict):
         return None
     bias = tensors[BIAS].clone()
-    if float(bias[padding["id"]]) == float(torch.tensor(NEVER, dtype=bias.dtype)):
-        bias[padding["id"]] = padding["bias"]
+    index, before = padding.get("id"), padding.get("bias")
+    known = type(index) is int and 0 <= index < len(bias)
+    if not known or not isinstance(before, int | float) or abs(before) > 1e300:
+        raise UserError(
+            f"config.json: `provenance.{KEY}` is {shown_value(padding)}, not an `id` below "
+            f"{len(bias)} and the `bias` it had: mend it, or remove it if no id is padding."
+        )
+    if float(bias[index]) == float(torch.tensor(NEVER, dtype=bias.dtype)):
+        bias[index] = float(before)
     tensors[BIAS] = bias
-    return int(padding["id"])
+    return index
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.models.foreign.archive import Archive
+from didi_instruct.models.shown import shown
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -33,6 +34,11 @@ _TYPES = {
 _LARGEST = 1 << 48
 """No tensor has a dimension of this size; a product of a few such numbers is still cheap."""
 
+MAX_TEXT = 4096
+MAX_PARTS = 8
+MAX_NUMBER = 1 << 60
+"""Of keys: characters of a text, texts of a tuple, size of a number."""
+
 
 class RefusedError(Exception):
     """What a pickle asks for is damaged or hostile; the message says what it is."""
@@ -48,12 +54,15 @@ class Inert:
 
     def __str__(self) -> str:
         """Name it on one line, in at most 80 characters."""
-        text = f"{self.module[:80]}.{self.name[:80]}"[:80]
-        return text if text.isprintable() else repr(text)
+        return shown(f"{self.module[:80]}.{self.name[:80]}")
 
     def result(self) -> "Inert":
         """Return the note that stands for what a call would have made."""
         return Inert(self.module, self.name, called=True)
+
+
+REPEATED = Inert("torch.Tensor", "expand", called=True)
+"""A view whose elements share places: larger than its file may be, and wrong once written to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,19 +128,38 @@ def _tensor(function: Inert, arguments: tuple[Any, ...]) -> StoredTensor | Inert
         dtype = _TYPES[kind.name]
         numel = numel * storage.dtype.itemsize // dtype.itemsize
     _check_view(offset, shape, stride, numel)
+    if _repeats(shape, stride):
+        return REPEATED
     return StoredTensor(storage.key, dtype, offset, shape, stride)
 
 
 def _check_view(offset: Any, shape: Any, stride: Any, numel: int) -> None:
-    """Refuse a view that reaches outside its storage, or that has more elements than it."""
+    """Refuse a view that reaches outside its storage."""
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise RefusedError("a tensor has a malformed shape")
     numbers = (offset, *shape, *stride)
     if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _LARGEST for n in numbers):
         raise RefusedError("a tensor has a negative or absurd offset, size or stride")
     last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    if prod(shape) > numel or (prod(shape) > 0 and offset + last >= numel):
+    if 0 in shape:
+        if prod(n for n in shape if n) >= _LARGEST:
+            raise RefusedError(f"a tensor has no elements and the absurd shape {shape[:8]}")
+    elif offset + last >= numel:
         raise RefusedError(f"a tensor of shape {shape[:8]} reaches outside its storage")
+
+
+def _repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements of a view share a place, as after `expand`.
+
+    None do if every stride is longer than all that the shorter ones reach.
+    """
+    reach = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and 0 not in shape:
+            if step <= reach:
+                return True
+            reach += (size - 1) * step
+    return False
 
 
 def _first(_: Inert, arguments: tuple[Any, ...]) -> Any:
@@ -167,13 +195,22 @@ def _frozen_members(function: Inert, arguments: tuple[Any, ...]) -> frozenset[An
 
 
 def cheap_key(key: Any) -> Any:
-    """Return a key that is cheap to hash; anything else (tuples of tuples …) becomes a note.
+    """Return a key that is cheap to hash and to compare; anything else becomes a note.
 
-    Twice the same tuple in a tuple, forty times over, would take for ever to hash.
+    A pickle names a key once and uses it millions of times: a long tuple or number would be hashed
+    each time, a long text compared. Whole numbers from 2^61 - 1 on, and tuples of numbers, can be
+    chosen to have one hash all, and a dictionary of such keys takes the square of their number.
     """
-    parts = key if type(key) is tuple else (key,)
-    cheap = (str, bytes, int, float, type(None), Inert, StoredTensor)
-    return key if all(isinstance(part, cheap) for part in parts) else Inert("", "key")
+    if type(key) is tuple:
+        is_cheap = len(key) <= MAX_PARTS and all(type(p) in (str, bytes) for p in key)
+        is_cheap = is_cheap and all(len(p) <= MAX_TEXT for p in key)
+    elif type(key) in (str, bytes):
+        is_cheap = len(key) <= MAX_TEXT
+    elif type(key) is int:
+        is_cheap = abs(key) < MAX_NUMBER
+    else:
+        is_cheap = key is None or type(key) in (bool, float, Inert, StoredTensor)
+    return key if is_cheap else Inert("", "key")
 
 
 CALLS: dict[tuple[str, str], Callable[[Inert, tuple[Any, ...]], Any]] = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,14 +11,17 @@ from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.pickles import Checkpoint, read_checkpoint
-from didi_instruct.models.foreign.stored import Inert, StoredTensor
-from didi_instruct.models.tensors import DTYPES
+from didi_instruct.models.foreign.stored import REPEATED, Inert, StoredTensor
+from didi_instruct.models.shown import shown
+from didi_instruct.models.tensors import DTYPES, in_groups
 
 SHADOW = "ema.shadow_params."
 """Before the number of each averaged weight of a Lightning checkpoint: it keeps a list."""
 
-NUMBERS_AT_ONCE = 16 << 20
-"""Of a safetensors file, read between two openings of it."""
+SPARE = 64
+"""Averages that may have no tensor of their own: those of a noise schedule, say."""
+
+_POINTER = b"version https://git-lfs.github.com/"
 
 _FLOATS = {*DTYPES.values(), *DTYPES}
 
@@ -58,7 +60,21 @@ def open_store(path: Path) -> Store:
     """Read the headers of a `.safetensors` file, or of any file that `torch.save` wrote."""
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
+    _refuse_pointer(path)
     return SafetensorsStore(path) if path.suffix == ".safetensors" else PickleStore(path)
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Refuse what git leaves in place of a large file."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_POINTER))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    if head == _POINTER:
+        raise UserError(
+            f"{path} is a pointer of git-lfs, not the weights: run `git lfs pull` in its folder."
+        )
 
 
 @dataclass
@@ -80,7 +96,8 @@ class SafetensorsStore:
                     self.headers[name] = Header(tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{self.path} is not a readable safetensors file: {error}. Fetch it again."
+                f"{self.path} is not a readable safetensors file: {shown(str(error), 200)}. "
+                "Fetch it again."
             ) from error
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -89,21 +106,10 @@ class SafetensorsStore:
         A file is mapped as a whole, and its pages count as memory until the last of its tensors is
         gone. So it is opened again now and then: what the caller has cast and dropped is let go.
         """
-        for group in self._groups(names):
+        for group in in_groups({name: self.headers[name].shape for name in names}):
             with safe_open(self.path, framework="pt") as file:
                 for name in group:
                     yield name, file.get_tensor(name)
-
-    def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
-        group: list[str] = []
-        size = 0
-        for name in names:
-            group.append(name)
-            size += prod(self.headers[name].shape)
-            if size >= NUMBERS_AT_ONCE:
-                yield group
-                group, size = [], 0
-        yield group
 
 
 class PickleStore:
@@ -128,7 +134,15 @@ class PickleStore:
 
     def _add_averages(self, ema: Any) -> None:
         shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
-        for number, shadow in enumerate(shadows if isinstance(shadows, list) else ()):
+        if not isinstance(shadows, list):
+            return
+        known = len(self._tensors) + len(self.blocked)
+        if len(shadows) > known + SPARE:
+            raise UserError(
+                f"{self.path}: `ema.shadow_params` has {len(shadows)} entries for {known} weights: "
+                "it is damaged, fetch it again."
+            )
+        for number, shadow in enumerate(shadows):
             if isinstance(shadow, StoredTensor):
                 self._tensors[f"{SHADOW}{number}"] = shadow
             else:
@@ -141,4 +155,6 @@ class PickleStore:
 
 
 def _what(value: Any) -> str:
+    if value is REPEATED:
+        return "a view that repeats its numbers (`torch.Tensor.expand`)"
     return f"an object of `{value}`" if isinstance(value, Inert) else f"a {type(value).__name__}"

@@ -5,8 +5,6 @@ before anything is written. (The noise schedule is not among that: the networks 
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,11 +15,11 @@ from didi_instruct.data.files import (
     AtomicFile,
     no_space_as_user_error,
     require_space,
-    sync_folder,
     write_atomic,
 )
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.foreign.folders import new_folder, refuse_full
 from didi_instruct.models.foreign.special_ids import reopen_padding
 from didi_instruct.models.manifest import CONFIG, DISCRIMINATOR, MODEL
 from didi_instruct.models.tensors import write_tensors
@@ -44,8 +42,7 @@ def write_foreign(
     folder = Path(folder)
     critic = loaded.discriminator if discriminator else None
     _refuse(loaded, layout, critic)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty: choose another folder.")
+    refuse_full(folder)
     tensors = _state(loaded.model)
     padding = reopen_padding(tensors, loaded.provenance) if loaded.config.kind == "duo" else None
     prefix = _PREFIX.get(layout, "backbone.")
@@ -120,11 +117,7 @@ def _write(
     settings: dict[str, Any],
     loaded: LoadedModel,
 ) -> None:
-    """Build the folder under a hidden name, then give it its own: it is there whole or not."""
-    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
-    try:
+    with new_folder(folder) as hidden:
         for name, tensors in files.items():
             file = AtomicFile(hidden / name)
             try:
@@ -135,9 +128,3 @@ def _write(
         if loaded.tokenizer is not None:
             loaded.tokenizer.save(hidden)
         write_atomic(hidden / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
-        if folder.exists():
-            folder.rmdir()
-        hidden.rename(folder)
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
