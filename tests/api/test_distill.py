@@ -884,6 +884,9 @@ def test_a_mixture_student_is_trained_measured_saved_and_sampled(run, tmp_path):
     judge = oracle_judge(OracleLanguage.default())
     assert path_kl(drawn, judge).path_kl == pytest.approx(result.student["path_kl_2"], abs=1e-3)
     assert int(drawn.tokens.max()) < 64
+    plain = student.draw(num=16, steps=2, seed=mix(0, "quick"), measure_path=False)
+    assert torch.equal(plain.tokens, student.sample(num=16, steps=2, seed=mix(0, "quick")))
+    assert plain.log_prob is None, "summing the code out costs passes: only for who asks"
     assert not (result.folder / "discriminator.safetensors").exists()
     log = [e for e in entries(result.folder) if "lr" in e]
     assert all(0 <= e["code_information"] <= np.log(3) for e in log)

@@ -54,6 +54,8 @@ class Request:
     batch_size: int = 64
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the sampler by name."""
+    measure_path: bool = False
+    """Know the path's log-probability even where it costs passes: of models with several masks."""
 
     def __post_init__(self) -> None:
         """Refuse wishes that contradict themselves."""
@@ -97,6 +99,7 @@ def generate(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        measure_path=request.measure_path,
     )
     rows, extra = _rows(request, config, tokenizer, engine.denoiser, device)
     parts, starts = [], []

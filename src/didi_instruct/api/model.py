@@ -115,7 +115,7 @@ class Model:
 
     def sample(self, num: int = 1, **settings: Any) -> Tensor:
         """Draw token sequences, (num, length); settings are the fields of `Request`."""
-        return self.draw(num, **settings).tokens
+        return self.draw(num, **{"measure_path": False} | settings).tokens
 
     def generate(self, num: int = 1, **settings: Any) -> list[str]:
         """Draw texts, each up to its end-of-text; settings are the fields of `Request`."""
@@ -124,7 +124,8 @@ class Model:
 
     def draw(self, num: int = 1, *, callback: Callback | None = None, **settings: Any) -> Samples:
         """Draw sequences together with the log-probability of their paths and what they cost."""
-        return self.request(self._wish(num, settings), callback=callback).samples
+        wish = self._wish(num, {"measure_path": True} | settings)
+        return self.request(wish, callback=callback).samples
 
     def _wish(self, num: int, settings: dict[str, Any]) -> Request:
         names = [f.name for f in fields(Request)]

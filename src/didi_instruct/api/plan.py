@@ -62,6 +62,7 @@ class Plan:
                     top_p=top_p,
                     seed=self.seed,
                     batch_size=self.batch_size,
+                    measure_path=True,
                 )
 
 
