@@ -85,3 +85,32 @@ def test_an_untrained_model_costs_log_v(kind):
     error = losses.std() / len(losses) ** 0.5
     expected = torch.tensor(float(config.num_tokens)).log()
     assert (losses.mean() - expected).abs() < 4 * error + 1e-3
+
+
+def test_while_measuring_several_masks_have_the_law_of_their_mixture():
+    """-log of the mean over codes, by hand; training sees one code per row, whose mean is more."""
+    config = ModelConfig(
+        layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=9, masks=3, length=6,
+        schedule=ScheduleConfig(eps=0.0),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = build_model(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    objective = make_objective(config)
+    tokens = torch.randint(6, (40, 6))
+    noise = objective.draw(40, torch.Generator().manual_seed(1))
+    assert set(noise[2].tolist()) == {0, 1, 2}
+    batch = objective.corrupt(tokens, *noise)
+    z = batch["z"]
+    assert torch.equal(z >= 6, z == 6 + noise[2][:, None]), "all masks of a row carry its code"
+    with torch.no_grad():
+        measured = objective.loss(network, batch)
+        p = torch.stack(
+            [network(torch.where(z < 6, z, 6 + c), batch["sigma"]).softmax(-1) for c in range(3)]
+        ).mean(0)
+    nll = -p.gather(-1, tokens[..., None]).squeeze(-1).log().flatten()[batch["rows"]]
+    by_hand = torch.zeros(40).index_add(0, batch["sequence"], batch["weight"] * nll)
+    assert torch.allclose(measured, by_hand, rtol=1e-4)
+    assert objective.loss(network, batch).mean() > measured.mean()

@@ -6,6 +6,7 @@ at the result costs no synchronisation; `loss` is the network's part. So process
 micro-batches may slice a batch as they like and see the same noise.
 """
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -75,8 +76,7 @@ class MaskedObjective:
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
         """Mask, and list the masked positions: the only rows that the output layer sees.
 
-        Where there are several masks, each row has one of them: the mean over codes of -log p is
-        no less than -log of the mean, so the bound still is one.
+        Where there are several masks, each row has one of them.
         """
         t, uniforms, *code = noise
         mask_id = self.config.mask_id
@@ -98,17 +98,33 @@ class MaskedObjective:
         }
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Weighted sum over the masked positions of each sequence."""
-        assert isinstance(model, Denoising)
+        """Weighted sum over the masked positions of each sequence.
+
+        While measuring, a model with several masks has the law of their mixture, a pass for each.
+        """
         z, sequence = batch["z"], batch["sequence"]
+        if self.config.masks == 1 or torch.is_grad_enabled():
+            nll = self._masked_nll(model, batch, z)
+        else:
+            first, codes = self.config.mask_id, range(self.config.masks)
+            assert first is not None
+            each = [
+                self._masked_nll(model, batch, torch.where(z < first, z, first + code))
+                for code in codes
+            ]
+            nll = math.log(len(codes)) - torch.stack(each).neg().logsumexp(0)
+        zeros: Tensor = nll.new_zeros(len(z))
+        return zeros.index_add(0, sequence, batch["weight"] * nll)
+
+    def _masked_nll(self, model: torch.nn.Module, batch: Batch, z: Tensor) -> Tensor:
+        """-log p of the true token at each masked position: (R,)."""
+        assert isinstance(model, Denoising)
         hidden = model.trunk(z, batch["sigma"]).flatten(0, 1)[batch["rows"]]
         condition = model.condition(batch["sigma"])
         if condition.shape[0] > 1:
-            condition = condition[sequence]
+            condition = condition[batch["sequence"]]
         logits = model.head(hidden, condition, self.config.num_tokens, align=self.align)
-        nll = self._nll(logits, batch["targets"])
-        zeros: Tensor = nll.new_zeros(len(z))
-        return zeros.index_add(0, sequence, batch["weight"] * nll)
+        return self._nll(logits, batch["targets"])
 
 
 class UniformObjective:
