@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from didi_instruct.distillation import mixture as module
 from didi_instruct.distillation.mixture import MixtureTask, add_masks
 from didi_instruct.errors import UserError
 
@@ -34,11 +33,10 @@ def gradients(task):
 # Masks
 
 
-def test_masks_that_are_alike_leave_the_law_of_the_teacher(monkeypatch):
-    """The student begins as the teacher: all codes have its law, but for a little noise."""
-    monkeypatch.setattr(module, "SPREAD", 0.0)
+def test_masks_that_are_alike_leave_the_law_of_the_teacher():
+    """The student begins as the teacher: all codes have its law, but for their noise."""
     teacher = small_network()
-    student = add_masks(teacher, CODES, seed=0).eval()
+    student = add_masks(teacher, CODES, seed=0, spread=0.0).eval()
     assert (student.config.num_tokens, student.config.mask_id) == (5, 5)
     z = torch.tensor([[0, 5, 2, 5, 5, 1, 5, 4]])
     sigma = torch.tensor([0.7])
@@ -47,8 +45,15 @@ def test_masks_that_are_alike_leave_the_law_of_the_teacher(monkeypatch):
         assert torch.equal(student(coded, sigma), teacher(z, sigma))
 
 
+def test_the_spread_is_measured_in_deviations_of_the_embeddings():
+    teacher = small_network(hidden=64)
+    old = teacher.vocab_embed.embedding
+    new = add_masks(teacher, 200, seed=0, spread=3.0).vocab_embed.embedding[6:]
+    assert (new - old[-1]).std().item() == pytest.approx(3 * old.std().item(), rel=0.05)
+
+
 def test_a_student_keeps_the_masks_it_has():
-    student = add_masks(small_network(1), CODES, seed=0)
+    student = add_masks(small_network(1), CODES, seed=0, spread=1.0)
     assert task_of(student=student).student.network is student
     with pytest.raises(UserError, match="mixture.codes is 2, but the student has 3 masks"):
         task_of({"codes": 2}, student=student)
@@ -170,7 +175,7 @@ def test_two_codes_learn_what_independent_tokens_cannot_say():
         "train": {"steps": 300, "batch_size": 32, "ema": 0.0},
         "optim": {"lr": 1e-2, "schedule": "linear", "warmup": 10},
     }
-    task = task_of({"codes": 2, "budgets": [1]}, changes, references=texts)
+    task = task_of({"codes": 2, "budgets": [1], "spread": 1.0}, changes, references=texts)
     losses = [8 * task.step(step)["loss"].item() for step in range(300)]
     assert losses[0] > 4
     assert losses[-1] == pytest.approx(math.log(2), abs=0.1)
@@ -179,6 +184,6 @@ def test_two_codes_learn_what_independent_tokens_cannot_say():
 def test_other_methods_do_not_know_several_masks():
     from didi_instruct.distillation.didi import DidiTask
 
-    student = add_masks(small_network(1), CODES, seed=0)
+    student = add_masks(small_network(1), CODES, seed=0, spread=1.0)
     with pytest.raises(UserError, match="has 3 masks, which didi does not know"):
         make_task(DidiTask, "didi", {}, student=student)

@@ -206,12 +206,15 @@ class MixtureConfig:
     """Step counts N whose steps the student learns."""
     learning: int = 2
     """Codes of each text that learn, drawn from their posterior."""
+    spread: float = 3.0
+    """How far apart the new masks begin, in standard deviations of the embeddings."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""
         if not self.budgets or min(self.budgets) < 1:
             raise UserError(f"mixture.budgets is {list(self.budgets)}: step counts, 1 or more.")
         _at_least("mixture", self, 2, ["codes"])
+        _at_least("mixture", self, 0, ["spread"])
         _at_least("mixture", self, 1, ["learning"])
 
 

@@ -36,14 +36,16 @@ from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
 
-SPREAD = 0.02
-"""Deviation of the new masks' embeddings from the old one's: enough to tell codes apart."""
 TOKENS_PER_PASS = 1 << 18
 """Tokens of all codes that are read at once, at most."""
 
 
-def add_masks(network: DiT, masks: int, seed: int) -> DiT:
-    """A copy of a denoiser that knows several masks, each a little other than its one."""
+def add_masks(network: DiT, masks: int, seed: int, spread: float) -> DiT:
+    """A copy of a denoiser that knows several masks.
+
+    They differ from its own by noise of `spread` times the deviation of all embeddings. Codes that
+    are nearly alike are a saddle: all have the same gradient, and it takes long to part them.
+    """
     config = network.config
     grown = replace(config, masks=masks, vocab_size=config.num_tokens + masks)
     student = DiT(grown).to(next(network.parameters()).device)
@@ -54,7 +56,7 @@ def add_masks(network: DiT, masks: int, seed: int) -> DiT:
         old = state[name]
         new = old[-1:].expand(extra, *old.shape[1:]).clone()
         if name == "vocab_embed.embedding":
-            new += SPREAD * torch.randn(new.shape, generator=generator).to(new)
+            new += spread * old.std() * torch.randn(new.shape, generator=generator).to(new)
         state[name] = torch.cat([old, new])
     student.load_state_dict(state)
     return student
@@ -99,7 +101,7 @@ class MixtureTask(DistillTask):
                 "use as many or more."
             )
         if student.config.masks < codes:
-            student = add_masks(student, codes, config.train.seed)
+            student = add_masks(student, codes, config.train.seed, config.mixture.spread)
         super().__init__(config, teacher, student, world, data)
         self.references = references or self.teacher_texts
 
