@@ -912,3 +912,10 @@ def test_a_mixture_student_can_go_on_learning_and_is_not_written_as_what_it_is_n
         write_foreign(load_model(first), tmp_path / "hub", "mdlm-hub")
     with pytest.raises(UserError, match="the teacher has 3 masks"):
         run(recipe("didi"), "other", teacher=first)
+    for other in (
+        recipe("didi", student=str(first)),
+        mixture(mixture={"codes": 2}, student=str(first)),
+    ):
+        with pytest.raises(UserError, match="the student. has 3 masks: use method=mixture"):
+            run(other, "other")
+    assert not (tmp_path / "other").exists()

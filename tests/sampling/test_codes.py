@@ -11,6 +11,7 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.first_hitting import first_hitting
 from didi_instruct.sampling.ordered import ordered
+from didi_instruct.sampling.prompts import Gap, gap_lengths
 
 V, L, K = 3, 3, 2
 TABLE = torch.randn(V + K, V + K, V + K, L, V, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -153,3 +154,56 @@ def test_other_samplers_write_with_codes_too():
     done = ordered(Denoiser(), canvas, steps=2, order="confidence")
     assert int(done.tokens.max()) < V
     assert done.log_prob is None
+
+
+def test_a_first_step_costs_a_pass_for_each_code_that_was_drawn():
+    """64 samples of 2 codes: 2 of 64 passes, then a whole one for each sample a step touches."""
+    assert draw(64, 1, measure_path=False).passes == pytest.approx(2 / 64)
+
+
+def test_a_greedy_tail_is_summed_out_too():
+    """The last step takes the likeliest token of its code: of the codes, those that agree count."""
+    canvas = Canvas(torch.full((64, L), V), V, torch.arange(64), masks=K)
+    done = ancestral(Denoiser(), LogLinear(0.0), canvas, steps=1, greedy_tail=True)
+    best = [TABLE[V + c, V + c, V + c].argmax(-1) for c in range(K)]
+    for tokens, log_p in zip(done.tokens, done.log_prob, strict=True):
+        agree = sum(bool((tokens == choice).all()) for choice in best)
+        assert log_p.item() == pytest.approx(math.log(agree / K))
+
+
+def test_a_gap_is_as_long_as_the_mixture_says():
+    """p(length) is proportional to the mean over codes of the probability of what follows it."""
+    template = [[0], Gap(1, 2, chosen=True), [1]]
+    scores = []
+    lengths, passes = gap_lengths(template, Padded(), V, 0, torch.arange(4000), None, masks=K)
+    for length in (1, 2):
+        p = 0.0
+        for code in range(K):
+            z = [0, *[V + code] * (length + 1)]
+            p += Padded.law(z)[length + 1, 1].item() / K
+        scores.append(p)
+    share = sum(row[0] == 1 for row in lengths) / 4000
+    expected = scores[0] / sum(scores)
+    assert abs(share - expected) < 5 * math.sqrt(0.25 / 4000)
+    assert passes == 2 * K
+
+
+class Padded:
+    """A denoiser of up to four positions whose law depends on the code and the length."""
+
+    @staticmethod
+    def law(z):
+        return torch.stack([Padded.logits(z, i) for i in range(len(z))]).softmax(-1)
+
+    @staticmethod
+    def logits(z, i):
+        key = sum((v + 1) * 7**k for k, v in enumerate(z)) * 11 + i
+        return 2 * torch.randn(V, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
+
+    def __call__(self, z, t):
+        rows = []
+        for row in z.tolist():
+            text = [v for v in row if v >= 0]
+            logits = [self.logits(text, i) for i in range(len(text))]
+            rows.append(torch.stack(logits + [torch.zeros(V).double()] * (len(row) - len(text))))
+        return torch.stack(rows)

@@ -126,6 +126,7 @@ def _architecture(subject: Subject) -> Iterator[str]:
         "parameters": f"{subject.parameters:,}",
         "vocabulary": f"{config.vocab_size:,}{extra.get(config.kind, '')}",
         "mask id": "none" if config.mask_id is None else f"{config.mask_id:,}",
+        **({"masks (codes of a step)": f"{config.masks:,}"} if config.masks > 1 else {}),
         "longest text": f"{config.length:,} tokens",
         "sees the time": "yes" if config.time_conditioning else "no",
         "noise schedule": f"{config.schedule.name}, ε {config.schedule.eps:g}",

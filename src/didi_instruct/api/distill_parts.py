@@ -84,6 +84,12 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{other} (the student) reads at most {loaded.config.length} tokens, the teacher "
             f"{teacher.config.length}."
         )
+    masks, codes = loaded.config.masks, config.mixture.codes
+    if masks > 1 and (config.method != "mixture" or masks > codes):
+        raise UserError(
+            f"{other} (the student) has {masks} masks: use method=mixture with mixture.codes "
+            f"{masks} or more, or another student."
+        )
     return copy.deepcopy(student)
 
 

@@ -183,7 +183,9 @@ def _filled(
     samples = torch.arange(request.num, device=device)
     eot_id = None if tokenizer is None else tokenizer.eot_id
     mask_id = mask_symbol(config)
-    chosen, passes = gap_lengths(template, denoiser, mask_id, request.seed, samples, eot_id)
+    chosen, passes = gap_lengths(
+        template, denoiser, mask_id, request.seed, samples, eot_id, config.masks
+    )
     rows = [(i, lay_out(template, lengths, mask_id)) for i, lengths in enumerate(chosen)]
     return rows, passes
 

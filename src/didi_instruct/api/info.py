@@ -205,6 +205,7 @@ def _facts(config: ModelConfig, parameters: int, critic: int | None) -> dict[str
         "trainable_parameters": parameters,
         "vocab_size": config.vocab_size,
         "mask_id": config.mask_id,
+        **({"masks": config.masks} if config.masks > 1 else {}),
         "length": config.length,
         "discriminator_parameters": critic,
         "layers": config.layers,

@@ -80,6 +80,7 @@ def command(
         num=num, steps=steps, length=length, prompt=prompt, suffix=suffix, infill=infill, gap=gap,
         sampler=sampler, options=apply_overrides({}, options or (), flag="--option"),
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
+        measure_path=as_json,
     )  # fmt: skip
     choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer}
     model = load(source, device=device, trust_remote_code=trust_remote_code, **choices)

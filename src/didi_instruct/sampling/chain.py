@@ -246,6 +246,7 @@ class Chain:
     def _sum_out_code(self, where: Tensor, token: Tensor, log_p: Tensor, *, greedy: bool) -> None:
         """Correct the path's log-probability from the drawn code's to that of the mixture."""
         row = where.nonzero()[:, 0]
+        drawn = torch.zeros_like(self.log_prob).index_add_(0, row, log_p)
         each = []
         for code in range(self.canvas.masks):
             logits, _ = self._run(torch.full_like(self.canvas.samples, code), where)
@@ -257,8 +258,8 @@ class Chain:
                 own = law.gather(-1, token[start:end, None]).squeeze(-1)
                 found.index_add_(0, row[start:end], own)
                 start = end
-            each.append(found)
-        drawn = torch.zeros_like(self.log_prob).index_add_(0, row, log_p)
+            # The drawn code as it was drawn: a batch of another shape may round otherwise.
+            each.append(torch.where(self.code == code, drawn, found))
         mixture = torch.stack(each).logsumexp(0) - math.log(self.canvas.masks)
         self.log_prob += mixture - drawn
 

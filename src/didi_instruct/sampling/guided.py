@@ -5,7 +5,7 @@ draw several candidates and keep one by its reward (Eq. 11). High reward means t
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -116,11 +116,15 @@ def rgas(
     the most.
     """
     guidance = guidance or Guidance()
-    chain = Chain(denoiser, canvas, settings or Draw(), steps=steps, callback=callback)
-    chances = reveal_chances(schedule, times := time_grid(grid, steps))
     scales = guidance.scales(steps)
     reranks = guidance.candidates > 1 and len(scales) < steps
     guided = reranks or any(scales)
+    # The law of a guided step is not the denoiser's, whose code could be summed out.
+    known = not reranks and (canvas.masks == 1 or not guided)
+    settings = settings or Draw()
+    settings = replace(settings, measure_path=settings.measure_path and known)
+    chain = Chain(denoiser, canvas, settings, steps=steps, callback=callback)
+    chances = reveal_chances(schedule, times := time_grid(grid, steps))
     if guided and guide is None:
         raise UserError(
             "RGAS needs a discriminator, and this model has none: distil with --method didi, "
@@ -147,8 +151,6 @@ def rgas(
                 chain.write(reveal, logits, Purpose.TOKEN, n)
         chain.tell(times[n], reveal)
     disc_calls = max(calls.tolist(), default=0)
-    # The law of a guided step is not the denoiser's, whose code could be summed out.
-    known = not reranks and (canvas.masks == 1 or not guided)
     return chain.samples(nfe=steps, exact_path=known, disc_calls=disc_calls)
 
 
@@ -167,7 +169,7 @@ def tilted_logits(
 
     Shapes: reveal (B, L) -> (R, V), the selected positions in order.
     """
-    source = _sources(chain.z, reveal.any(1))
+    source = _sources(chain.z, chain.code, reveal.any(1))
     runs = torch.zeros_like(reveal[:, 0]).index_fill_(0, source, True)
     masked = chain.masked & runs[:, None]
     logits = chain.logits(t, masked)
@@ -191,13 +193,13 @@ def tilted_logits(
     return logits + h * tilt.clamp(-clamp, clamp)
 
 
-def _sources(z: Tensor, active: Tensor) -> Tensor:
+def _sources(z: Tensor, code: Tensor, active: Tensor) -> Tensor:
     """The row (B,) that is run for each active one: itself, or the first of them if all are equal.
 
     Such as in the first step, where all are masks. Rows at rest share an active row.
     """
     rows = active.nonzero()[:, 0]
-    if bool((z[active] == z[rows[0]]).all()):
+    if bool((z[active] == z[rows[0]]).all() & (code[active] == code[rows[0]]).all()):
         return rows[:1].expand(len(z))
     return torch.where(active, torch.arange(len(z), device=z.device), rows[0])
 

@@ -103,21 +103,25 @@ def gap_lengths(
     seed: int,
     samples: Tensor,
     eot_id: int | None = None,
+    masks: int = 1,
 ) -> tuple[list[list[int]], int]:
     """Lengths of a template's gaps, for each sample, and the forward passes that took.
 
     A gap drawn evenly takes one uniform per sample. A chosen one is drawn from
     p(length) proportional to the probability of the first given tokens after it, all masked in one
     pass per candidate: text that comes too early or too late is improbable where it stands. After
-    a last gap that token is the end of text; without one the length is drawn evenly.
+    a last gap that token is the end of text; without one the length is drawn evenly. Where a model
+    has several masks, the probability is that of their mixture.
     """
     if isinstance(template[-1], Gap) or not template[-1]:
         template = [*(part for part in template if part), [] if eot_id is None else [eot_id]]
     gaps = [part for part in template if isinstance(part, Gap)]
     drawn = uniforms(seed, samples, (Purpose.START,), len(gaps)).tolist()
-    laws = [_length_law(template, k, denoiser, mask_id, samples.device) for k in range(len(gaps))]
+    device = samples.device
+    laws = [_length_law(template, k, denoiser, mask_id, masks, device) for k in range(len(gaps))]
     asks = (gap.chosen and _witnesses(template, k) for k, gap in enumerate(gaps))
-    passes = sum(len(law) for law, asked in zip(laws, asks, strict=True) if asked and len(law) > 1)
+    asked = [law for law, asks_it in zip(laws, asks, strict=True) if asks_it and len(law) > 1]
+    passes = masks * sum(map(len, asked))
     result = []
     for numbers in drawn:
         row = []
@@ -129,7 +133,12 @@ def gap_lengths(
 
 
 def _length_law(
-    template: Template, which: int, denoiser: Denoiser, mask_id: int, device: torch.device
+    template: Template,
+    which: int,
+    denoiser: Denoiser,
+    mask_id: int,
+    masks: int,
+    device: torch.device,
 ) -> Tensor:
     """Cumulative probabilities of the lengths of one gap, the others at their middle."""
     gaps = [part for part in template if isinstance(part, Gap)]
@@ -151,8 +160,12 @@ def _length_law(
         z = stack(rows, device)
         where = stack(selected, device) == 1
         time = masked_share(z, mask_id)
-        log_p = logits_at(denoiser, z, time, where).double().log_softmax(-1).cpu()
-        scores = log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1)
+        each = []
+        for code in range(masks):
+            coded = torch.where(z == mask_id, z + code, z)
+            log_p = logits_at(denoiser, coded, time, where).double().log_softmax(-1).cpu()
+            each.append(log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1))
+        scores = torch.stack(each).logsumexp(0)
     return scores.softmax(0).cumsum(0)
 
 

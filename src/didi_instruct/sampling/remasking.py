@@ -4,6 +4,8 @@ A written token can be masked again, to be drawn anew when more of the text is k
 masks are revealed, so that the noise level at every time is that of ancestral sampling.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,9 @@ def remasking(
     With eta = 0 it is `ancestral`, bit for bit. Otherwise a text can be reached along many paths,
     and `log_prob` is None.
     """
-    chain = Chain(denoiser, canvas, settings or Draw(), steps=steps, callback=callback)
+    settings = settings or Draw()
+    settings = replace(settings, measure_path=settings.measure_path and eta == 0)
+    chain = Chain(denoiser, canvas, settings, steps=steps, callback=callback)
     times = time_grid(grid, steps)
     for n, (reveal_chance, remask_chance) in enumerate(
         remask_chances(schedule, times, eta, strategy)
