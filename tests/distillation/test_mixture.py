@@ -7,6 +7,7 @@ import torch
 
 from didi_instruct.distillation.mixture import MixtureTask, add_masks
 from didi_instruct.errors import UserError
+from didi_instruct.process.masking import with_code
 
 from .small import (
     FALSE_ALARM,
@@ -122,7 +123,7 @@ def test_the_expected_gradient_is_that_of_the_mixture():
     network, sigma = task.student.network, task.schedule.sigma(part.t)
     each = []
     for code in range(CODES):
-        log_p = network(task._coded(part.z, code), sigma).log_softmax(-1)
+        log_p = network(with_code(part.z, task.mask_id, code), sigma).log_softmax(-1)
         own = log_p.gather(-1, part.x[..., None]).squeeze(-1)
         each.append((own * part.revealed).sum())
     (-torch.stack(each).logsumexp(0) / count).backward()

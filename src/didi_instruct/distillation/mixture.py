@@ -31,7 +31,7 @@ from didi_instruct.distillation.task import DistillTask, Teacher
 from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
-from didi_instruct.process.masking import stratified_times
+from didi_instruct.process.masking import stratified_times, with_code
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
@@ -149,7 +149,7 @@ class MixtureTask(DistillTask):
         found = []
         for some in torch.split(codes, max(1, TOKENS_PER_PASS // part.z.numel())):
             again = part.repeated(len(some))
-            coded = self._coded(again.z, some.repeat(len(part.x)))
+            coded = with_code(again.z, self.mask_id, some.repeat(len(part.x)))
             log_p = self.student_rows(coded, again.t, again.revealed)
             found.append(self._summed(again, log_p).view(len(part.x), len(some)))
         return torch.cat(found, 1)
@@ -159,11 +159,6 @@ class MixtureTask(DistillTask):
         own = log_p.gather(-1, part.x[part.revealed][:, None]).squeeze(-1).double()
         found = torch.zeros(len(part.x), dtype=torch.float64, device=own.device)
         return found.index_add(0, part.revealed.nonzero()[:, 0], own)
-
-    def _coded(self, z: Tensor, code: Tensor | int) -> Tensor:
-        """States whose masks carry a code, one for all or (B,)."""
-        which = code[:, None] if isinstance(code, Tensor) else code
-        return torch.where(z == self.mask_id, z + which, z)
 
     def _posterior_codes(self, each: Tensor, noise: Noise) -> Tensor:
         """Codes drawn from their posterior: (B, K) -> (B, M)."""
@@ -175,7 +170,7 @@ class MixtureTask(DistillTask):
         """Negative log-probability under the drawn codes (B, M), accumulated."""
         times = code.shape[1]
         again = part.repeated(times)
-        coded = self._coded(again.z, code.flatten())
+        coded = with_code(again.z, self.mask_id, code.flatten())
         log_p = self.student.run(law(self.schedule, coded, again.t, again.revealed), sync=sync)
         loss = -self._summed(again, log_p["log_p"]).sum() / (times * count)
         self.student.backward(loss, sync=sync)

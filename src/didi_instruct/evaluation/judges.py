@@ -4,7 +4,6 @@ A judge of texts reads them with its own tokenizer, so it can be asked about any
 tokens has an opinion on sequences of its own tokens alone.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from didi_instruct.evaluation.causal_judge import Bos, CausalJudge
 from didi_instruct.evaluation.scores import Judge, Scores, digest
 from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
 from didi_instruct.models.checkpoint import load_model
-from didi_instruct.models.manifest import CONFIG, FORMAT, MODEL, read_manifest
+from didi_instruct.models.manifest import MODEL, is_ours, read_manifest
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
 
@@ -49,7 +48,7 @@ def open_judge(
     reads. `draws` and `seed` are for the noise of a diffusion model's bound.
     """
     chosen, folder = pick_device(device), Path(source)
-    if str(source) != "oracle" and not _is_ours(folder):
+    if str(source) != "oracle" and not is_ours(folder):
         return CausalJudge(
             source,
             device=chosen,
@@ -87,15 +86,3 @@ def open_judge(
         seed=seed,
         **common,
     )
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether a directory was written by didi, finished or not."""
-    config = folder / CONFIG
-    if not config.is_file():
-        return (folder / "checkpoints").is_dir()
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT

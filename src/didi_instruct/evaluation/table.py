@@ -9,8 +9,6 @@ Row = Mapping[str, Any]
 Better = Literal["lower", "higher"]
 SETTINGS = ("steps", "nfe", "passes", "temperature", "top_p")
 """Of a sampler: text that nobody sampled has none."""
-WIDTH = 12
-"""Characters of a terminal's column."""
 Z95 = 1.959964
 """Standard errors on either side of a normal mean that leave 5% outside."""
 
@@ -181,14 +179,3 @@ def interval_text(row: Row, column: Column) -> str:
 def unsampled(reference: Row) -> dict[str, Any]:
     """A row of real text, without what only samplers have."""
     return {name: value for name, value in reference.items() if name not in SETTINGS}
-
-
-def table(rows: Sequence[Row], reference: Row) -> list[str]:
-    """Rows as lines of a terminal, aligned; the reference text comes last."""
-    everything = [*rows, *([unsampled(reference)] if reference else [])]
-    names = [str(row.get("model", "")) for row in everything]
-    shown, width = shown_columns(everything), max(map(len, [*names, "model"]))
-    lines = ["model".ljust(width) + "".join(column.title.rjust(WIDTH) for column in shown)]
-    for name, row in zip(names, everything, strict=True):
-        lines.append(name.ljust(width) + "".join(number(row, c).rjust(WIDTH) for c in shown))
-    return lines

@@ -26,6 +26,12 @@ def mask(x: Tensor, alpha: Tensor, mask_id: int, uniforms: Tensor) -> Tensor:
     return torch.where(uniforms < alpha, x, mask_id)
 
 
+def with_code(z: Tensor, mask_id: int, code: Tensor | int) -> Tensor:
+    """Texts whose masks carry a code: z (B, L), code (B,) or one for all -> (B, L)."""
+    which = code[:, None] if isinstance(code, Tensor) else code
+    return torch.where(z == mask_id, z + which, z)
+
+
 def reveal_probability(alpha_s: Tensor, alpha_t: Tensor) -> Tensor:
     """Return (alpha_s - alpha_t) / (1 - alpha_t): a mask at t is revealed by the earlier s.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.noise import uniforms
 
@@ -212,19 +213,14 @@ class Chain:
             # The same text in every row, such as all masks: one row for each code serves all.
             codes, which = torch.unique(code, return_inverse=True)
             columns = where.any(0)
-            rows = self._coded(z[:1].expand(len(codes), -1), codes)
+            rows = with_code(z[:1].expand(len(codes), -1), self.canvas.mask_id, codes)
             everywhere = columns.expand(len(codes), -1)
             shared = logits_at(self.denoiser, rows, times[: len(codes)], everywhere)
             row, column = where.nonzero().unbind(1)
             place = which[row] * columns.sum() + columns.cumsum(0)[column] - 1
             return shared[place], len(codes)
-        return logits_at(self.denoiser, self._coded(z, code), times, where), len(z)
-
-    def _coded(self, z: Tensor, code: Tensor) -> Tensor:
-        """Texts whose masks carry a code: (B, L), (B,) -> (B, L)."""
-        if self.canvas.masks == 1:
-            return z
-        return torch.where(z == self.canvas.mask_id, z + code[:, None], z)
+        coded = z if self.canvas.masks == 1 else with_code(z, self.canvas.mask_id, code)
+        return logits_at(self.denoiser, coded, times, where), len(z)
 
     def law(self, logits: Tensor) -> Tensor:
         """Log-probabilities (R, V) that tokens are drawn from."""
@@ -246,7 +242,7 @@ class Chain:
     def _sum_out_code(self, where: Tensor, token: Tensor, log_p: Tensor, *, greedy: bool) -> None:
         """Correct the path's log-probability from the drawn code's to that of the mixture."""
         row = where.nonzero()[:, 0]
-        drawn = torch.zeros_like(self.log_prob).index_add_(0, row, log_p)
+        drawn, own_code = torch.zeros_like(self.log_prob).index_add_(0, row, log_p), self.code
         each = []
         for code in range(self.canvas.masks):
             logits, _ = self._run(torch.full_like(self.canvas.samples, code), where)
@@ -259,7 +255,7 @@ class Chain:
                 found.index_add_(0, row[start:end], own)
                 start = end
             # The drawn code as it was drawn: a batch of another shape may round otherwise.
-            each.append(torch.where(self.code == code, drawn, found))
+            each.append(torch.where(own_code == code, drawn, found))
         mixture = torch.stack(each).logsumexp(0) - math.log(self.canvas.masks)
         self.log_prob += mixture - drawn
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_at, masked_share
 from didi_instruct.sampling.noise import uniforms
 
@@ -162,7 +163,7 @@ def _length_law(
         time = masked_share(z, mask_id)
         each = []
         for code in range(masks):
-            coded = torch.where(z == mask_id, z + code, z)
+            coded = with_code(z, mask_id, code)
             log_p = logits_at(denoiser, coded, time, where).double().log_softmax(-1).cpu()
             each.append(log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1))
         scores = torch.stack(each).logsumexp(0)

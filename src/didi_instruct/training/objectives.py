@@ -87,7 +87,7 @@ class MaskedObjective:
         masked = (z == mask_id).flatten().nonzero().squeeze(1)
         weight = self.schedule.nelbo_weight(t) / tokens.shape[1]
         for which in code:
-            z = torch.where(z == mask_id, z + which[:, None], z)
+            z = masking.with_code(z, mask_id, which)
         return {
             "z": z,
             "sigma": self.schedule.sigma(t),
