@@ -11,7 +11,18 @@ from didi_instruct.api.samplers import Call, Engine, find_sampler
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.chain import PAD, Callback, Canvas, Denoiser, Draw, Samples, join
+from didi_instruct.process.lengths import LengthLaw
+from didi_instruct.sampling.chain import (
+    PAD,
+    Callback,
+    Canvas,
+    Denoiser,
+    Draw,
+    Purpose,
+    Samples,
+    join,
+)
+from didi_instruct.sampling.noise import uniforms
 from didi_instruct.sampling.prompts import (
     Gap,
     Template,
@@ -34,7 +45,8 @@ class Request:
     steps: int | None = None
     """Steps of the sampler, 16 if not said; some samplers take as many as there are tokens."""
     length: int | None = None
-    """Tokens of the window, what is given included; by default all the model can read."""
+    """Tokens of the window, what is given included; by default all the model can read. For a model
+    whose texts have a window of their own: tokens of the text, by default drawn."""
     sampler: str | None = None
     """By default the plain one of the model's kind."""
     prompt: str | Sequence[str] | None = None
@@ -105,12 +117,15 @@ def generate(
     parts, starts = [], []
     for first in range(0, len(rows), request.batch_size):
         chunk = rows[first : first + request.batch_size]
-        samples = torch.tensor([index for index, _ in chunk], device=device)
-        given = stack([row for _, row in chunk], device)
+        samples = torch.tensor([row.sample for row in chunk], device=device)
+        given = stack([row.tokens for row in chunk], device)
         canvas = Canvas(given, mask_id, samples, masks=config.masks)
         call = Call(engine, canvas, settings, request.steps, callback)
         part = sampler(call, request.options)
-        parts.append(replace(part, passes=part.passes + extra / len(rows)))
+        log_prob = part.log_prob
+        if log_prob is not None:
+            log_prob = log_prob + log_prob.new_tensor([row.log_prob for row in chunk])
+        parts.append(replace(part, passes=part.passes + extra / len(rows), log_prob=log_prob))
         starts.append(canvas.open)
     width = max(p.tokens.shape[1] for p in parts)
     tokens = [_widen(p.tokens, width, PAD) for p in parts]
@@ -123,8 +138,17 @@ def mask_symbol(config: ModelConfig) -> int:
     return config.vocab_size if config.mask_id is None else config.mask_id
 
 
-Row = tuple[int, list[int]]
-"""Index of a sample within the seed, and its given tokens and masks."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a sample starts."""
+
+    sample: int
+    """Its index within the seed."""
+    tokens: list[int]
+    """What is given, and masks."""
+    log_prob: float = 0.0
+    """Of what was drawn to lay it out: the length of a text."""
+
 
 PROMPT_STRIDE = 1 << 32
 """Sample i of prompt k has index i + k * PROMPT_STRIDE, however many samples there are."""
@@ -146,10 +170,11 @@ def _rows(
 
 
 def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[Row]:
-    """Masks after a prompt and before a suffix."""
+    """Masks after a prompt and before a suffix; then the end, if texts have their own windows."""
     length = config.length if request.length is None else request.length
     if length > config.length:
         raise UserError(f"length is {length}: this model writes 1 to {config.length} tokens.")
+    law = LengthLaw(config.lengths) if config.lengths and request.length is None else None
     prompts = [request.prompt] if isinstance(request.prompt, str) else (request.prompt or [""])
     after = _encode(request.suffix or "", tokenizer)
     for k, text in enumerate(prompts):
@@ -159,9 +184,24 @@ def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) 
                 f"The prompt has {len(before) + len(after)} tokens, the window {length}: "
                 "nothing is left to write. Shorten it or raise length."
             )
-        masks = [mask_symbol(config)] * (length - len(before) - len(after))
-        for i in range(request.num):
-            yield i + k * PROMPT_STRIDE, [*before, *masks, *after]
+        given = len(before) + len(after)
+        samples = torch.arange(request.num) + k * PROMPT_STRIDE
+        lengths, log_prob = torch.full_like(samples, length), torch.zeros(request.num)
+        if law is not None:
+            numbers = uniforms(request.seed, samples, (Purpose.LENGTH,), 1).squeeze(1)
+            lengths = law.draw(numbers, shortest=given + 1)
+            log_prob = law.log_prob(lengths, shortest=given + 1)
+        drawn = zip(samples.tolist(), lengths.tolist(), log_prob.tolist(), strict=True)
+        for sample, count, log_p in drawn:
+            masks = [mask_symbol(config)] * (count - given)
+            yield Row(sample, _ended([*before, *masks, *after], config), log_p)
+
+
+def _ended(row: list[int], config: ModelConfig) -> list[int]:
+    """A row with its end, where a masked model's texts have windows of their own."""
+    if config.end_id is None or config.kind != "mdlm":
+        return row
+    return row + [config.end_id] * (config.length - len(row))
 
 
 def _filled(
@@ -186,8 +226,8 @@ def _filled(
     chosen, passes = gap_lengths(
         template, denoiser, mask_id, request.seed, samples, eot_id, config.masks
     )
-    rows = [(i, lay_out(template, lengths, mask_id)) for i, lengths in enumerate(chosen)]
-    return rows, passes
+    laid_out = [lay_out(template, lengths, mask_id) for lengths in chosen]
+    return [Row(i, _ended(row, config)) for i, row in enumerate(laid_out)], passes
 
 
 def _template(infill: str, gap: Gap, tokenizer: Tokenizer | None) -> Template:
@@ -219,7 +259,7 @@ def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[Row]:
         )
     for k, row in enumerate(table.tolist()):
         for i in range(num):
-            yield i + k * PROMPT_STRIDE, row
+            yield Row(i + k * PROMPT_STRIDE, row)
 
 
 def _widen(table: Tensor, width: int, value: int | bool) -> Tensor:

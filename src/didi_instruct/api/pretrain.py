@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,16 @@ from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.dataset import TokenSource
+from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.process.lengths import before_end
 from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
 from didi_instruct.training.pretrain import PretrainTask
 from didi_instruct.training.reporting import Reporter, SilentReporter
 from didi_instruct.training.world import World, open_world
+
+ROWS_AT_ONCE = 4096
+"""Rows whose lengths are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def pretrain(
         data, valid = open_data_together(
             config.data, folder, world, data_progress, length=length, seed=seed
         )
-        task = PretrainTask(config, config.model.resolve(data.num_tokens), data, world)
+        task = PretrainTask(config, _model_of(config, data), data, world)
         evaluate = _evaluator(task, valid, config) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
         start = start_of(loop, config, changes, resume)
@@ -84,6 +89,35 @@ def pretrain(
             task.write_model(folder, _provenance(config, outcome))
             world.wait()
     return PretrainResult(folder, outcome, world.is_main)
+
+
+def _model_of(config: PretrainConfig, data: TokenSource) -> ModelConfig:
+    """The model for some data; where each text has its own window, with the law of lengths."""
+    model = config.model.resolve(data.num_tokens)
+    if not config.model.own_window:
+        return model
+    end_id = data.tokenizer.eot_id
+    if end_id is None or data.num_sequences is None:
+        raise UserError(
+            "model.own_window needs texts that end in an end-of-text token: use data.source with "
+            "data.rows=document, or leave it out."
+        )
+    counts = torch.zeros(model.length + 1, dtype=torch.long)
+    for first in range(0, data.num_sequences, ROWS_AT_ONCE):
+        rows = data.ordered(first, min(ROWS_AT_ONCE, data.num_sequences - first))
+        counts += before_end(rows, end_id).sum(1).bincount(minlength=len(counts))
+    if not counts[1:].any() or _is_stream(data, end_id):
+        raise UserError(
+            "model.own_window needs rows of one text each: prepare the data with --rows document "
+            "(data.rows=document)."
+        )
+    return replace(model, end_id=end_id, lengths=tuple(counts.tolist()))
+
+
+def _is_stream(data: TokenSource, end_id: int) -> bool:
+    """Whether something follows an end in the first rows."""
+    rows = data.ordered(0, min(ROWS_AT_ONCE, data.num_sequences or ROWS_AT_ONCE))
+    return bool((~before_end(rows, end_id) & (rows != end_id)).any())
 
 
 def _notes(

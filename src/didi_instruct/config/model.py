@@ -44,6 +44,13 @@ class ModelConfig:
     """Add a learned vector per position. The reference DiT has rotary positions alone, which are
     relative, so fully masked text looks the same to it at every position; where texts begin at the
     first position, the first step of sampling then starts blind."""
+    end_id: int | None = None
+    """Where each text has a window of its own: the token that ends it and fills the rest. What it
+    fills is never noise and never written: a masked model is given the length of a text, an AR
+    model learns nothing after the end."""
+    lengths: tuple[int, ...] = ()
+    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end. A masked
+    model draws the length of a text from it before it writes."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
@@ -62,6 +69,7 @@ class ModelConfig:
             )
         if self.masks > 1 and self.kind != "mdlm":
             raise UserError(f"model.masks is {self.masks}, but `{self.kind}` has no masks.")
+        self._check_end()
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise UserError(
                 f"model.hidden is {self.hidden} with {self.heads} heads: "
@@ -75,6 +83,25 @@ class ModelConfig:
             raise UserError(
                 "schedule.eps is 0, so the time embedding of t = 1 is infinite: "
                 "use eps > 0 or time_conditioning=false."
+            )
+
+    def _check_end(self) -> None:
+        if self.end_id is None:
+            if self.lengths:
+                raise UserError("model.lengths are given without model.end_id, which ends texts.")
+            return
+        if self.kind == "duo" or not 0 <= self.end_id < self.num_tokens:
+            raise UserError(
+                f"model.end_id is {self.end_id}: use a token's id, of a model that is not `duo`."
+            )
+        if self.kind == "mdlm" and (
+            len(self.lengths) != self.length + 1
+            or min(self.lengths) < 0
+            or not any(self.lengths[1:])
+        ):
+            raise UserError(
+                f"model.lengths has to count the texts of 0 to {self.length} tokens, some of 1 or "
+                "more."
             )
 
     @property

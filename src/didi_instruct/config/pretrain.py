@@ -26,6 +26,9 @@ class ModelRecipe:
     time_conditioning: bool | None = None
     """By default false for `mdlm` and true for `duo`, as the reference checkpoints."""
     learned_positions: bool | None = None
+    own_window: bool = False
+    """Each text has a window of its own (`data.rows: document`): its end and what follows are
+    given, not learnt, and a masked model draws a text's length first."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     @property
@@ -41,7 +44,7 @@ class ModelRecipe:
     def resolve(self, num_tokens: int) -> ModelConfig:
         """Return the model for a tokenizer of `num_tokens` ids."""
         base = self.base
-        own = ("arch", "kind", "vocab_size", "schedule")
+        own = ("arch", "kind", "vocab_size", "schedule", "own_window")
         names = [f.name for f in fields(self) if f.name not in own]
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         given.setdefault("time_conditioning", self.kind == "duo")

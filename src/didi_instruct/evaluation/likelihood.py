@@ -9,6 +9,7 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
+from didi_instruct.process.lengths import LengthLaw, before_end
 from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import Batch, make_objective
 
@@ -57,10 +58,10 @@ def likelihood(
 ) -> Likelihood:
     """Estimate nats per token over `sequences` rows of `data(start, count)`.
 
-    The arguments are those of `nats_per_token`. The interval comes from the spread between
+    The arguments are those of `nats_of_texts`. The interval comes from the spread between
     sequences, which overstates the error a little, since their times are stratified.
     """
-    values = nats_per_token(
+    nats, counts = nats_of_texts(
         loss,
         config,
         data,
@@ -71,21 +72,23 @@ def likelihood(
         device=device,
         progress=progress,
     )
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    # Where texts differ in length, all tokens count alike: a ratio of two means.
+    mean = (nats.sum() / counts.sum()).item()
+    residual = (nats - mean * counts) / counts.mean()
+    half = 1.96 * residual.std().item() / math.sqrt(len(nats)) if len(nats) > 1 else math.inf
     return Likelihood(
         nats_per_token=mean,
         ci95=(mean - half, mean + half),
         ppl=perplexity(mean),
         ppl_ci95=(perplexity(mean - half), perplexity(mean + half)),
-        sequences=len(values),
+        sequences=len(nats),
         draws=1 if config.kind == "ar" else draws,
         bound=config.kind != "ar",
     )
 
 
 @torch.no_grad()
-def nats_per_token(
+def nats_of_texts(
     loss: Callable[[Batch], torch.Tensor],
     config: ModelConfig,
     data: Callable[[int, int], torch.Tensor],
@@ -96,17 +99,19 @@ def nats_per_token(
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
-) -> torch.Tensor:
-    """Nats per token of each of `sequences` rows of `data(start, count)`: (sequences,), float64.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nats of each of `sequences` rows of `data(start, count)`, and its tokens: float64 (N,) each.
 
-    `loss` is the network's part of the objective: batch -> nats per token of each sequence.
+    `loss` is the network's part of the objective: batch -> nats per position of each sequence.
+    Where each text has a window of its own, the nats are those of the text up to its end, the cost
+    of its length included, and the tokens are those before the end.
 
     Times are stratified over chunks of sequences and all their draws, so the mean varies less than
     with independent ones. The batch size changes nothing but memory.
     """
     objective = make_objective(evaluation_config(config))
     draws = 1 if config.kind == "ar" else draws
-    means = []
+    nats, counts = [], []
     for start in range(0, sequences, NOISE_CHUNK):
         count = min(NOISE_CHUNK, sequences - start)
         generator = torch.Generator().manual_seed(mix(seed, "likelihood", start))
@@ -118,10 +123,23 @@ def nats_per_token(
                 rows = range(first * draws + k, (first + len(tokens)) * draws, draws)
                 batch = objective.corrupt(tokens, *(n[rows] for n in noise))
                 total += loss({k: v.to(device) for k, v in batch.items()}).double().cpu()
-            means.append(total / draws)
+            written, length_nats = _lengths(config, tokens)
+            nats.append(total / draws * tokens.shape[1] + length_nats)
+            counts.append(written)
             if progress is not None:
                 progress(start + first + len(tokens))
-    return torch.cat(means)
+    return torch.cat(nats), torch.cat(counts)
+
+
+def _lengths(config: ModelConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of each text, and what telling that costs a model that is given it: (B,) each."""
+    free = torch.zeros(len(tokens), dtype=torch.float64)
+    if config.end_id is None:
+        return free + tokens.shape[1], free
+    count = before_end(tokens, config.end_id).sum(1)
+    if config.kind == "mdlm":
+        free = -LengthLaw(config.lengths).log_prob(count.clamp(min=1))
+    return count.double(), free
 
 
 def perplexity(nats_per_token: float) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import nats_per_token
+from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.sampling.chain import Samples
 from didi_instruct.training.objectives import Batch
 
@@ -125,7 +125,7 @@ def nelbo_judge(
 
     def judge(tokens: Tensor) -> Tensor:
         clean = tokens.cpu()
-        nats = nats_per_token(
+        nats, _ = nats_of_texts(
             loss,
             config,
             lambda start, count: clean[start : start + count],
@@ -135,7 +135,7 @@ def nelbo_judge(
             seed=seed,
             device=device,
         )
-        return -clean.shape[1] * nats
+        return -nats
 
     return judge
 

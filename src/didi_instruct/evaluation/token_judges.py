@@ -9,7 +9,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_nats import causal_nats
-from didi_instruct.evaluation.likelihood import nats_per_token
+from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.scores import (
     Progress,
@@ -123,7 +123,7 @@ class DiffusionJudge(TokenJudge):
         """Score whole windows."""
         self._check_whole(samples)
         count, length = samples.tokens.shape
-        nats = nats_per_token(
+        nats, _ = nats_of_texts(
             self.loss,
             self.config,
             lambda start, number: samples.tokens[start : start + number],
@@ -134,7 +134,7 @@ class DiffusionJudge(TokenJudge):
             device=self.device,
             progress=None if progress is None else (lambda done: progress(done, count)),
         )
-        return checked(self.name, Scores(length * nats, torch.full((count,), length)))
+        return checked(self.name, Scores(nats, torch.full((count,), length)))
 
 
 class ARJudge(TokenJudge):

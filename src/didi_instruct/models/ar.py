@@ -109,9 +109,15 @@ class ARModel(nn.Module):
         )
         return logits
 
-    def log_prob(self, tokens: Tensor) -> Tensor:
-        """Return the log-probability of whole sequences, in nats: (B, L) -> (B,)."""
+    def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
+        """Return the log-probability of whole sequences, in nats: (B, L) -> (B,).
+
+        With `count` (B,), that of the first so many tokens of each.
+        """
         start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
         logits = self(torch.cat((start, tokens[:, :-1]), dim=1))
         nll = F.cross_entropy(upcast(logits).flatten(0, 1), tokens.flatten(), reduction="none")
-        return -nll.view_as(tokens).sum(dim=1)
+        nll = nll.view_as(tokens)
+        if count is not None:
+            nll = nll * (torch.arange(tokens.shape[1], device=tokens.device) < count[:, None])
+        return -nll.sum(dim=1)

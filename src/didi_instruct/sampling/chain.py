@@ -47,6 +47,7 @@ class Purpose(IntEnum):
     START = 5
     BLOCK = 6
     CODE = 7
+    LENGTH = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.process import masking, uniform
+from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import make_schedule
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Objective(Protocol):
-    """A loss in nats per token: an upper bound of -log p(x) / L, or that itself."""
+    """A loss in nats per position: an upper bound of -log p(x) / L, or that itself.
+
+    Where each text has a window of its own, what follows its end costs nothing.
+    """
 
     head_fraction: float
     """Share of positions at which the loss needs the output layer."""
@@ -81,20 +85,21 @@ class MaskedObjective:
         t, uniforms, *code = noise
         mask_id = self.config.mask_id
         assert mask_id is not None
-        z = masking.mask(
-            tokens, self.schedule.alpha(t)[:, None], mask_id, uniforms[:, : tokens.shape[1]]
-        )
+        length = tokens.shape[1]
+        z = masking.mask(tokens, self.schedule.alpha(t)[:, None], mask_id, uniforms[:, :length])
+        if self.config.end_id is not None:
+            z = torch.where(before_end(tokens, self.config.end_id), z, tokens)
         masked = (z == mask_id).flatten().nonzero().squeeze(1)
-        weight = self.schedule.nelbo_weight(t) / tokens.shape[1]
+        weight = self.schedule.nelbo_weight(t) / length
         for which in code:
             z = masking.with_code(z, mask_id, which)
         return {
             "z": z,
             "sigma": self.schedule.sigma(t),
             "rows": masked,
-            "sequence": masked // tokens.shape[1],
+            "sequence": masked // length,
             "targets": tokens.flatten()[masked],
-            "weight": weight[masked // tokens.shape[1]],
+            "weight": weight[masked // length],
         }
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -189,13 +194,18 @@ class ARObjective:
         return ()
 
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
-        """Nothing is corrupted."""
-        return {"x": tokens}
+        """Nothing is corrupted; where texts end inside their window, tell how long they are."""
+        end_id = self.config.end_id
+        if end_id is None:
+            return {"x": tokens}
+        # The end itself is to be learnt.
+        count = (before_end(tokens, end_id).sum(1) + 1).clamp(max=tokens.shape[1])
+        return {"x": tokens, "count": count}
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Mean over positions of -log p(x^l | x^<l)."""
+        """Mean over the window's positions of -log p(x^l | x^<l), 0 after the end of a text."""
         inner: ARModel = model  # type: ignore[assignment]
-        return -inner.log_prob(batch["x"]) / batch["x"].shape[1]
+        return -inner.log_prob(batch["x"], batch.get("count")) / batch["x"].shape[1]
 
 
 def make_objective(config: ModelConfig) -> Objective:
