@@ -81,8 +81,8 @@ def test_another_judge_or_seed_is_not_taken_for_the_same(model, tmp_path):
     assert len(list((tmp_path / "samples").iterdir())) == len(kept) + 1
 
     class Strict(OracleJudge):
-        def score(self, samples, progress=None):
-            scores = super().score(samples, progress)
+        def score(self, samples, progress=None, *, ending=False):
+            scores = super().score(samples, progress, ending=ending)
             return type(scores)(2 * scores.nats, scores.tokens)
 
     strict = Strict(LANGUAGE)

@@ -1,5 +1,6 @@
 """What samples are compared with: text, or samples of another model."""
 
+import string
 from types import SimpleNamespace
 
 import pytest
@@ -7,16 +8,20 @@ import torch
 from tests.api.test_studio import save
 
 from didi_instruct.api import quality
+from didi_instruct.api.evaluate import evaluate_likelihood, likelihood_row
+from didi_instruct.api.model import load
 from didi_instruct.api.plan import Plan
-from didi_instruct.api.preflight import check_models
+from didi_instruct.api.preflight import check_models, check_needs
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.reference import Like, open_reference
+from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import self_bleu, unigram_entropy
-from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.evaluation.judges import CausalJudge, OracleJudge, open_judge
 from didi_instruct.evaluation.samples import read_samples
 
 LETTERS = Tokenizer.load("bytes")
@@ -161,3 +166,100 @@ def test_rows_that_differ_in_number_are_refused_before_drawing(shelf, tmp_path, 
             [str(shelf / "letters")], Plan(steps=(2,), num=6), ["self-bleu"], out=tmp_path,
             samples=[shelf / "few.jsonl"],
         )  # fmt: skip
+
+
+STORIES = [letter * n for n, letter in enumerate(string.ascii_lowercase * 3, start=1)][:40]
+"""Of 1 to 40 letters, of which 31 and their end fit a window of 32."""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """Models of one text a window, and texts: as they are, and prepared either way."""
+    folder = tmp_path_factory.mktemp("own")
+    lengths = (0, *range(1, 33))
+    save(folder / "texts", LETTERS, 258, end_id=LETTERS.eot_id, lengths=lengths)
+    save(folder / "letters", LETTERS, 258)
+    (folder / "stories.txt").write_text("".join(f"{story}\n" for story in STORIES))
+    for rows in ("stream", "document"):
+        settings = PrepareSettings(
+            src=str(folder / "stories.txt"), tokenizer="bytes", length=32, documents="line",
+            rows=rows, valid=0, out=folder / rows,
+        )  # fmt: skip
+        prepare(settings)
+    return folder
+
+
+LINES = ReadOptions(documents="line")
+
+
+@pytest.mark.parametrize("data", ["stories.txt", "document"])
+def test_each_text_of_a_reference_has_a_row_of_its_own(own, tmp_path, data):
+    found = evaluate_quality(
+        [str(own / "texts")], Plan(steps=(2,), num=31), ["entropy", "self-bleu"], out=tmp_path,
+        reference=str(own / data), reading=LINES, device="cpu",
+    )  # fmt: skip
+    row, real = found.rows[0], found.reference
+    assert (real["num_samples"], real["mean_length"]) == (31, 16)
+    assert real["entropy"] == pytest.approx(0, abs=1e-12), "one letter each"
+    assert (row["entropy_of"], real["entropy_of"], row["length"]) == ("text", "text", 32)
+    drawn = found.samples[0]
+    assert row["mean_length"] == drawn.lengths.double().mean().item() < 32
+    assert row["entropy"] == pytest.approx(
+        unigram_entropy(drawn.tokens, drawn.lengths).mean().item()
+    )
+    assert row["self_bleu"] == pytest.approx(self_bleu(drawn.tokens, lengths=drawn.lengths).mean)
+    read = check_models(
+        [str(own / "texts")], None, Plan(steps=(2,), num=31), str(own / data), LINES, ["c2st"]
+    )
+    assert [model.ends for model in read] == [True]
+
+
+@pytest.mark.parametrize("data", ["stories.txt", "document"])
+def test_the_likelihood_is_of_texts(own, data):
+    """Of 31 stories with their lengths, per letter: the same whichever way they are read."""
+    noise = {"sequences": 99, "draws": 2, "batch_size": 8, "seed": 0}
+    report = evaluate_likelihood(
+        str(own / "texts"), str(own / data), reading=LINES, device="cpu", **noise
+    )
+    model = load(str(own / "texts"), device="cpu")
+    table = torch.full((31, 32), LETTERS.eot_id)
+    for row, story in zip(table, STORIES, strict=False):
+        row[: len(story)] = torch.tensor(list(story.encode()))
+    by_hand = model.likelihood(lambda i, n: table[i : i + n], sequences=31, draws=2, batch_size=8)
+    assert report.rows[0]["num_sequences"] == 31
+    assert report.rows[0]["nelbo"] == pytest.approx(by_hand.nats_per_token)
+
+
+def test_a_stream_is_no_text_of_its_own(own, tmp_path):
+    noise = {"sequences": 9, "draws": 1, "batch_size": 8, "seed": 0, "device": "cpu"}
+    texts, stream = str(own / "texts"), str(own / "stream")
+    with pytest.raises(UserError, match="rows of a stream.*prepare it again with --rows document"):
+        evaluate_likelihood(texts, stream, **noise)
+    with pytest.raises(UserError, match="rows of a stream"):
+        check_models([texts], None, Plan(steps=(2,)), stream, READING)
+    model = load(texts, device="cpu")
+    rows = open_data(own / "stream")
+    with pytest.raises(UserError, match="texts reads one text a row, and the rows go on after"):
+        likelihood_row(texts, model, rows, 9, draws=1, batch_size=8, seed=0)
+    assert evaluate_likelihood(str(own / "letters"), stream, **noise).rows[0]["nelbo"] > 0
+
+
+def test_texts_and_windows_are_not_compared_before_drawing(own):
+    sources = [str(own / "letters"), str(own / "texts")]
+    with pytest.raises(UserError, match="texts writes texts that end and .*letters whole windows"):
+        check_models(sources, None, Plan(steps=(2,)), None, READING)
+    assert len(check_models(sources, None, Plan(steps=(2,), until_eot=True), None, READING)) == 2
+
+
+def test_a_judge_that_cannot_price_an_end_is_refused_before_drawing(own):
+    plan = Plan(steps=(2,))
+    models = check_models([str(own / "texts")], None, plan, None, READING)
+    windows = open_judge(own / "letters", device="cpu")
+    with pytest.raises(UserError, match="knows the probability of whole windows"):
+        check_needs(["path-kl"], plan, windows, models)
+    check_needs(["path-kl"], plan, open_judge(own / "texts", device="cpu"), models)
+    judge = object.__new__(CausalJudge)
+    judge.name, judge.end = "endless", None
+    with pytest.raises(UserError, match="the judge endless has no token for that.*--judge-end"):
+        check_needs(["path-kl"], plan, judge, models)
+    check_needs(["ppl", "entropy"], plan, judge, models)

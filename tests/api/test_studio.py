@@ -18,11 +18,11 @@ from didi_instruct.models.checkpoint import save_model
 PLAIN = {"steps": (4,), "num": 6}
 
 
-def save(folder, tokenizer, vocab_size, length=32):
+def save(folder, tokenizer, vocab_size, length=32, **changes):
     torch.manual_seed(0)
     config = ModelConfig(
         layers=1, hidden=32, heads=2, cond_dim=16, vocab_size=vocab_size, length=length,
-        schedule=ScheduleConfig(eps=0.0),
+        schedule=ScheduleConfig(eps=0.0), **changes,
     )  # fmt: skip
     network = build_model(config)
     for parameter in network.parameters():
@@ -131,3 +131,33 @@ def test_progress_names_the_model_and_never_runs_backwards(words, tmp_path):
         assert steps == sorted(steps)
         assert len({total for _, total in steps}) == 1
         assert (steps[0][0], steps[-1][0]) == (0, steps[-1][1])
+
+
+def test_a_path_is_measured_where_a_metric_needs_it(tmp_path):
+    """It costs a model with several masks passes, whose time is not that of sampling."""
+    source = save(tmp_path / "codes", OracleLanguage.default().tokenizer, 68, masks=4)
+    judge, plan = OracleJudge(OracleLanguage.default()), Plan(steps=(2,), num=6)
+    plain, measured = (
+        evaluate_quality([source], plan, metrics, out=tmp_path / "out", judge=judge, device="cpu")
+        for metrics in (["entropy"], ["entropy", "path-kl"])
+    )
+    assert torch.equal(plain.samples[0].tokens, measured.samples[0].tokens)
+    assert plain.samples[0].log_prob is None
+    assert measured.samples[0].log_prob.isfinite().all()
+    assert plain.rows[0]["tokens_per_second"] > 0
+    assert measured.rows[0]["tokens_per_second"] is None
+    assert measured.rows[0]["path_kl"] > 0
+    assert len(list((tmp_path / "out" / "samples").iterdir())) == 2
+
+
+def test_with_one_mask_a_path_is_free_and_nothing_is_drawn_for_it(words, tmp_path):
+    judge, plan = OracleJudge(OracleLanguage.default()), Plan(steps=(2,), num=6)
+    for metrics in (["entropy"], ["path-kl"]):
+        evaluate_quality([words], plan, metrics, out=tmp_path, judge=judge, device="cpu")
+    assert len(list((tmp_path / "samples").iterdir())) == 1
+
+
+def test_the_model_says_what_ends_a_text_without_a_tokenizer():
+    tokens = torch.tensor([[5, 7, 9, 9], [9, 9, 9, 9]])
+    texts, lengths = studio.texts_of(None, tokens, until_eot=True, end_id=9)
+    assert (texts, lengths.tolist()) == (("", ""), [2, 0])

@@ -1,6 +1,7 @@
 """`didi eval` as people meet it: table, JSON, saved samples, Ctrl-C, one-line errors."""
 
 import json
+import math
 import sys
 
 import numpy as np
@@ -20,6 +21,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation import rows
+from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.evaluation.token_judges import OracleJudge
@@ -35,12 +37,12 @@ CONTRACT = {
 FEW = ["--steps", "2,4", "--num", "24", "--out", "out"]
 
 
-def save(folder, tokenizer, vocab_size, damaged=False):
+def save(folder, tokenizer, vocab_size, damaged=False, **changes):
     """A random denoiser with weights far from zero."""
     torch.manual_seed(0)
     config = ModelConfig(
         layers=1, hidden=32, heads=2, cond_dim=16, vocab_size=vocab_size, length=32,
-        schedule=ScheduleConfig(eps=0.0),
+        schedule=ScheduleConfig(eps=0.0), **changes,
     )  # fmt: skip
     network = build_model(config)
     for parameter in network.parameters():
@@ -73,6 +75,7 @@ def shelf(tmp_path_factory):
     save(folder / "bytes", Tokenizer.load("bytes"), 258)
     save(folder / "damaged", words, 65, damaged=True)
     save(folder / "bare", None, 65)
+    save(folder / "texts", Tokenizer.load("bytes"), 258, end_id=256, lengths=(0, *[9] * 32))
     save_judge(folder / "judge")
     return folder
 
@@ -256,7 +259,7 @@ def test_an_interrupted_evaluation_goes_on(didi, place, monkeypatch):
     """Ctrl-C while the second row is judged: the second start draws nothing, judges one row."""
     score, calls = OracleJudge.score, []
 
-    def interrupted(self, samples, progress=None):
+    def interrupted(self, samples, progress=None, *, ending=False):
         calls.append(samples.origin.steps)
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -358,6 +361,12 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
         (["words", *JUDGED, "oracle", "--judge-temperature", 0.8], "leave its temperature at 1"),
         (["words", *JUDGED, "judge", "--judge-temperature", 0], "temperature is 0.0: use more"),
         (["words", *JUDGED, "oracle", "--judge-collapse-spaces"], "for judges of texts"),
+        (["words", *JUDGED, "oracle", "--judge-end", 1], "for judges of texts"),
+        (["words", *JUDGED, "judge", "--judge-end", "the"], "no token `the` to end a text with"),
+        (["words", *JUDGED, "judge", "--judge-beyond", "x"], "beyond is 'x': use cut or uniform"),
+        (["texts", "--metrics", "path-kl", "--judge", "judge"], "name one with --judge-end"),
+        (["texts", *JUDGED, "bytes"], "judge bytes (upper bound) knows the probability of whole"),
+        (["texts", "bytes"], "texts writes texts that end and bytes whole windows: add --until"),
         (["words", "--num", 0], "num is 0: use a whole number, 1 or more"),
         (["words", "--num", "x"], "--num"),
         (["words", "--length", 33], "--length 33: words writes 1 to 32 tokens"),
@@ -441,3 +450,29 @@ def test_a_setting_of_the_judge_is_in_its_name(didi, place):
     assert code == 0, err
     judge = strict(place / "report.json")["judge"]
     assert judge == "judge (temperature 0.8, spaces collapsed)"
+
+
+def test_texts_that_end_have_a_path_kl_whatever_the_judge_reads(didi, place):
+    """12 letters are read; the others, and the end of longer texts, cost the log of 256 each."""
+    save_judge(place / "short", positions=12)
+    code, out, err = didi(
+        "eval", "texts", *FEW, "--metrics", "ppl,entropy,path-kl", "--judge", "short",
+        "--judge-end", "a", "--judge-beyond", "uniform", "--json", "report.json",
+    )  # fmt: skip
+    assert code == 0, err
+    report = strict(place / "report.json")
+    assert report["judge"] == "short (end a, uniform after 12 tokens)"
+    judge = CausalJudge("short", end="a")
+    for path in (place / "out" / "samples").iterdir():
+        drawn = read_samples(path)
+        row = next(r for r in report["rows"] if r["steps"] == drawn.origin.steps)
+        assert (row["judge_cut"], row["entropy_of"], row["length"]) == (0, "text", 32)
+        assert row["mean_length"] == pytest.approx(drawn.lengths.double().mean().item())
+        letters = [len(text.encode()) for text in drawn.texts]
+        ends = (drawn.lengths < 32).tolist()
+        unread = [max(0, n + end - 12) for n, end in zip(letters, ends, strict=True)]
+        nats = judge.score(drawn, ending=True).nats + torch.tensor(unread) * math.log(256)
+        assert row["path_kl"] == pytest.approx((nats + drawn.log_prob).mean().item())
+    assert "length" in out.splitlines()[0]
+    assert f"{report['rows'][0]['mean_length']:.1f}" in out.splitlines()[1]
+    assert "up to 32 tokens each" in (place / "out" / "report.md").read_text()

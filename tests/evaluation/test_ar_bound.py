@@ -169,3 +169,36 @@ def test_a_training_that_explodes_says_so():
     samples, nats = random_tokens(), torch.zeros(300)
     with pytest.raises(TrainingError, match="use a lr below"):
         ar_kl(samples, nats, 5, **TINY | {"lr": 1e30})
+
+
+def ended_texts(count, seed=0):
+    """Texts of 1 to 4 coin tosses, all lengths equally likely, then their end (2)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(2, (count, 6), generator=generator)
+    lengths = torch.randint(1, 5, (count,), generator=generator)
+    return torch.where(torch.arange(6) < lengths[:, None], tokens, 2), lengths + 1
+
+
+def test_what_follows_an_end_costs_nothing_and_teaches_nothing():
+    """Whatever it is, the bound is the same: to the last digit."""
+    samples, counts = ended_texts(200)
+    nats = torch.full((200,), 7.0)
+    noise = torch.randint(3, samples.shape, generator=torch.Generator().manual_seed(1))
+    other = torch.where(torch.arange(6) < counts[:, None], samples, noise)
+    found = [ar_kl(table, nats, 3, counts=counts, **TINY) for table in (samples, other)]
+    assert found[0] == found[1]
+    assert ar_kl(other, nats, 3, **TINY).cross_entropy > found[0].cross_entropy
+    whole = torch.full_like(counts, 6)
+    assert ar_kl(samples, nats, 3, counts=whole, **TINY) == ar_kl(samples, nats, 3, **TINY)
+    with pytest.raises(ValueError, match="200 rows, but counts are"):
+        ar_kl(samples, nats, 3, counts=counts[:5], **TINY)
+
+
+def test_the_entropy_of_texts_with_their_ends_is_learnt():
+    """Log 4 for the length and log 2 for each of 2.5 tosses; |z| < 4 (6e-5), 0.08 nats to learn."""
+    samples, counts = ended_texts(3000)
+    nats = math.log(4) + (counts - 1).double() * math.log(2)
+    result = ar_kl(samples, nats, 3, counts=counts, **TINY | {"steps": 300, "lr": 1e-2})
+    assert -0.08 < result.kl_lower < 4 * result.se
+    error = 1.118 * math.log(2) / math.sqrt(result.held_out)
+    assert abs(result.judge_nats - math.log(4) - 2.5 * math.log(2)) < 4 * error

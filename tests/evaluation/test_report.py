@@ -21,7 +21,7 @@ from didi_instruct.evaluation.report.lines import lines_of, short_names
 from didi_instruct.evaluation.report.plots import draw_plots
 from didi_instruct.evaluation.report.texts import HEAD, cut, side_by_side
 from didi_instruct.evaluation.report.verdict import verdict
-from didi_instruct.evaluation.report.words import doubts, edges, main_columns, reading
+from didi_instruct.evaluation.report.words import doubts, edges, facts, main_columns, reading
 from didi_instruct.evaluation.samples import Origin, SampleSet
 from didi_instruct.evaluation.table import COLUMNS
 
@@ -558,3 +558,17 @@ def test_a_terminal_marks_rows_that_mislead():
     lines = render_terminal(content, 120)
     assert any(line.startswith("student ⚠") for line in lines)
     assert any(line.startswith("⚠ Low variety") for line in lines)
+
+
+def test_how_long_texts_are_is_shown_where_they_end_before_their_window():
+    def told(**lengths):
+        content = Content(title="", rows=[row("m", length=32, **lengths)])
+        return [c.title for c in main_columns(content)], facts(content)
+
+    columns, found = told(mean_length=20.25, mean_length_ci95=[19.0, 21.0])
+    assert columns[-1] == "length"
+    assert "up to 32 tokens each" in found
+    for lengths in ({"mean_length": 32.0}, {}):
+        columns, found = told(**lengths)
+        assert "length" not in columns
+        assert "32 tokens each" in found

@@ -11,27 +11,32 @@ import torch
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import rows
 from didi_instruct.evaluation.describing import describe
-from didi_instruct.evaluation.judges import Scores
+from didi_instruct.evaluation.judges import CausalJudge, Scores
 from didi_instruct.evaluation.rows import (
     METRICS,
     Measuring,
     Reference,
     Yardstick,
-    constant_after_end,
     measure,
     plain,
 )
-from didi_instruct.evaluation.samples import Origin, SampleSet, text_lengths
+from didi_instruct.evaluation.samples import (
+    Origin,
+    SampleSet,
+    constant_after_end,
+    text_lengths,
+    with_end,
+)
 
 EOT = 3
 PLAIN = ("ppl", "entropy", "unique-4gram", "self-bleu", "path-kl")
 
 
-def sample_set(tokens, *, until_eot=False, log_prob=None, sampler="ancestral"):
+def sample_set(tokens, *, until_eot=False, log_prob=None, sampler="ancestral", own_window=False):
     origin = Origin(
         model="m", fingerprint="f", tokenizer=None, sampler=sampler, steps=4, nfe=4, passes=4.0,
         disc_calls=0, temperature=1.0, top_p=1.0, seed=5, length=tokens.shape[1],
-        until_eot=until_eot, seconds=2.0,
+        until_eot=until_eot, seconds=2.0, own_window=own_window,
     )  # fmt: skip
     lengths = text_lengths(tokens, EOT, until_eot)
     texts = tuple(" ".join(map(str, row)) for row in tokens.tolist())
@@ -46,11 +51,12 @@ class CoinJudge:
     def __init__(self, forbidden=-1, cut=0):
         self.forbidden, self.asked, self.cut = forbidden, [], cut
 
-    def score(self, samples, progress=None):
-        self.asked.append(samples.lengths.tolist())
-        nats = samples.lengths.double() * math.log(4)
+    def score(self, samples, progress=None, *, ending=False):
+        lengths = with_end(samples.tokens, samples.lengths) if ending else samples.lengths
+        self.asked.append(lengths.tolist())
+        nats = lengths.double() * math.log(4)
         nats[(samples.tokens == self.forbidden).any(1)] = math.inf
-        return Scores(nats, samples.lengths.clone(), self.cut)
+        return Scores(nats, lengths.clone(), self.cut)
 
 
 def row_of(samples, *names, judge=None, **yardstick):
@@ -131,6 +137,7 @@ def test_texts_that_a_judge_cut_have_no_path_kl():
     assert (row["path_kl"], row["path_kl_ci95"], row["path_entropy"]) == (None, None, 9)
     assert "3 texts are longer than the context of the judge coin" in row["path_kl_note"]
     assert "--length" in row["path_kl_note"]
+    assert "--judge-beyond uniform" in row["path_kl_note"]
     assert "path_gap" not in found.values
 
 
@@ -156,11 +163,12 @@ def test_networks_see_texts_and_the_judge_scores_the_same(monkeypatch):
     seen = {}
 
     def ar_kl(tokens, nats, num_tokens, **settings):
-        seen["ar"], seen["nats"] = tokens, nats
+        seen["ar"], seen["nats"], seen["read"] = tokens, nats, settings["counts"].tolist()
         return type("Bound", (), {"kl_lower": 3.0, "se": 0.5, "held_out": 9})
 
     def two_sample(a, b, num_tokens, **settings):
         seen["a"], seen["b"] = a, b
+        seen["both"] = [counts.tolist() for counts in settings["counts"]]
         return type("Test", (), {"auc": 0.5, "auc_ci95": (0.4, 0.6), "held_out": 8})
 
     monkeypatch.setattr(rows, "ar_kl", ar_kl)
@@ -174,6 +182,7 @@ def test_networks_see_texts_and_the_judge_scores_the_same(monkeypatch):
     assert torch.equal(seen["ar"], constant)
     assert torch.equal(seen["a"], constant)
     assert torch.equal(seen["b"], constant.flip(0))
+    assert (seen["read"], seen["both"]) == ([3, 6, 1], [[3, 6, 1], [1, 6, 3]])
     assert seen["nats"].tolist() == pytest.approx([3 * math.log(4), 6 * math.log(4), math.log(4)])
     assert judge.asked == [[2, 6, 0], [3, 6, 1]]
     assert row["judge_tokens"] == 8
@@ -194,7 +203,24 @@ def test_the_path_of_a_window_is_not_compared_with_a_text_that_ends():
     left_to_right = row_of(replace(ended, origin=origin), "path-kl")
     assert left_to_right["path_kl"] == pytest.approx((3 + 6 + 1) / 3 * math.log(4) - 5)
     none = row_of(sample_set(ENDED), "path-kl")
-    assert none["path_kl_note"] == "the sampler does not know the probability of its path"
+    assert none["path_kl_note"].startswith("the probability of the path is not known")
+
+
+def test_a_path_that_drew_the_length_is_that_of_the_text_and_its_end():
+    """The judge prices the end where the window has one: the second text fills its window."""
+    log_prob = torch.tensor([-5.0, -6.0, -4.0]).double()
+    own = sample_set(ENDED, until_eot=True, log_prob=log_prob, own_window=True)
+    judge = CoinJudge()
+    row = row_of(own, "ppl", "path-kl", judge=judge)
+    assert judge.asked == [[2, 6, 0], [3, 6, 1]]
+    assert row["path_entropy"] == 5
+    assert row["path_kl"] == pytest.approx((3 + 6 + 1) / 3 * math.log(4) - 5)
+    assert row["judge_tokens"] == 8
+    endless = object.__new__(CausalJudge)
+    endless.name, endless.end = "endless", None
+    row = row_of(own, "path-kl", judge=endless)
+    assert (row["path_kl"], row["path_entropy"]) == (None, 5)
+    assert row["path_kl_note"].endswith("no token that ends a text: name one with --judge-end")
 
 
 def test_a_row_says_what_its_entropy_is_of():
@@ -203,6 +229,13 @@ def test_a_row_says_what_its_entropy_is_of():
     assert ended["entropy_of"] == "text"
     assert ended["mean_length"] == pytest.approx(8 / 3)
     assert ended["mean_length_ci95"][0] < 8 / 3 < ended["mean_length_ci95"][1]
+
+
+def test_what_fills_a_window_is_not_counted_as_written():
+    """Two seconds: for 18 tokens of three windows, or for the 8 of three texts."""
+    windows = describe(sample_set(ENDED, until_eot=True))
+    texts = describe(sample_set(ENDED, until_eot=True, own_window=True))
+    assert (windows["tokens_per_second"], texts["tokens_per_second"]) == (9, 4)
 
 
 def test_a_bound_needs_an_exact_judge_and_mauve_one_of_texts():

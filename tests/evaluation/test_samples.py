@@ -18,7 +18,7 @@ ORIGIN = Origin(
     model="m", fingerprint="f", tokenizer="t", sampler="rgas", steps=4, nfe=4, passes=4.5,
     disc_calls=2, temperature=0.9, top_p=0.8, seed=3, length=2, until_eot=True, seconds=1.5,
     options={"grid": [1.0, 0.5, 0.0], "h_start": 1.0, "last": None}, batch_size=7,
-    device="cuda (a card)",
+    device="cuda (a card)", own_window=True,
 )  # fmt: skip
 NEW = ("options", "batch_size", "device")
 
@@ -40,12 +40,16 @@ def test_samples_come_back(path):
 
 def test_an_older_file_does_not_know_how_it_was_drawn(path):
     head, *rest = path.read_text().splitlines()
-    old = {k: v for k, v in json.loads(head).items() if k not in NEW} | {"version": 1}
+    before = {k: v for k, v in json.loads(head).items() if k != "own_window"} | {"version": 2}
+    path.write_text("\n".join([json.dumps(before), *rest]) + "\n")
+    found = read_samples(path)
+    assert (found.origin.own_window, found.origin.batch_size) == (False, 7)
+    old = {k: v for k, v in before.items() if k not in NEW} | {"version": 1}
     path.write_text("\n".join([json.dumps(old), *rest]) + "\n")
     found = read_samples(path)
     assert [getattr(found.origin, name) for name in NEW] == [None] * 3
     assert (found.origin.seconds, found.texts) == (1.5, ("é", "b"))
-    for version in (0, 3, "2", None):
+    for version in (0, 4, "2", None):
         path.write_text("\n".join([json.dumps(old | {"version": version}), *rest]) + "\n")
         with pytest.raises(UserError, match="newer version"):
             read_samples(path)

@@ -220,3 +220,19 @@ def test_bad_input_is_refused_with_the_remedy():
         two_sample(a, a, 4, **TINY)
     with pytest.raises(ValueError, match="6 and of 5 tokens"):
         two_sample(a, a[:, :5], 5, **TINY)
+
+
+def test_what_pads_a_text_is_no_evidence():
+    """Equal texts with other tokens after their ends are not told apart, and change no digit."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randint(5, (200, 6), generator=generator) for _ in range(2))
+    counts = tuple(torch.randint(1, 7, (200,), generator=generator) for _ in range(2))
+    found = []
+    for fill in ((4, 4), (0, 1)):
+        padded = [
+            torch.where(torch.arange(6) < count[:, None], table, value)
+            for table, count, value in zip((a, b), counts, fill, strict=True)
+        ]
+        found.append(two_sample(*padded, 5, counts=counts, **TINY))
+    assert found[0] == found[1]
+    assert two_sample(*padded, 5, **TINY | {"steps": 60, "lr": 1e-2}).auc > 0.7

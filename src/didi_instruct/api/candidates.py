@@ -27,6 +27,11 @@ class Candidate:
     """The tokenizer that it was given, since it brings none."""
 
     @property
+    def ends(self) -> bool:
+        """Whether each of its texts has a window of its own."""
+        return self.config.end_id is not None
+
+    @property
     def tokenizer_hash(self) -> str | None:
         """What its tokens are; None where it does not say."""
         return self.tokenizer.hash if self.tokenizer else None

@@ -1,6 +1,8 @@
 """The parts of a distillation, from its settings: student, texts, the teacher's bank, the task."""
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from didi_instruct.api.open import open_source
 from didi_instruct.api.runs import open_data_together
-from didi_instruct.api.sources import PrepareBar
+from didi_instruct.api.sources import PrepareBar, is_prepared
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
 from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.distillation.mixture import MixtureTask
+from didi_instruct.distillation.rollout import Noise
+from didi_instruct.distillation.starts import Starts
 from didi_instruct.distillation.task import DistillTask, Teacher
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.errors import UserError
@@ -24,6 +29,7 @@ from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.masked_lm import MaskedLM
+from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -35,6 +41,8 @@ from didi_instruct.training.world import World
 if TYPE_CHECKING:
     from didi_instruct.distillation.rollout import References
 
+ROWS_LOOKED_AT = 4096
+"""Rows of the data that tell whether it is a stream."""
 BankBar = Callable[[], Any]
 """Opens a progress display (`Progress`) for as long as a bank is being drawn."""
 
@@ -84,13 +92,35 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{other} (the student) reads at most {loaded.config.length} tokens, the teacher "
             f"{teacher.config.length}."
         )
+    _check_ends(teacher.config, loaded.config, other, source)
     masks, codes = loaded.config.masks, config.mixture.codes
     if masks > 1 and (config.method != "mixture" or masks > codes):
         raise UserError(
             f"{other} (the student) has {masks} masks: use method=mixture with mixture.codes "
             f"{masks} or more, or another student."
         )
-    return copy.deepcopy(student)
+    student = copy.deepcopy(student)
+    # How long texts are is the teacher's to say.
+    student.config = replace(student.config, lengths=teacher.config.lengths)
+    return student
+
+
+def _check_ends(teacher: ModelConfig, student: ModelConfig, other: str, source: str) -> None:
+    """Refuse a student whose windows are not the teacher's."""
+    if student.end_id != teacher.end_id:
+        windows = [
+            "fill their windows" if end is None else f"end with token {end} in windows of their own"
+            for end in (student.end_id, teacher.end_id)
+        ]
+        raise UserError(
+            f"Texts of {other} (the student) {windows[0]}, those of {source} (the teacher) "
+            f"{windows[1]}: use a student that was made from such texts, or none."
+        )
+    if teacher.end_id is not None and student.length != teacher.length:
+        raise UserError(
+            f"{other} (the student) has windows of {student.length} tokens, {source} (the teacher) "
+            f"of {teacher.length}: where each text has its own they must be alike."
+        )
 
 
 def open_texts(
@@ -107,12 +137,31 @@ def open_texts(
     """
     if not config.data.source:
         return None, None
+    source, end_id = config.data.source, teacher.config.end_id
+    raw = source != "oracle" and not is_prepared(Path(source))
+    if end_id is not None and raw and config.data.rows == "stream":
+        raise UserError(_stream(source))  # before it is prepared
     settings = replace(config.data, tokenizer=tokenizer)
     data, valid = open_data_together(
         settings, folder, world, progress, length=teacher.config.length, seed=config.train.seed
     )
     check_data(teacher.config, teacher.tokenizer.hash if teacher.tokenizer else None, data)
+    if end_id is not None and _is_stream(data, end_id):
+        raise UserError(_stream(source))
     return data, valid
+
+
+def _is_stream(data: TokenSource, end_id: int) -> bool:
+    """Whether something follows an end in the first rows."""
+    rows = data.ordered(0, min(ROWS_LOOKED_AT, data.num_sequences or ROWS_LOOKED_AT))
+    return bool((~before_end(rows, end_id) & (rows != end_id)).any())
+
+
+def _stream(source: str) -> str:
+    return (
+        f"data.source is {source}, whose rows go on after the end of a text, but each text of the "
+        "teacher has a window of its own: use data.rows=document (--rows document to prepare it)."
+    )
 
 
 def make_task(
@@ -157,28 +206,28 @@ def _bank(
         seed=reference.seed,
         prompt=config.prompt,
         prompts=data.fingerprint if data is not None and config.prompt else "",
+        lengths=_law_of(model),
     )
     schedule = make_schedule(model.schedule)
     denoiser = NetworkDenoiser(teacher.network, schedule)
     seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
-    mask_id = model.mask_id
-    assert mask_id is not None
+    starts = Starts.of(model, length, config.prompt)
     if teacher.tokenizer is None:
         raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
 
     def draw(first: int, count: int) -> Tensor:
-        tokens = torch.full((count, length), mask_id, device=world.device)
+        indices = torch.arange(first, first + count, device=world.device)
+        prompts = None
         if config.prompt:
             assert data is not None
-            given = data.rows(first, count)[:, : config.prompt]
-            tokens[:, : config.prompt] = given.to(world.device)
-        indices = torch.arange(first, first + count, device=world.device)
-        canvas = Canvas(tokens, mask_id, indices)
+            prompts = data.rows(first, count).to(world.device)
+        start, owner = starts(Noise(seed, indices), prompts)
+        canvas = Canvas(start[owner], starts.mask_id, indices)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
             drawn = ancestral(
                 denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)
             )
-        return drawn.tokens.cpu()
+        return starts.ended(drawn.tokens).cpu()
 
     where = Path(reference.bank) if reference.bank else folder / "bank"
     with progress() as bar:
@@ -192,3 +241,10 @@ def _bank(
             seed=config.train.seed,
             progress=report,
         )
+
+
+def _law_of(model: ModelConfig) -> str:
+    """Fingerprint of how texts end and how long they are; empty where they fill their windows."""
+    if model.end_id is None:
+        return ""
+    return hashlib.sha256(json.dumps([model.end_id, model.lengths]).encode()).hexdigest()[:16]

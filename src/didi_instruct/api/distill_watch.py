@@ -9,6 +9,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.hosting import Host
+from didi_instruct.distillation.rollout import Noise
 from didi_instruct.distillation.task import DistillTask
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.evaluation.paths import Judge, nelbo_judge
@@ -21,22 +22,22 @@ from didi_instruct.training.objectives import Batch, make_objective
 
 def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel) -> QuickTest:
     """The quick evaluation: exact on the oracle language, else judged by the teacher's NELBO."""
-    config = task.config
-    start = torch.full((config.watch.samples, task.length), task.mask_id, device=task.world.device)
+    config, seed = task.config, mix(task.config.train.seed, "quick")
+    indices, prompts = torch.arange(config.watch.samples, device=task.world.device), None
     judge: Judge | None = None
     also = None
     if config.prompt:
         source = valid or task.data
         assert source is not None
-        given = source.ordered(0, config.watch.samples)
-        start = start[: len(given)]
-        start[:, : config.prompt] = given[:, : config.prompt].to(start.device)
+        prompts = source.ordered(0, config.watch.samples).to(task.world.device)
+        indices = indices[: len(prompts)]
     elif (language := _oracle(loaded)) is not None:
         judge, also = oracle_judge(language), oracle_facts
     else:
         loss = _loss_of(task.teacher_host, loaded.config)
         judge = nelbo_judge(loss, loaded.config, device=task.world.device)
-    seed = mix(config.train.seed, "quick")
+    start, owner = task.starts(Noise(seed, indices), prompts)
+    start = start[owner]
     return QuickTest(
         task.schedule,
         start,
@@ -46,6 +47,8 @@ def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel
         seed,
         also,
         exact=also is not None,
+        end_id=task.starts.end_id,
+        start_log_prob=task.starts.log_prob(start),
     )
 
 
@@ -56,9 +59,11 @@ def _loss_of(host: Host, config: ModelConfig) -> Callable[[Batch], Tensor]:
 
 
 def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
-    """The built-in language, if that is what the model speaks."""
+    """The built-in language, if that is what the model speaks: its texts fill their windows."""
     language = OracleLanguage.default()
     speaks = loaded.tokenizer is not None and loaded.tokenizer.hash == language.tokenizer.hash
+    if loaded.config.end_id is not None:
+        return None
     shape = (loaded.config.num_tokens, loaded.config.length)
     return language if speaks and shape == (language.num_tokens, language.length) else None
 

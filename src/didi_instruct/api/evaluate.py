@@ -17,7 +17,7 @@ from didi_instruct.api.sources import is_prepared
 from didi_instruct.data.dataset import TokenSource, open_data
 from didi_instruct.data.excerpt import excerpt
 from didi_instruct.data.files import write_atomic
-from didi_instruct.data.manifest import Manifest
+from didi_instruct.data.manifest import Layout, Manifest
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from didi_instruct.evaluation.describing import complete
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.evaluation.provenance import commit
 from didi_instruct.models.masked_network import MaskedLM
+from didi_instruct.process.lengths import before_end
 
 PACKAGES = ("numpy", "transformers", "mauve-text")
 """Other packages on which numbers depend, where they are installed."""
@@ -88,7 +89,9 @@ def evaluate_likelihood(
     """
     model = load(source, device=device, tokenizer=tokenizer)
     reading = reading or ReadOptions()
-    rows = held_out(model.tokenizer, model.config.length, data, sequences, reading)
+    config = model.config
+    documents = config.end_id is not None
+    rows = held_out(model.tokenizer, config.length, data, sequences, reading, documents)
     count = min(sequences, rows.num_sequences or sequences)
     row = likelihood_row(
         source,
@@ -119,6 +122,7 @@ def likelihood_row(
     """Likelihood of the first `count` rows, as a row for JSON."""
     check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
     _check_writable(source, model, rows, count)
+    _check_ends(source, model, rows, count)
     result = model.likelihood(
         rows.ordered,
         sequences=count,
@@ -165,24 +169,51 @@ def _check_writable(source: str, model: Model, rows: TokenSource, count: int) ->
         )
 
 
+def _check_ends(source: str, model: Model, rows: TokenSource, count: int) -> None:
+    """Refuse rows of several texts, of which a model of one text a window would read the first."""
+    end_id = model.config.end_id
+    if end_id is None:
+        return
+    for first in range(0, count, ROWS_AT_ONCE):
+        tokens = rows.ordered(first, min(ROWS_AT_ONCE, count - first))
+        if bool((~before_end(tokens, end_id) & (tokens != end_id)).any()):
+            raise UserError(
+                f"{source} reads one text a row, and the rows go on after an end of text: give "
+                "text, or data prepared with `didi data prepare --rows document`."
+            )
+
+
 def held_out(
-    tokenizer: Tokenizer | None, length: int, data: str, sequences: int, reading: ReadOptions
+    tokenizer: Tokenizer | None,
+    length: int,
+    data: str,
+    sequences: int,
+    reading: ReadOptions,
+    documents: bool = False,
 ) -> TokenSource:
     """Held-out rows of data by SOURCE (all rows if nothing is held out).
 
-    Text is read with the tokenizer, in rows of `length`; other data has its own of both.
+    Text is read with the tokenizer, in rows of `length`; other data has its own of both. With
+    `documents` a row holds one document and its end.
     """
     if data == "oracle":
         return OracleSource(OracleLanguage.default(), seed=0, split="valid")
     if is_prepared(Path(data)):
-        held_out = Manifest.read(Path(data)).splits.get("valid")
+        manifest = Manifest.read(Path(data))
+        if documents and manifest.layout.rows == "stream":
+            raise UserError(
+                f"{data} has rows of a stream, but each text of this model has a row of its own: "
+                "prepare it again with --rows document."
+            )
+        held_out = manifest.splits.get("valid")
         return open_data(Path(data), "valid" if held_out and held_out.rows else "train")
     if tokenizer is None:
         raise UserError(
             f"{data} is text, and there is no tokenizer to read it with: name it with --tokenizer "
             "(a folder of the model, gpt2), or give a prepared folder."
         )
-    return excerpt(data, tokenizer, length, sequences, reading)
+    layout = Layout(rows="document") if documents else None
+    return excerpt(data, tokenizer, length, sequences, reading, layout)
 
 
 def _truth(rows: OracleSource, count: int) -> dict[str, Any]:

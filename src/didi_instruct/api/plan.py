@@ -32,6 +32,9 @@ class Plan:
     seed: int = 0
     batch_size: int = 64
     until_eot: bool = False
+    """Texts end at their end-of-text; those of a model that has one always do."""
+    measure_path: bool = False
+    """Know the path's log-probability even where it costs passes: of models with several masks."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -62,7 +65,7 @@ class Plan:
                     top_p=top_p,
                     seed=self.seed,
                     batch_size=self.batch_size,
-                    measure_path=True,
+                    measure_path=self.measure_path,
                 )
 
 

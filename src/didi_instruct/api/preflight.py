@@ -40,6 +40,7 @@ def check_models(
             if plan.options and not fields(sampler.options):
                 raise UserError(f"`{sampler.name}` has no options.")
             parse(sampler.options, dict(plan.options), where=f"sampler {sampler.name}")
+    _check_ends(found, plan)
     shortest, longest = (f(found, key=_length, default=None) for f in (min, max))
     if wish.length is None and shortest and longest and _length(shortest) != _length(longest):
         raise UserError(
@@ -47,21 +48,38 @@ def check_models(
             f"{_length(longest)}, and entropy grows with length: add --length {_length(shortest)}."
         )
     if found and reference is not None:
-        last = found[-1]
+        last, ends = found[-1], any(model.ends for model in found)
         like = Like(
             num=wish.num,
-            length=wish.length or last.config.length,
-            until_eot=plan.until_eot,
+            length=_window(last, wish.length),
+            until_eot=plan.until_eot or ends,
             hash=last.tokenizer_hash,
             tokenizer=last.tokenizer,
             num_tokens=last.config.num_tokens,
+            documents=ends,
         )
         open_reference(reference, like, reading, metrics)
     return found
 
 
+def _check_ends(models: Sequence[Candidate], plan: Plan) -> None:
+    """Refuse texts beside whole windows: entropy grows with length."""
+    ended, whole = ([m for m in models if m.ends == ends] for ends in (True, False))
+    if ended and whole and not plan.until_eot:
+        raise UserError(
+            f"{ended[0].source} writes texts that end and {whole[0].source} whole windows: add "
+            "--until-eot."
+        )
+
+
 def _length(model: Candidate) -> int:
     return model.config.length
+
+
+def _window(model: Candidate, length: int | None) -> int:
+    """Tokens of a row; a masked model whose texts end fills the window after a short one."""
+    fills = model.ends and model.config.kind == "mdlm"
+    return model.config.length if length is None or fills else length
 
 
 def check_needs(
@@ -84,3 +102,11 @@ def check_needs(
         )
     if models and isinstance(judge, TokenJudge):
         judge.check_tokenizer(models[0].source, models[0].tokenizer_hash)
+        for model in models:
+            judge.check_ends(model.source, model.config.end_id)
+    if "path-kl" in metrics and isinstance(judge, CausalJudge) and judge.end is None:
+        for model in (model for model in models if model.ends):
+            raise UserError(
+                f"{model.source} writes texts that end, and the judge {judge.name} has no token "
+                "for that, whose price the metric path-kl needs: name one with --judge-end."
+            )

@@ -1,7 +1,7 @@
 """Sample quality: draw, keep, judge, compare; every part is kept in a folder and done once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from didi_instruct.api.candidates import Candidate, candidates
@@ -68,6 +68,8 @@ def evaluate_quality(
     check_metrics(metrics, judge is not None, reference is not None)
     if not sources and not samples:
         raise UserError("Nothing to evaluate: name a model, or saved samples with --samples FILE.")
+    needs_path = any(METRICS[name].path for name in metrics)
+    plan = replace(plan, measure_path=plan.measure_path or needs_path)
     studio, sets = Studio(out), [read_samples(path) for path in samples]
     models = candidates([*sources, *([against] if against else [])], tokenizer)
     if sets:
@@ -167,6 +169,7 @@ def _like(samples: SampleSet, models: Sequence[Candidate], tokenizer: str | None
         hash=origin.tokenizer,
         tokenizer=reads,
         num_tokens=ids,
+        documents=origin.own_window or any(m.config.end_id is not None for m in models),
     )
 
 

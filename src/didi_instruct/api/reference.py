@@ -37,6 +37,8 @@ class Like:
     """To read text with, where there is one."""
     num_tokens: int | None = None
     """Ids that the model knows, where there is one."""
+    documents: bool = False
+    """Whether each text has a window of its own."""
 
 
 def open_reference(
@@ -87,7 +89,7 @@ def _ends(until_eot: bool) -> str:
 
 
 def _text(data: str, like: Like, reading: ReadOptions) -> SampleSet:
-    source = held_out(like.tokenizer, like.length, data, like.num, reading)
+    source = held_out(like.tokenizer, like.length, data, like.num, reading, like.documents)
     _check(data, like, source)
     tokens = source.ordered(0, like.num)[:, : like.length]
     tokenizer = None if like.hash is None else source.tokenizer

@@ -19,6 +19,7 @@ from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.kept import content_key, judge_once, key, measure_once
+from didi_instruct.evaluation.paths import log_prob_of_texts
 from didi_instruct.evaluation.rows import Measured, Measuring, Progress, Yardstick
 from didi_instruct.evaluation.samples import (
     VERSION,
@@ -54,6 +55,7 @@ class Studio:
         tokens = model.tokenizer.hash if model.tokenizer else None
         sampler = find_sampler(plan.sampler, model.config.kind)
         wishes = list(plan.requests(sampler.counts_tokens))
+        until_eot = plan.until_eot or model.config.end_id is not None
         stage, found = stage or f"Drawing {source}", []
         for number, wish in enumerate(wishes):
             if progress is not None:
@@ -62,12 +64,13 @@ class Studio:
             settings = asdict(wish) | {
                 "sampler": sampler.name,
                 "options": _options(sampler, wish.options),
+                "measure_path": wish.measure_path or model.config.masks == 1,  # free with one
             }
-            name = key(VERSION, weights, tokens, settings, plan.until_eot)
+            name = key(VERSION, weights, tokens, settings, until_eot)
             path = self.folder / "samples" / f"{name}.jsonl"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_samples(path, _draw(source, weights, model, wish, plan.until_eot))
+                write_samples(path, _draw(source, weights, model, wish, until_eot))
             kept = read_samples(path)
             found.append(replace(kept, origin=replace(kept.origin, model=source)))
         if progress is not None:
@@ -121,23 +124,30 @@ def fingerprint(source: str) -> str:
 
 
 def texts_of(
-    tokenizer: Tokenizer | None, tokens: Tensor, until_eot: bool
+    tokenizer: Tokenizer | None, tokens: Tensor, until_eot: bool, end_id: int | None = None
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Text of the tokens that count, and how many do: a judge of texts reads what others count."""
+    """Text of the tokens that count, and how many do: a judge of texts reads what others count.
+
+    `end_id` ends a text where the model has one; else the tokenizer's end-of-text does.
+    """
+    if end_id is None and tokenizer is not None:
+        end_id = tokenizer.eot_id
+    lengths = text_lengths(tokens, end_id, until_eot)
     if tokenizer is None:
-        return ("",) * len(tokens), text_lengths(tokens, None, until_eot)
-    lengths = text_lengths(tokens, tokenizer.eot_id, until_eot)
+        return ("",) * len(tokens), lengths
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     return tuple(tokenizer.decode_batch([row[:end] for row, end in rows])), lengths
 
 
 def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
     started = time.perf_counter()
-    drawn = model.request(wish).samples
+    done, config = model.request(wish), model.config
+    drawn = done.samples
     tokens = drawn.tokens.cpu()  # waits for the device
     # Measuring the path of a model with several masks takes passes that sampling does not.
-    seconds = time.perf_counter() - started if model.config.masks == 1 else None
-    sampler = find_sampler(wish.sampler, model.config.kind)
+    timed = config.masks == 1 or not wish.measure_path
+    seconds = time.perf_counter() - started if timed else None
+    sampler = find_sampler(wish.sampler, config.kind)
     origin = Origin(
         model=source,
         fingerprint=weights,
@@ -156,9 +166,13 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
         options=_options(sampler, wish.options),
         batch_size=wish.batch_size,
         device=_name(model.device),
+        own_window=config.end_id is not None and config.kind == "mdlm" and wish.length is None,
     )
     log_prob = None if drawn.log_prob is None else drawn.log_prob.cpu()
-    texts, lengths = texts_of(model.tokenizer, tokens, until_eot)
+    if log_prob is not None and origin.own_window:
+        assert config.end_id is not None
+        log_prob = log_prob_of_texts(log_prob, done.written.cpu(), tokens, config.end_id)
+    texts, lengths = texts_of(model.tokenizer, tokens, until_eot, config.end_id)
     return SampleSet(origin, tokens, texts, log_prob, lengths)
 
 

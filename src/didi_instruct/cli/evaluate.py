@@ -45,6 +45,22 @@ def command(
             "--judge-collapse-spaces", help="For judges that never saw two spaces in a row."
         ),
     ] = False,
+    judge_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID|TOKEN",
+            help="What ends a text for a causal LM, for path-kl of texts that end (default: its "
+            "end-of-text token).",
+        ),
+    ] = None,
+    judge_beyond: Annotated[
+        str,
+        typer.Option(
+            metavar="cut|uniform",
+            help="Tokens after a causal LM's context: not read, or each as likely as any other, so "
+            "that long texts have a path KL.",
+        ),
+    ] = "cut",
     reference: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +79,10 @@ def command(
         bool, typer.Option("--frontier", help="Sweep temperature and top-p.")
     ] = False,
     num: Annotated[int, typer.Option(help="Samples per row.")] = 256,
-    length: Annotated[int | None, typer.Option(help="Tokens of a sample.")] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample (default: the model's; drawn where texts end)."),
+    ] = None,
     sampler: Annotated[str | None, typer.Option(help="As in `didi generate`.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the sampler.")
@@ -71,7 +90,12 @@ def command(
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     top_p: Annotated[float, typer.Option("--top-p", min=0, max=1)] = 1.0,
     until_eot: Annotated[
-        bool, typer.Option("--until-eot", help="A text ends at its end-of-text.")
+        bool,
+        typer.Option(
+            "--until-eot",
+            help="A text ends at its end-of-text, as it always does where each has a window of "
+            "its own.",
+        ),
     ] = False,
     samples: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Saved samples; may be repeated.")
@@ -167,6 +191,8 @@ def command(
     settings = {
         "temperature": judge_temperature,
         "collapse_spaces": judge_collapse_spaces,
+        "end": judge_end,
+        "beyond": judge_beyond,
         "draws": draws,
         "batch_size": batch_size,
     }

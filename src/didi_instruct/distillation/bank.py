@@ -56,6 +56,12 @@ class BankSettings:
     """First tokens of each row that were given, from `prompts`."""
     prompts: str = ""
     """Fingerprint of the data that the prompts come from."""
+    lengths: str = ""
+    """Where texts have windows of their own: fingerprint of how they end and how long they are."""
+
+    def told(self) -> dict[str, Any]:
+        """The settings by name, as bank.json keeps them; older ones know of no lengths."""
+        return {n: v for n, v in asdict(self).items() if n != "lengths" or v}
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -102,7 +108,7 @@ def open_bank(
     if world.is_main and recorded < settings.rows:
         with no_space_as_user_error(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "version": _VERSION, **asdict(settings)}
+            content = {"format": _FORMAT, "version": _VERSION, **settings.told()}
             write_json(folder / BANK_FILE, content)
     world.wait()
     if missing:
@@ -154,6 +160,7 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
             f"{path} has version {content.get('version')} of the format, but only {_VERSION} is "
             f"known: {_REMEDY}."
         )
+    content.setdefault("lengths", "")
     for name, value in wanted.items():
         if type(content.get(name)) is not type(value):
             raise UserError(f"{path} is damaged (`{name}` is missing or odd): {_REMEDY}.")
@@ -166,6 +173,8 @@ def _difference(name: str, before: Any, now: Any) -> str:
         return f"holds samples of another teacher ({_short(before)}, now {_short(now)})"
     if name == "prompts":
         return f"was drawn with prompts of other data ({_short(before)}, now {_short(now)})"
+    if name == "lengths":
+        return f"holds texts of other lengths ({_short(before)}, now {_short(now)})"
     return f"was drawn with {_WORDS.get(name, name)} {before}, now it is {now}"
 
 
@@ -254,7 +263,7 @@ def _dataset(
                 "reference.bank folder that they share."
             )
         arrays.append(rows)
-    identity = json.dumps([_FORMAT, _VERSION, seed, asdict(settings)])
+    identity = json.dumps([_FORMAT, _VERSION, seed, settings.told()])
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     data = TokenDataset(arrays, tokenizer, seed, str(folder), fingerprint)
     data.num_tokens = settings.num_tokens  # a teacher's vocabulary may be larger than its tokenizer

@@ -118,14 +118,14 @@ class DidiTask(CriticTask):
         """Roll the student out, take reference texts, corrupt both to the same time."""
         didi, noise = self.config.didi, self.noise(step, turn, indices)
         tau = self._times(noise, 0)
-        reference, owner = self._reference(step, turn, indices)
-        texts = self._roll_out(noise, tau, reference if self.config.prompt else None, owner)
+        reference = self._reference(step, turn, indices)
+        texts = self._roll_out(noise, tau, reference)
         t = tau if didi.coupled_time else self._times(noise, 1)
         coins = noise.of_groups(didi.group_size) if didi.grouping == "state" else noise
         numbers = coins.uniforms(self.length, Purpose.REMASK, 0)
         numbers = numbers.repeat_interleave(len(tau) // len(numbers), 0)
         t_reference = t[:: len(t) // len(reference)]
-        written = texts.written[:: len(t) // len(reference)]
+        written = self.starts.open(reference)
         of_reference = Noise(noise.seed, indices[:: len(t) // len(reference)])
         other = of_reference.uniforms(self.length, Purpose.REMASK, 1)
         return Compared(
@@ -138,21 +138,21 @@ class DidiTask(CriticTask):
             written,
         )
 
-    def _roll_out(
-        self, noise: Noise, tau: Tensor, prompts: Tensor | None, owner: Tensor
-    ) -> Rollout:
+    def _roll_out(self, noise: Noise, tau: Tensor, prompts: Tensor | None) -> Rollout:
         """Texts of the student; `prompts` are rows that begin with them, where there are any."""
         didi = self.config.didi
+        shared = didi.group_size if didi.grouping == "state" else 1
+        start, owner = self.starts(noise, prompts, shared)
         return rollout(
             self.student_rows,
             self.schedule,
-            self.starts(prompts),
+            start,
             owner,
             tau if didi.score_decomposition else None,
             noise,
             self.mask_id,
             steps=didi.rollout_steps,
-            shared=didi.group_size if didi.grouping == "state" else 1,
+            shared=shared,
         )
 
     @torch.no_grad()
@@ -161,16 +161,15 @@ class DidiTask(CriticTask):
         totals = Totals()
         for indices in self.parts():
             noise = self.noise(0, turn, indices)
-            prompts, owner = None, torch.zeros_like(indices)
-            if self.config.prompt:
-                prompts, owner = self._reference(0, turn, indices)
-            texts = self._roll_out(noise, self._times(noise, 0), prompts, owner)
+            prompts = self._reference(0, turn, indices) if self.config.prompt else None
+            texts = self._roll_out(noise, self._times(noise, 0), prompts)
             totals.add(entropy=self._path_entropy(texts))
         return self.summed(totals)["entropy"]
 
     def _path_entropy(self, texts: Rollout) -> Tensor:
         """A part's share of the entropy per token."""
-        return -(texts.log_prob / texts.written.sum(1)).sum() / self.config.train.batch_size
+        tokens = texts.written.sum(1).clamp(min=1)
+        return -(texts.log_prob / tokens).sum() / self.config.train.batch_size
 
     def _times(self, noise: Noise, which: int) -> Tensor:
         """τ ~ π for each text, or one for each group."""
@@ -182,8 +181,8 @@ class DidiTask(CriticTask):
             size
         )
 
-    def _reference(self, step: int, turn: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Reference texts of a part (R, L), and which start each student text has (B,).
+    def _reference(self, step: int, turn: int, indices: Tensor) -> Tensor:
+        """Reference texts of a part (R, L).
 
         As many as the student writes; with prompts, one for each group, whose prompt it gives.
         """
@@ -191,9 +190,7 @@ class DidiTask(CriticTask):
         total = self.config.train.batch_size // each
         number = step * self.config.discriminator.steps + turn
         first = number * total + int(indices[0]) // each
-        reference = self.references(first, len(indices) // each).to(self.world.device)
-        count = torch.arange(len(indices), device=self.world.device)
-        return reference, count // each if self.config.prompt else torch.zeros_like(count)
+        return self.references(first, len(indices) // each).to(self.world.device)
 
     def _corrupt(self, x: Tensor, written: Tensor, t: Tensor, numbers: Tensor) -> Tensor:
         """Corrupt text to time t; what was given stays."""
@@ -220,9 +217,10 @@ class DidiTask(CriticTask):
             r_real = rewards(
                 real.detach(), part.z_reference == self.mask_id, part.written_reference
             )
+            right = _told(-r_fake, part.rollout.written), _told(r_real, part.written_reference)
             totals.add(
                 disc_loss=loss,
-                disc_accuracy=(r_fake < 0).sum() / (2 * batch) + (r_real > 0).sum() / (2 * counts),
+                disc_accuracy=right[0] / (2 * batch) + right[1] / (2 * counts),
                 reward_student=r_fake.sum() / batch,
                 reward_reference=r_real.sum() / counts,
                 path_entropy=self._path_entropy(part.rollout),
@@ -318,7 +316,7 @@ class DidiTask(CriticTask):
     @torch.no_grad()
     def _teacher_law(self, jump: Jump, from_start: bool) -> Tensor:
         """Teacher's log-probabilities at the masks of a jump's states; kept for all masks."""
-        if from_start and not self.config.prompt:
+        if from_start and self.starts.shared:
             return self.teacher_at_start()
         return self.teacher(jump.z, jump.t, jump.z == self.mask_id)
 
@@ -329,6 +327,11 @@ class DidiTask(CriticTask):
         x = torch.cat([part.rollout.x[::each] for part in parts])
         written = torch.cat([part.rollout.written[::each] for part in parts])
         return unique_ngrams(self.world.gather(x), self.world.gather(written))
+
+
+def _told(margin: Tensor, written: Tensor) -> Tensor:
+    """How many texts were told apart, margin (B,) above 0; half of those with nothing to see."""
+    return torch.where(written.any(1), (margin > 0).float(), 0.5).sum()
 
 
 def smooth_bce(log_ratio: Tensor, where: Tensor, target: float) -> Tensor:

@@ -137,10 +137,9 @@ class MixtureTask(DistillTask):
         _, t, after = path_times(self.config.mixture.budgets, strata[indices])
         order = noise.uniforms(self.length, Purpose.REVEAL)
         low, high = revealed_shares(self.schedule, torch.stack([t, after]))
-        given = torch.arange(self.length, device=x.device) < self.config.prompt
-        hidden = (order >= low[:, None]) & ~given
-        z = x.masked_fill(hidden, self.mask_id)
-        return Part(x, z, t, revealed_between(order, low, high) & ~given)
+        written = self.starts.open(x)
+        z = x.masked_fill((order >= low[:, None]) & written, self.mask_id)
+        return Part(x, z, t, revealed_between(order, low, high) & written)
 
     @torch.no_grad()
     def log_likelihoods(self, part: Part) -> Tensor:

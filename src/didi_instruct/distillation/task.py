@@ -18,6 +18,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.hosting import Host, rows_of
 from didi_instruct.distillation.monitor import RunningMean, Totals
 from didi_instruct.distillation.rollout import Noise, Rows, walk
+from didi_instruct.distillation.starts import Starts
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT, Trunk
@@ -67,6 +68,11 @@ def check_fit(
             f"prepare it with --length {teacher.length}."
         )
     length = teacher.length if rows is None else rows
+    if teacher.end_id is not None and length != teacher.length:
+        raise UserError(
+            f"The data has rows of {rows} tokens, but the teacher's windows, one for each text, "
+            f"have {teacher.length}: prepare it with --length {teacher.length}."
+        )
     if config.prompt >= length:
         raise UserError(
             f"prompt is {config.prompt}, but texts have {length} tokens: nothing would be left to "
@@ -107,7 +113,10 @@ class DistillTask(ABC):
         check_fit(config, teacher.network.config, rows=rows, processes=world.size)
         if config.prompt and data is None:
             raise ValueError("prompts come from data: give some")
+        if student.config.end_id != teacher.network.config.end_id:
+            raise ValueError("student and teacher end their texts in different ways")
         self.mask_id, self.length = mask_id, rows or teacher.network.config.length
+        self.starts = Starts.of(teacher.network.config, self.length, config.prompt)
         train = config.train
         self.student = Host(student.requires_grad_(True), train, world)
         self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
@@ -152,28 +161,24 @@ class DistillTask(ABC):
         """Random numbers of some texts of an iteration's batch; `turn` counts its batches."""
         return Noise(mix(self.config.train.seed, self.config.method, step, turn), indices)
 
-    def starts(self, prompts: Tensor | None) -> Tensor:
-        """Where texts start: one row of masks, or a row for each prompt (U, L)."""
-        if prompts is None:
-            return torch.full((1, self.length), self.mask_id, device=self.world.device)
-        masks = torch.full_like(prompts[:, self.config.prompt :], self.mask_id)
-        return torch.cat([prompts[:, : self.config.prompt], masks], 1)
+    def prompts(self, first: int, indices: Tensor) -> Tensor | None:
+        """Texts of the data that are to be continued, one for each of consecutive indices.
+
+        They are counted from row `first` on. None: nothing is to be continued.
+        """
+        if not self.config.prompt:
+            return None
+        assert self.data is not None
+        return self.data.rows(first + int(indices[0]), len(indices)).to(self.world.device)
 
     def teacher_texts(self, start: int, count: int) -> Tensor:
         """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
         indices = torch.arange(start, start + count, device=self.world.device)
         noise = Noise(mix(self.config.train.seed, "teacher"), indices)
-        prompts = None
-        if self.config.prompt:
-            assert self.data is not None
-            prompts = self.data.rows(start, count).to(self.world.device)
-        begin = self.starts(prompts)
+        begin, owner = self.starts(noise, self.prompts(0, indices))
         steps = self.config.reference.steps
         times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
-        owner = torch.arange(count, device=self.world.device) if prompts is not None else (
-            torch.zeros(count, dtype=torch.long, device=self.world.device)
-        )  # fmt: skip
-        return walk(
+        texts = walk(
             self.teacher,
             self.schedule,
             begin,
@@ -182,24 +187,25 @@ class DistillTask(ABC):
             noise,
             self.mask_id,
         ).z
+        return self.starts.ended(texts)
 
-    # The teacher at the state that all texts share
+    # The teacher where texts start: the one state that all share, or windows that stand for all
 
     def teacher_at_start(self) -> Tensor:
-        """Log-probabilities (L, V) of the teacher where all is masked: a constant of the run."""
+        """Log-probabilities (R, V) of the teacher where all is masked: a constant of the run."""
         if self._teacher_at_start is None:
-            start = self.starts(None)
-            time = torch.ones(1, dtype=torch.float64, device=start.device)
-            self._teacher_at_start = self.teacher(start, time, start == self.mask_id)
+            self._teacher_at_start = self._at_start(self.teacher)
         return self._teacher_at_start
 
     @torch.no_grad()
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
-        start = self.starts(None)
-        time = torch.ones(1, dtype=torch.float64, device=start.device)
-        student = self.student_rows(start, time, start == self.mask_id)
-        return kl(self.teacher_at_start(), student).mean()
+        return kl(self.teacher_at_start(), self._at_start(self.student_rows)).mean()
+
+    def _at_start(self, rows: Rows) -> Tensor:
+        start = self.starts.watched(self.world.device)
+        time = torch.ones(len(start), dtype=torch.float64, device=start.device)
+        return rows(start, time, start == self.mask_id)
 
     def summed(self, totals: Totals) -> dict[str, Tensor]:
         """Numbers added up over the processes, together."""

@@ -62,6 +62,10 @@ class Plan:
         """(B, L) revealed positions that are hidden again."""
         return self.revealed[self.state] & ~self.shown
 
+    def open(self, mask_id: int) -> Tensor:
+        """(U, L) positions that the walks, taken to their ends, would write."""
+        return (self.start == mask_id)[self.owner]
+
     def rows_of(self, where: Tensor) -> Tensor:
         """Rows of the student's law that belong to selected positions (B, L): (R,)."""
         return Jump(self.revealed, self.t, self.state, where).places(self.revealed)
@@ -150,10 +154,11 @@ class TokenMatchingTask(CriticTask):
         numbers = self.summed(totals)
         if learns:
             numbers["grad_norm"] = self.updater.update(step - self.config.warmup)
-        x = self.world.gather(torch.cat(texts))
+        x = torch.cat(texts)
+        written = (x != self.mask_id) & torch.cat([p.open(self.mask_id) for p in plans])
         return numbers | {
             "aux_grad_norm": aux_norm,
-            "unique_4gram": unique_ngrams(x, self._written(x)),
+            "unique_4gram": unique_ngrams(self.world.gather(x), self.world.gather(written)),
             "kl_start": self.kl_at_start(),
         }
 
@@ -171,11 +176,6 @@ class TokenMatchingTask(CriticTask):
         """A part's share of the entropy per token."""
         return -drawn.log_prob / (counts[1] * self.config.token_matching.contexts)
 
-    def _written(self, x: Tensor) -> Tensor:
-        """Positions of texts that the student has written so far."""
-        given = torch.arange(self.length, device=x.device) < self.config.prompt
-        return (x != self.mask_id) & ~given
-
     def _counts(self, plans: list[Plan]) -> Tensor:
         """Hidden positions of all contexts and revealed positions of all states, over all."""
         counts = [torch.stack([p.hidden.sum(), p.revealed.sum()]) for p in plans]
@@ -191,10 +191,8 @@ class TokenMatchingTask(CriticTask):
             self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
         ).to(self.world.device)
         times, t, after = path_times(settings.budgets, strata[states.indices])
-        prompts = self._prompts(step, turn, states.indices)
-        start = self.starts(prompts)
-        count = torch.arange(len(t), device=t.device)
-        owner = torch.zeros_like(count) if prompts is None else count
+        first = (step * settings.aux_steps + turn) * len(strata)
+        start, owner = self.starts(states, self.prompts(first, states.indices))
         order = states.uniforms(self.length, Purpose.REVEAL)
         low, high = revealed_shares(self.schedule, torch.stack([t, after]))
         revealed = revealed_between(order, low, high) & (start == self.mask_id)[owner]
@@ -212,15 +210,6 @@ class TokenMatchingTask(CriticTask):
         """Time at which as much is masked as in a context that shows a share of a step."""
         alpha, then = self.schedule.alpha(t), self.schedule.alpha(after.clamp(min=0))
         return self.schedule.time(alpha + share * (then - alpha))
-
-    def _prompts(self, step: int, turn: int, states: Tensor) -> Tensor | None:
-        if not self.config.prompt:
-            return None
-        assert self.data is not None
-        settings = self.config.token_matching
-        total = self.config.train.batch_size // settings.contexts
-        first = (step * settings.aux_steps + turn) * total + int(states[0])
-        return self.data.rows(first, len(states)).to(self.world.device)
 
     def _teach_auxiliary(
         self, plan: Plan, noise: Noise, counts: Tensor, totals: Totals, *, learns: bool, sync: bool

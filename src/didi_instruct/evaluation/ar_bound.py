@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.fitting import Learner, Progress, Split, check_tokens, fit_ar
+from didi_instruct.evaluation.fitting import (
+    Learner,
+    Progress,
+    Split,
+    check_counts,
+    check_tokens,
+    fit_ar,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ def ar_kl(
     judge_nats: Tensor,
     num_tokens: int,
     *,
+    counts: Tensor | None = None,
     layers: int = 2,
     hidden: int = 64,
     heads: int = 4,
@@ -62,10 +70,11 @@ def ar_kl(
 ) -> ArBound:
     """Bound KL(sampler || judge) from below, given samples and the judge's -log p of each.
 
-    Samples are independent draws. What does not count in a row, as after an end-of-text, is to be
-    overwritten by one token. The samples are split, and the model made and trained, by the seed.
+    Samples are independent draws. `counts` tells how many tokens of a row are read, where a text
+    ends before it: its end included, which the judge's nats then are as well. The samples are
+    split, and the model made and trained, by the seed.
 
-    Shapes: samples (N, L), ids below `num_tokens`; judge_nats (N,).
+    Shapes: samples (N, L), ids below `num_tokens`; judge_nats and counts (N,).
     """
     check_tokens(samples, num_tokens, "The samples")
     nats = judge_nats.double().cpu()
@@ -75,7 +84,9 @@ def ar_kl(
         raise UserError("The judge gave a sample no finite -log p: use another judge, or float32.")
     split = Split.draw(len(samples), seed)
     learner = Learner(layers, hidden, heads, steps, batch_size, lr, seed)
-    log_prob, best_step = fit_ar(samples.long().to(device), split, num_tokens, learner, progress)
+    tokens = samples.long().to(device)
+    read = check_counts(counts, tokens)
+    log_prob, best_step = fit_ar(tokens, split, num_tokens, learner, progress, read)
     own, judged = -log_prob(split.held_out), nats[split.held_out]
     gaps = judged - own
     return ArBound(

@@ -1,9 +1,10 @@
 """Judging texts with a causal language model of `transformers`."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,15 +24,20 @@ from didi_instruct.evaluation.scores import (
 )
 
 Bos = Literal["auto", "always", "never"]
+Beyond = Literal["cut", "uniform"]
 
 
 class CausalJudge:
     """Any causal language model of `transformers`: a directory, a hub id or a GGUF file.
 
-    Texts are tokenised anew, without anything added, and cut to `max_length` tokens (the model's
-    context if None). The first token is scored only after a start token. `bos` decides about that:
+    Texts are tokenised anew, without anything added, and read up to `max_length` tokens (the
+    model's context if None). What follows is cut, or with `beyond` = `uniform` costs log V a token:
+    with a start token that is a proper law of texts of any length, which flatters none. The first
+    token is scored only after a start token. `bos` decides about that:
     `auto` does what the model's own tokenizer does (Llama has one; GPT-2, as everyone scores with
     it, has none), `always` and `never` override it. `temperature` divides the logits.
+
+    `end` is the token that ends a text, by name or id: the tokenizer's own if None.
 
     `collapse_spaces` makes one space of several first: some models were trained on such text alone,
     and have tokens for runs of spaces that they never saw. Nothing in their files tells, so it must
@@ -50,13 +56,18 @@ class CausalJudge:
         bos: Bos = "auto",
         temperature: float = 1.0,
         collapse_spaces: bool = False,
+        end: str | int | None = None,
+        beyond: Beyond = "cut",
         trust_remote_code: bool = False,
     ) -> None:
         name, self.device = str(source), torch.device(device)
         check_settings(batch_size, temperature)
+        if beyond not in get_args(Beyond):
+            raise UserError(
+                f"The judge's beyond is {beyond!r}: use {' or '.join(get_args(Beyond))}."
+            )
         self.batch_size, self.temperature = batch_size, temperature
-        self.collapse_spaces = collapse_spaces
-        self.name = told_apart(name, temperature, collapse_spaces)
+        self.collapse_spaces, self.beyond = collapse_spaces, beyond
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         files, self.tokenizer, self.model = load_causal(source, dtype, trust_remote_code)
         self.model.to(self.device).eval()
@@ -64,29 +75,58 @@ class CausalJudge:
         self.start = _start_token(name, self.tokenizer, bos)
         context = _context(self.model.config.get_text_config(), self.tokenizer)
         self.max_length = _max_length(name, max_length, context)
-        settings = (self.start, self.max_length, temperature, collapse_spaces)
+        self.vocabulary: int = self.model.config.get_text_config().vocab_size
+        self.end = _end_token(name, self.tokenizer, end, self.vocabulary)
+        unusual = self.end != self.tokenizer.eos_token_id
+        self.name = told_apart(
+            name,
+            temperature,
+            collapse_spaces,
+            self.tokenizer.convert_ids_to_tokens(self.end) if unusual else None,
+            self.max_length if beyond == "uniform" else None,
+        )
+        settings = (self.start, self.max_length, temperature, collapse_spaces, self.end, beyond)
         # In half precision the same weights give other numbers.
         self.fingerprint = digest(*settings, self.model.dtype, *map(file_hash, files))
 
-    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
-        """Score the texts, each from its first token on (or its second: see the class)."""
+    def score(
+        self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
+    ) -> Scores:
+        """Score the texts, each from its first token on (or its second: see the class).
+
+        With `ending`, those that end before their window have their end scored as well.
+        """
         start = [] if self.start is None else [self.start]
         texts = self._encode(samples.texts)
+        if ending:
+            texts = self._ended(texts, samples)
         rows = [start + ids[: self.max_length] for ids in texts]
         nats = causal_nats(
             lambda ids, real: self.model(ids, attention_mask=real, use_cache=False).logits,
             rows,
-            num_tokens=self.model.config.get_text_config().vocab_size,
+            num_tokens=self.vocabulary,
             temperature=self.temperature,
             batch_size=self.batch_size,
             device=self.device,
             progress=progress,
         )
         tokens = torch.tensor([max(len(row) - 1, 0) for row in rows])
-        cut = 0
-        if self.max_length is not None:
-            cut = sum(len(ids) > self.max_length for ids in texts)
-        return checked(self.name, Scores(nats, tokens, cut))
+        unread = torch.tensor([len(ids) for ids in texts]) - torch.tensor(
+            [len(row) - len(start) for row in rows]
+        )
+        if self.beyond == "uniform":
+            nats, tokens = nats + unread * math.log(self.vocabulary), tokens + unread
+            unread = torch.zeros_like(unread)
+        return checked(self.name, Scores(nats, tokens, int((unread > 0).sum())))
+
+    def _ended(self, texts: Sequence[list[int]], samples: SampleSet) -> list[list[int]]:
+        """Ids of texts with the token that ends them, where they end before their window."""
+        if self.end is None:
+            raise UserError(
+                f"The judge {self.name} has no token that ends a text: name one with --judge-end."
+            )
+        ends = (samples.lengths < samples.tokens.shape[1]).tolist()
+        return [ids + [self.end] * end for ids, end in zip(texts, ends, strict=True)]
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], max_tokens: int = 256) -> NDArray[np.float32]:
@@ -140,6 +180,23 @@ def _start_token(name: str, tokenizer: Any, bos: Bos) -> int | None:
         raise UserError(f"bos is {bos!r}: use auto, always or never.")
     plain, full = (tokenizer("a", add_special_tokens=a)["input_ids"] for a in (False, True))
     return token if full[:1] == [token] and plain[:1] != [token] else None
+
+
+def _end_token(name: str, tokenizer: Any, end: str | int | None, known: int) -> int | None:
+    """Id of the token that ends a text: the one asked for, or the tokenizer's; None if neither."""
+    if end is None:
+        usual: int | None = tokenizer.eos_token_id
+        return usual
+    if isinstance(end, str) and not end.isdecimal():
+        found: int | None = tokenizer.get_vocab().get(end)
+    else:
+        found = int(end)
+    if found is None or not 0 <= found < known:
+        raise UserError(
+            f"The judge {name} has no token `{end}` to end a text with: use one of its tokens, or "
+            f"an id of 0..{known - 1}."
+        )
+    return found
 
 
 def _context(config: Any, tokenizer: Any) -> int | None:

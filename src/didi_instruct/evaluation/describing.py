@@ -23,7 +23,9 @@ def complete(row: Row) -> Row:
 def describe(samples: SampleSet, seed: int = 0) -> Row:
     """What a row says of its samples before anything is measured; the seed is of intervals."""
     origin, count = samples.origin, len(samples)
-    tokens, lengths = count * origin.length, samples.lengths.double()
+    lengths = samples.lengths.double()
+    short = origin.until_eot and origin.ends_with_text  # what fills a window is not written
+    tokens = int(samples.lengths.sum()) if short else count * origin.length
     return {
         "model": origin.model,
         "fingerprint": origin.fingerprint,

@@ -92,9 +92,16 @@ class Learner:
 
 
 def fit_ar(
-    tokens: Tensor, split: Split, num_tokens: int, learner: Learner, progress: Progress | None
+    tokens: Tensor,
+    split: Split,
+    num_tokens: int,
+    learner: Learner,
+    progress: Progress | None,
+    counts: Tensor | None = None,
 ) -> tuple[Callable[[Tensor], Tensor], int]:
     """Train an AR model on rows of `tokens` (N, L), where they are.
+
+    With `counts` (N,) only so many of the first tokens of each row are learned and priced.
 
     Return its log-probability as a function of row numbers, (R,) -> (R,) float64, and the step of
     training that it comes from.
@@ -114,7 +121,8 @@ def fit_ar(
     at_once = LOGITS_AT_ONCE // (length * num_tokens)
 
     def nats_per_token(rows: Tensor) -> Tensor:
-        return -model.log_prob(tokens[rows]) / length
+        count = None if counts is None else counts[rows]
+        return -model.log_prob(tokens[rows], count) / length
 
     best_step = fit(model, nats_per_token, split, learner, at_once, progress)
     return lambda rows: -length * ask(nats_per_token, rows, at_once), best_step
@@ -168,6 +176,16 @@ def ask(function: Callable[[Tensor], Tensor], rows: Tensor, at_once: int) -> Ten
     """Values of a function of row numbers, part by part: (R,) -> (R,), float64, on the CPU."""
     parts = torch.split(rows, max(1, at_once))
     return torch.cat([function(part).double().cpu() for part in parts])
+
+
+def check_counts(counts: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Tokens of each row that are to be read, (N,), where the rows are; None where that is all."""
+    if counts is None:
+        return None
+    if counts.shape != tokens.shape[:1]:
+        raise ValueError(f"{len(tokens)} rows, but counts are {tuple(counts.shape)}")
+    found = counts.to(tokens.device)
+    return None if bool((found == tokens.shape[1]).all()) else found
 
 
 def check_tokens(tokens: Tensor, num_tokens: int, name: str) -> None:

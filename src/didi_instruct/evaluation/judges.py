@@ -10,7 +10,7 @@ from typing import Any
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.causal_judge import Bos, CausalJudge
+from didi_instruct.evaluation.causal_judge import Beyond, Bos, CausalJudge
 from didi_instruct.evaluation.scores import Judge, Scores, digest
 from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
 from didi_instruct.models.checkpoint import load_model
@@ -38,6 +38,8 @@ def open_judge(
     bos: Bos = "auto",
     temperature: float = 1.0,
     collapse_spaces: bool = False,
+    end: str | int | None = None,
+    beyond: Beyond = "cut",
     draws: int = 8,
     seed: int = 0,
     trust_remote_code: bool = False,
@@ -57,11 +59,14 @@ def open_judge(
             bos=bos,
             temperature=temperature,
             collapse_spaces=collapse_spaces,
+            end=end,
+            beyond=beyond,
             trust_remote_code=trust_remote_code,
         )
-    if (max_length, bos, collapse_spaces) != (None, "auto", False):
+    if (max_length, bos, collapse_spaces, end, beyond) != (None, "auto", False, None, "cut"):
         raise UserError(
-            f"max_length, bos and collapse_spaces are for judges of texts; {source} judges tokens."
+            "max_length, bos, collapse_spaces, end and beyond are for judges of texts; "
+            f"{source} judges tokens."
         )
     is_causal = str(source) != "oracle" and read_manifest(folder).model.kind == "ar"
     if temperature != 1 and not is_causal:

@@ -19,7 +19,7 @@ from didi_instruct.evaluation.judges import Scores
 from didi_instruct.evaluation.rows import METRICS, Measured, Measuring, Yardstick, measure
 from didi_instruct.evaluation.samples import SampleSet
 
-VERSION = 4
+VERSION = 5
 """Raised where a measure changes, so that old numbers are taken again."""
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def content_key(samples: SampleSet) -> str:
     log_prob = [] if samples.log_prob is None else samples.log_prob.tolist()
     tables = (samples.tokens.tolist(), samples.lengths.tolist(), log_prob, samples.texts)
     origin = samples.origin
-    return key(*tables, origin.tokenizer, origin.sampler, origin.until_eot)
+    return key(*tables, origin.tokenizer, origin.sampler, origin.until_eot, origin.ends_with_text)
 
 
 def measure_once(name: str, measuring: Measuring, folder: Path) -> Measured:

@@ -1,7 +1,7 @@
 """A quick look at a few-step sampler: path KL and variety at some budgets."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from torch import Tensor
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.monitor import unique_ngrams
 from didi_instruct.distillation.rollout import Rows
-from didi_instruct.evaluation.paths import Judge, path_kl
+from didi_instruct.evaluation.paths import Judge, log_prob_of_texts, path_kl
+from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
@@ -28,7 +29,7 @@ class QuickTest:
 
     schedule: Schedule
     start: Tensor
-    """(N, L) where the samples start: masks, or prompts and masks."""
+    """(N, L) where the samples start: masks, what is given before them, the ends behind."""
     mask_id: int
     budgets: Sequence[int]
     judge: Judge | None
@@ -38,6 +39,10 @@ class QuickTest:
     """More that can be said of samples (N, L), by name."""
     exact: bool = True
     """Whether the judge knows the likelihood, or a bound of it."""
+    end_id: int | None = None
+    """What fills windows behind their texts, where each has its own."""
+    start_log_prob: Tensor | None = None
+    """(N,) of drawing the starts, which a judge of whole texts counts too: of their lengths."""
 
     def draw(
         self, rows: Rows, steps: int, tick: Callable[[], None] = nothing, masks: int = 1
@@ -65,18 +70,33 @@ class QuickTest:
         for steps in self.budgets:
             samples = self.draw(rows, steps, tick, masks)
             assert samples.log_prob is not None
-            written = int((self.start == self.mask_id).sum())
+            written = max(1, int((self.start == self.mask_id).sum()))
             if self.judge is not None:
-                result = path_kl(samples, self.judge)
+                result = path_kl(self._texts(samples), self.judge)
                 found[f"path_kl_{steps}{tag}"] = result.path_kl
                 found[f"path_kl_{steps}{tag}_se"] = result.path_kl_se
             found[f"path_entropy_{steps}{tag}"] = -samples.log_prob.sum().item() / written
             visible = torch.ones_like(samples.tokens, dtype=torch.bool)
+            if self.end_id is not None:
+                visible = self.start != self.end_id
             found[f"unique_4gram_{steps}{tag}"] = unique_ngrams(samples.tokens, visible).item()
             if self.also is not None:
                 more = self.also(samples.tokens)
                 found |= {f"{name}_{steps}{tag}": value for name, value in more.items()}
         return found
+
+    def _texts(self, samples: Samples) -> Samples:
+        """Samples as a judge of texts sees them: nothing behind an end, lengths drawn too."""
+        if self.end_id is None:
+            return samples
+        assert samples.log_prob is not None
+        tokens, log_prob = samples.tokens, samples.log_prob
+        if self.start_log_prob is not None:
+            log_prob = log_prob + self.start_log_prob
+        written = self.start == self.mask_id
+        log_prob = log_prob_of_texts(log_prob, written, tokens, self.end_id)
+        ended = torch.where(before_end(tokens, self.end_id), tokens, self.end_id)
+        return replace(samples, tokens=ended, log_prob=log_prob)
 
 
 class _Denoiser:

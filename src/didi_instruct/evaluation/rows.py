@@ -6,7 +6,7 @@ sample has no interval. Nothing here is NaN or infinite, which JSON cannot hold.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from didi_instruct.evaluation.diversity import (
     unique_with_interval,
 )
 from didi_instruct.evaluation.intervals import Interval, around
-from didi_instruct.evaluation.judges import CausalJudge, Judge, Scores
+from didi_instruct.evaluation.judges import CausalJudge, DiffusionJudge, Judge, Scores
 from didi_instruct.evaluation.mauve import mauve_score
-from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
 from didi_instruct.evaluation.two_sample import two_sample
 
 Row = dict[str, Any]
@@ -33,8 +33,6 @@ AR_STEPS, TEST_STEPS = 2000, 1000
 """Training steps of the networks behind the AR-entropy bound and the two-sample test."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
-ENDS_WITH_THE_TEXT = "autoregressive"
-"""The sampler whose path has the probability of a text and its end, not of a window."""
 Recall = Callable[[str, Callable[[], Scores]], Scores]
 """Returns the scores of that name, made now if they are not known yet."""
 
@@ -91,6 +89,8 @@ class Metric:
     """Whether it trains a network, whose size depends on the vocabulary."""
     counts: bool = False
     """Whether its value depends on how many texts there are."""
+    path: bool = False
+    """Whether it needs the log-probability of the samples' paths."""
 
 
 class Measuring:
@@ -112,17 +112,16 @@ class Measuring:
 
         A text that may end anywhere has a probability only together with its end.
         """
-        name = "ending" if ending and self.ends_early else "texts"
+        priced = isinstance(self.yardstick.judge, DiffusionJudge)  # the end always is, or never
+        name = "ending" if ending and self.ends_early and not priced else "texts"
         if name not in self._scores:
             self._scores[name] = self._recall(name, lambda: self._ask(name == "ending"))
         return self._scores[name]
 
     def _ask(self, ending: bool) -> Scores:
         assert self.yardstick.judge is not None
-        lengths, width = self.samples.lengths, self.samples.tokens.shape[1]
-        asked = replace(self.samples, lengths=(lengths + ending).clamp(max=width))
         return self.yardstick.judge.score(
-            asked, lambda done, total: self.tell("Judging", done, total)
+            self.samples, lambda done, total: self.tell("Judging", done, total), ending=ending
         )
 
     @property
@@ -232,26 +231,34 @@ def _mauve(m: Measuring) -> Measured:
 
 def _path_kl(m: Measuring) -> Measured:
     """Nats per sequence; `path_kl_exact` says whether the judge knows the tokens' likelihood."""
-    log_prob, note = m.samples.log_prob, ""
+    log_prob, judge, note = m.samples.log_prob, m.yardstick.judge, ""
+    assert judge is not None
     if log_prob is None:
-        note = "the sampler does not know the probability of its path"
-    elif m.ends_early and m.samples.origin.sampler != ENDS_WITH_THE_TEXT:
-        note = "the path has the probability of whole windows, but the texts end before"
+        note = (
+            "the probability of the path is not known: the sampler has none, or none was asked for"
+        )
+    elif m.ends_early and not m.samples.origin.ends_with_text:
+        note = (
+            "the path has the probability of whole windows, or of texts whose length was given, "
+            "but the texts end before: it does not have that of their end"
+        )
     if log_prob is None or note:
         return _nothing("path_entropy", note) | _nothing("path_kl", note)
-    assert m.yardstick.judge is not None
     entropy = Measured(
         {"path_entropy": -log_prob.mean().item(), "path_entropy_ci95": m.interval(-log_prob)}
     )
+    if m.ends_early and isinstance(judge, CausalJudge) and judge.end is None:
+        note = f"the judge {judge.name} has no token that ends a text: name one with --judge-end"
+        return entropy | _nothing("path_kl", note)
     scores = m.scores(ending=True)
     if scores.cut:
-        return entropy | _nothing("path_kl", _too_long(m.yardstick.judge, scores.cut))
+        return entropy | _nothing("path_kl", _too_long(judge, scores.cut))
     nats = scores.nats.cpu()
     gaps = nats + log_prob
     row: Row = {
         "path_kl": gaps.mean().item(),
         "path_kl_ci95": m.interval(gaps),
-        "path_kl_exact": m.yardstick.judge.exact,
+        "path_kl_exact": judge.exact,
     }
     if not math.isfinite(row["path_kl"]):
         row["path_kl_note"] = _impossible(nats.numpy())
@@ -263,7 +270,8 @@ def _too_long(judge: Judge, cut: int) -> str:
     reads = f" of {judge.max_length} tokens" if isinstance(judge, CausalJudge) else ""
     return (
         f"{cut} texts are longer than the context{reads} of the judge {judge.name}, which read "
-        "their beginning only: draw shorter ones (--length), or use a judge with a longer context"
+        "their beginning only: draw shorter ones (--length), use a judge with a longer context, or "
+        "give what follows a price (--judge-beyond uniform)"
     )
 
 
@@ -280,6 +288,7 @@ def _ar_bound(m: Measuring) -> Measured:
         constant_after_end(m.samples.tokens, m.samples.lengths),
         m.scores(ending=True).nats,
         y.num_tokens,
+        counts=with_end(m.samples.tokens, m.samples.lengths),
         steps=AR_STEPS,
         seed=y.seed,
         device=torch.device(y.device),
@@ -301,6 +310,10 @@ def _two_sample(m: Measuring) -> Measured:
         constant_after_end(m.samples.tokens, m.samples.lengths),
         constant_after_end(m.reference.tokens, m.reference.lengths),
         y.num_tokens,
+        counts=(
+            with_end(m.samples.tokens, m.samples.lengths),
+            with_end(m.reference.tokens, m.reference.lengths),
+        ),
         steps=TEST_STEPS,
         seed=y.seed,
         device=torch.device(y.device),
@@ -310,23 +323,13 @@ def _two_sample(m: Measuring) -> Measured:
     return Measured(row)
 
 
-def constant_after_end(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Tokens (B, L) with all that follows a text (its length (B,)) overwritten by its end-of-text.
-
-    So networks that read whole windows see the text and where it ends, and nothing else.
-    """
-    width = tokens.shape[1]
-    end = tokens.gather(1, lengths.clamp(max=width - 1)[:, None])
-    return torch.where(torch.arange(width) > lengths[:, None], end, tokens)
-
-
 METRICS: Mapping[str, Metric] = {
     "ppl": Metric(_perplexity, judge=True, per_judge=True),
     "entropy": Metric(_entropy),
     "unique-4gram": Metric(_unique, counts=True),
     "self-bleu": Metric(_self_bleu, counts=True),
     "mauve": Metric(_mauve, judge=True, reference=True, per_judge=True, counts=True),
-    "path-kl": Metric(_path_kl, judge=True, per_judge=True),
+    "path-kl": Metric(_path_kl, judge=True, per_judge=True, path=True),
     "ar-kl": Metric(_ar_bound, judge=True, per_judge=True, learns=True),
     "c2st": Metric(_two_sample, reference=True, learns=True, counts=True),
 }

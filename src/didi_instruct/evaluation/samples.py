@@ -17,10 +17,13 @@ from torch import Tensor
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 
-FORMAT, VERSION = "didi-samples", 2
-"""Version 1 did not say with what options, in what batches and on what device it was drawn."""
+FORMAT, VERSION = "didi-samples", 3
+"""Version 1 did not say with what options, in what batches and on what device it was drawn, and
+version 2 knew no texts with windows of their own."""
 HEAD_BYTES = 1 << 16
 """More than the first line of a file of samples has."""
+LEFT_TO_RIGHT = "autoregressive"
+"""The sampler that stops where a text ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,14 @@ class Origin:
     """Texts drawn together, which share passes: `passes` and `seconds` depend on it."""
     device: str | None = None
     """Where they were drawn, on which `seconds` depends too."""
+    own_window: bool = False
+    """Whether the length of each text was drawn first and the rest of its window filled with its
+    end, so that `log_prob` is that of a text and its end."""
+
+    @property
+    def ends_with_text(self) -> bool:
+        """Whether nothing was written after an end, so that a path is that of text and end."""
+        return self.own_window or self.sampler == LEFT_TO_RIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,8 @@ class SampleSet:
     """(N, L) int64, on the CPU."""
     texts: tuple[str, ...]
     log_prob: Tensor | None
-    """(N,) float64, of the path; None where the sampler's path has no probability."""
+    """(N,) float64, of the path; None where it has no probability, or none was asked for. Of texts
+    with windows of their own it is `log_prob_of_texts`."""
     lengths: Tensor
     """(N,) tokens that count, from the first."""
 
@@ -85,6 +97,21 @@ def text_lengths(tokens: Tensor, eot_id: int | None, until_eot: bool) -> Tensor:
         return full
     ends = tokens == eot_id
     return torch.where(ends.any(1), ends.int().argmax(1), full)
+
+
+def with_end(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens of each text (B, L) and the one that ends it, if its window has room for it: (B,)."""
+    return (lengths + 1).clamp(max=tokens.shape[1])
+
+
+def constant_after_end(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens (B, L) with all that follows a text (its length (B,)) overwritten by its end-of-text.
+
+    So networks that read whole windows see the text and where it ends, and nothing else.
+    """
+    width = tokens.shape[1]
+    end = tokens.gather(1, lengths.clamp(max=width - 1)[:, None])
+    return torch.where(torch.arange(width) > lengths[:, None], end, tokens)
 
 
 def write_samples(path: Path, samples: SampleSet) -> None:

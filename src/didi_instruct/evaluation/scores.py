@@ -53,8 +53,10 @@ class Judge(Protocol):
     exact: bool
     """Whether -log p is that of the whole sequence of tokens, as the path KL needs it."""
 
-    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
-        """Score each sample."""
+    def score(
+        self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
+    ) -> Scores:
+        """Score each sample; with `ending`, the end of those that end before their window too."""
 
 
 def checked(name: str, scores: Scores) -> Scores:
@@ -90,8 +92,20 @@ def check_settings(batch_size: int, temperature: float) -> None:
         raise UserError(f"The judge's temperature is {temperature}: use more than 0.")
 
 
-def told_apart(name: str, temperature: float, collapse_spaces: bool = False) -> str:
-    """A judge's name with the settings that change what it says."""
+def told_apart(
+    name: str,
+    temperature: float,
+    collapse_spaces: bool = False,
+    end: str | None = None,
+    uniform_after: int | None = None,
+) -> str:
+    """A judge's name with the settings that change what it says.
+
+    `end` is what ends a text, where that is not the usual token; after `uniform_after` tokens all
+    are equally likely.
+    """
     told = [f"temperature {temperature:g}"] if temperature != 1 else []
     told += ["spaces collapsed"] if collapse_spaces else []
+    told += [f"end {end}"] if end is not None else []
+    told += [f"uniform after {uniform_after} tokens"] if uniform_after is not None else []
     return f"{name} ({', '.join(told)})" if told else name

@@ -1,5 +1,6 @@
 """Judging tokens: the oracle language, and models of ours."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_nats import causal_nats
 from didi_instruct.evaluation.likelihood import nats_of_texts
-from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
 from didi_instruct.evaluation.scores import (
     Progress,
     Scores,
@@ -19,6 +20,7 @@ from didi_instruct.evaluation.scores import (
     digest,
     told_apart,
 )
+from didi_instruct.process.lengths import before_end
 from didi_instruct.training.objectives import Batch
 
 
@@ -37,6 +39,15 @@ class TokenJudge:
             raise UserError(
                 f"{model} and the judge {self.name} have different tokenizers, and this judge "
                 "reads tokens: use a causal language model as the judge."
+            )
+
+    def check_ends(self, model: str, end_id: int | None) -> None:
+        """Refuse a model whose texts end at `end_id`: only whole windows have a probability."""
+        if end_id is not None:
+            raise UserError(
+                f"{model} writes texts that end before their window, and the judge {self.name} "
+                "knows the probability of whole windows: use a left-to-right judge, or one whose "
+                "texts have windows of their own."
             )
 
     def _check(self, samples: SampleSet) -> None:
@@ -60,7 +71,8 @@ class TokenJudge:
         if bool((samples.lengths < samples.tokens.shape[1]).any()):
             raise UserError(
                 f"The judge {self.name} knows the probability of whole windows, but these texts "
-                "end before: draw them without until_eot, or use a left-to-right judge."
+                "end before: draw them without until_eot, or use a left-to-right judge, or one "
+                "whose texts have windows of their own."
             )
 
 
@@ -77,8 +89,10 @@ class OracleJudge(TokenJudge):
         hash_ = language.tokenizer.hash
         super().__init__("oracle", fingerprint, hash_, language.num_tokens, language.length)
 
-    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
-        """Score whole sequences, exactly."""
+    def score(
+        self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
+    ) -> Scores:
+        """Score whole sequences, exactly; none ends before its window."""
         self._check_whole(samples)
         count, length = samples.tokens.shape
         if length != self.length:
@@ -97,6 +111,8 @@ class DiffusionJudge(TokenJudge):
     """A diffusion model's NELBO, an upper bound of -log p, estimated from `draws` noise levels.
 
     `loss` is the network's part of the objective, as for `likelihood`. The noise follows the row.
+    A model of windows scores whole windows. One whose texts have windows of their own scores texts
+    that end as its own do; what their length costs is always part of it.
     """
 
     exact = False
@@ -119,14 +135,24 @@ class DiffusionJudge(TokenJudge):
         self.loss, self.config, self.device = loss, config, device
         self.draws, self.batch_size, self.seed = draws, batch_size, seed
 
-    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
-        """Score whole windows."""
-        self._check_whole(samples)
-        count, length = samples.tokens.shape
-        nats, _ = nats_of_texts(
+    def check_ends(self, model: str, end_id: int | None) -> None:
+        """Refuse a model whose texts do not end as this one's do."""
+        if end_id != self.config.end_id:
+            super().check_ends(model, end_id)
+
+    def score(
+        self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
+    ) -> Scores:
+        """Score whole windows, or texts with their ends."""
+        if self.config.end_id is None:
+            self._check_whole(samples)
+        else:
+            self._check_texts(samples, self.config.end_id)
+        count, tokens = len(samples), constant_after_end(samples.tokens, samples.lengths)
+        nats, scored = nats_of_texts(
             self.loss,
             self.config,
-            lambda start, number: samples.tokens[start : start + number],
+            lambda start, number: tokens[start : start + number],
             sequences=count,
             draws=self.draws,
             batch_size=self.batch_size,
@@ -134,7 +160,19 @@ class DiffusionJudge(TokenJudge):
             device=self.device,
             progress=None if progress is None else (lambda done: progress(done, count)),
         )
-        return checked(self.name, Scores(nats, torch.full((count,), length)))
+        if self.config.end_id is not None:
+            nats[scored == 0] = math.inf  # no text is empty
+        return checked(self.name, Scores(nats, scored.long()))
+
+    def _check_texts(self, samples: SampleSet, end_id: int) -> None:
+        """Refuse texts that end elsewhere than at their first `end_id`."""
+        self._check(samples)
+        own = before_end(samples.tokens, end_id).sum(1)
+        if not torch.equal(own, samples.lengths):
+            raise UserError(
+                f"The judge {self.name} knows texts up to their first token {end_id}, and these "
+                "end elsewhere: draw them with until_eot, from a model with that end-of-text."
+            )
 
 
 class ARJudge(TokenJudge):
@@ -160,11 +198,20 @@ class ARJudge(TokenJudge):
         self.network, self.config, self.device = network, config, torch.device(device)
         self.temperature, self.batch_size = temperature, batch_size
 
-    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
-        """Score the tokens of each sample that count, from the start symbol on."""
+    def check_ends(self, model: str, end_id: int | None) -> None:
+        """Refuse nothing: an end is a token like others."""
+
+    def score(
+        self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
+    ) -> Scores:
+        """Score the tokens of each sample that count, from the start symbol on.
+
+        With `ending`, the token that ends a text before its window as well.
+        """
         self._check(samples)
         start = self.config.vocab_size - 1
-        pairs = zip(samples.tokens.tolist(), samples.lengths.tolist(), strict=True)
+        lengths = with_end(samples.tokens, samples.lengths) if ending else samples.lengths.clone()
+        pairs = zip(samples.tokens.tolist(), lengths.tolist(), strict=True)
         nats = causal_nats(
             lambda ids, _: self.network(ids),
             [[start, *row[:length]] for row, length in pairs],
@@ -174,4 +221,4 @@ class ARJudge(TokenJudge):
             device=self.device,
             progress=progress,
         )
-        return checked(self.name, Scores(nats, samples.lengths.clone()))
+        return checked(self.name, Scores(nats, lengths))

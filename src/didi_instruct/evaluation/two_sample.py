@@ -40,6 +40,7 @@ from didi_instruct.evaluation.fitting import (
     Progress,
     Split,
     ask,
+    check_counts,
     check_tokens,
     fit,
     fit_ar,
@@ -88,9 +89,14 @@ class Classifier(Trunk):
             nn.Linear(config.hidden, 1),
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, A over B: (B, L) -> (B,)."""
-        logits: Tensor = self.output_layer(self.trunk(tokens)).squeeze(-1)
+    def forward(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
+        """Logits, A over B: (B, L) -> (B,); with `count` (B,), of the first tokens of each."""
+        read = None
+        if count is not None:
+            read = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        logits: Tensor = self.output_layer(self.trunk(tokens, attention_mask=read)).squeeze(-1)
+        if read is not None:
+            logits = logits * read
         return logits.sum(1) / math.sqrt(tokens.shape[1])
 
 
@@ -99,6 +105,7 @@ def two_sample(
     b: Tensor,
     num_tokens: int,
     *,
+    counts: tuple[Tensor, Tensor] | None = None,
     layers: int = 2,
     hidden: int = 64,
     heads: int = 4,
@@ -113,27 +120,29 @@ def two_sample(
 
     Rows of A are independent draws; those of B are too, or follow each other in a text. `steps` are
     those of one network; there are three. Rows of one number in A and B go to the same split:
-    samplers that share their noise do not leak.
+    samplers that share their noise do not leak. `counts` tells how many tokens of each row of A and
+    of B are read, where texts end before it: what pads a text is no evidence.
 
-    Shapes: a (N, L), b (M, L), ids below `num_tokens`.
+    Shapes: a (N, L), b (M, L), ids below `num_tokens`; counts (N,) and (M,).
     """
     check_tokens(a, num_tokens, "The samples of A")
     check_tokens(b, num_tokens, "The samples of B")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"samples of {a.shape[1]} and of {b.shape[1]} tokens cannot be compared")
     tokens = torch.cat([a.long().cpu(), b.long().cpu()]).to(device)
+    read = None if counts is None else check_counts(torch.cat(counts), tokens)
     split_a, split_b = split_both(len(a), len(b))
     learner = Learner(layers, hidden, heads, steps, batch_size, lr, seed)
 
     def stage(number: int) -> Progress | None:
         return progress and (lambda step: progress(number * steps + step))
 
-    in_a, _ = fit_ar(tokens, split_a, num_tokens, learner, stage(0))
-    in_b, _ = fit_ar(tokens, split_b, num_tokens, learner, stage(1))
+    in_a, _ = fit_ar(tokens, split_a, num_tokens, learner, stage(0), read)
+    in_b, _ = fit_ar(tokens, split_b, num_tokens, learner, stage(1), read)
     is_a = torch.arange(len(tokens), device=device) < len(a)
     both = _join(split_a, split_b)
     scores: dict[str, Scores] = {
-        "bidirectional": _fit_classifier(tokens, is_a, both, num_tokens, learner, stage(2)),
+        "bidirectional": _fit_classifier(tokens, read, is_a, both, num_tokens, learner, stage(2)),
         "ratio": lambda rows: in_a(rows) - in_b(rows),
     }
     valid = {name: (f(split_a.valid), f(split_b.valid)) for name, f in scores.items()}
@@ -204,6 +213,7 @@ def _shift(split: Split, by: int) -> Split:
 
 def _fit_classifier(
     tokens: Tensor,
+    read: Tensor | None,
     is_a: Tensor,
     split: Split,
     num_tokens: int,
@@ -227,15 +237,18 @@ def _fit_classifier(
     share = target.mean()
     weight = torch.where(is_a, 0.5 / share, 0.5 / (1 - share))
 
+    def logits(rows: Tensor) -> Tensor:
+        found: Tensor = network(tokens[rows], None if read is None else read[rows])
+        return found
+
     def loss(rows: Tensor) -> Tensor:
-        logits = network(tokens[rows])
         return F.binary_cross_entropy_with_logits(
-            logits, target[rows], weight[rows], reduction="none"
+            logits(rows), target[rows], weight[rows], reduction="none"
         )
 
     at_once = STATES_AT_ONCE // (tokens.shape[1] * learner.hidden)
     fit(network, loss, split, learner, at_once, progress)
-    return lambda rows: ask(lambda part: network(tokens[part]), rows, at_once)
+    return lambda rows: ask(logits, rows, at_once)
 
 
 def _share_below(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.compiling import compiled
 from didi_instruct.models.layers import (
     Block,
     Embedding,
@@ -113,7 +114,7 @@ class Trunk(nn.Module):
 
     def compile_trunk(self) -> None:
         """Compile the blocks as one graph, for this instance and for good."""
-        self._run = torch.compile(self._run)  # type: ignore[method-assign]
+        self._run = compiled(self._run)  # type: ignore[method-assign]
 
     @property
     def is_folded(self) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.process import masking, uniform
 from didi_instruct.process.lengths import before_end
@@ -67,7 +68,7 @@ class MaskedObjective:
 
     def compile(self) -> None:
         """Compile the softmax; the number of masked rows differs from batch to batch."""
-        self._nll = torch.compile(token_nll, dynamic=True)
+        self._nll = compiled(token_nll, dynamic=True)
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """One time per stratum of (0, 1), one uniform per position."""

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from didi_instruct.models.ar import ARModel
+from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import Trunk
 from didi_instruct.training.world import World
 
@@ -25,7 +26,7 @@ def compile_network(model: Trunk | ARModel, *, by_block: bool) -> None:
         model.compile_trunk()
     else:
         for block in model.blocks:
-            block.compile()
+            block.forward = compiled(block.forward)
 
 
 def parallelise(

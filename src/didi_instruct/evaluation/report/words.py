@@ -18,6 +18,14 @@ from didi_instruct.evaluation.table import COLUMNS, Column, interval, shown_colu
 
 IN_THE_NAME = ("steps", "nfe", "temperature", "top_p")
 """Columns that the main table has no need of: its rows are grouped by steps and name settings."""
+MEAN_LENGTH = Column(
+    "length",
+    "mean_length",
+    "{:.1f}",
+    "Tokens of a text before its end, mean over texts. Neither high nor low is good: it should be "
+    "that of real text.",
+)
+"""Shown where texts end before their window; elsewhere all rows have the same."""
 
 
 def budget(nfe: int) -> str:
@@ -27,7 +35,15 @@ def budget(nfe: int) -> str:
 
 def main_columns(content: Content) -> list[Column]:
     """Columns of the report's tables: those with numbers."""
-    return [c for c in shown_columns(content.everything()) if c.field not in IN_THE_NAME]
+    rows = content.everything()
+    shown = [c for c in shown_columns(rows) if c.field not in IN_THE_NAME]
+    return shown + [MEAN_LENGTH] * any(map(_ends_early, rows))
+
+
+def _ends_early(row: Row) -> bool:
+    """Whether texts of a row are shorter than their window."""
+    mean, length = row.get("mean_length"), row.get("length")
+    return None not in (mean, length) and mean != length
 
 
 def which_rows(content: Content) -> str:
@@ -50,7 +66,8 @@ def facts(content: Content) -> list[str]:
     rows = [*content.rows, *content.baseline]
     found = [f"{_values(rows, 'num_samples')} texts per row"] if rows else []
     if _values(rows, "length"):
-        found.append(f"{_values(rows, 'length')} tokens each")
+        most = "up to " * any(map(_ends_early, rows))
+        found.append(f"{most}{_values(rows, 'length')} tokens each")
     if _values(rows, "sampler"):
         found.append(f"sampler {_values(rows, 'sampler')}")
     if _values(rows, "seed"):
