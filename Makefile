@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo test lint types wheel setup clean
+.PHONY: demo animation test lint types wheel setup clean
 
 setup: $(VENV)/ready
 
@@ -16,6 +16,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/python examples/demo.py --out $(OUT)
+
+# The picture at the top of the README, from the shipped models.
+animation: setup
+	$(BIN)/python examples/animation.py --out docs/stories.gif
 
 test: setup
 	$(BIN)/python -m pytest --durations=10

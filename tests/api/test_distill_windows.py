@@ -35,8 +35,8 @@ TOKENIZER = Tokenizer.load("bytes")
 END = TOKENIZER.eot_id
 
 
-def save_teacher(folder, *, seed=0, early=False, ends=True, **changes):
-    """Save a model of bytes whose weights are noise; `early`: it may write an end into a text."""
+def save_teacher(folder, *, seed=0, ends=True, **changes):
+    """Save a model of bytes whose weights are noise."""
     own = {"end_id": END, "lengths": LENGTHS} if ends else {}
     shape = {"layers": 2, "hidden": 32, "heads": 2, "cond_dim": 16, "length": LENGTH}
     size = {"vocab_size": TOKENIZER.size + 1, "schedule": ScheduleConfig(eps=0.0)}
@@ -46,7 +46,7 @@ def save_teacher(folder, *, seed=0, early=False, ends=True, **changes):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-        network.output_layer.linear.bias[END] = 2.0 if early else -30.0
+        network.output_layer.linear.bias[END] = -30.0
     save_model(folder, network, config, TOKENIZER)
     return folder
 
@@ -55,7 +55,6 @@ def save_teacher(folder, *, seed=0, early=False, ends=True, **changes):
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_teacher(folder / "teacher")
-    save_teacher(folder / "early", early=True)
     return folder
 
 
@@ -125,18 +124,14 @@ def test_documents_give_prompts_and_their_ends(run, tmp_path, method, source):
 # The bank
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_bank_holds_the_teachers_texts_with_their_lengths(run, models, tmp_path, early):
-    """Row i is what the teacher draws under the bank's seed and index i, up to its end."""
-    name = "early" if early else "teacher"
+def test_a_bank_holds_the_teachers_texts_with_their_lengths(run, models, tmp_path):
+    """Row i is what the teacher draws under the bank's seed and index i."""
     config = of("didi", reference={"source": "bank", "steps": 4, "seed": 3}, train={"steps": 1})
-    run(config, teacher=name)
+    run(config)
     rows = torch.from_numpy(np.load(tmp_path / "run" / "bank" / "rows-00000.npy").astype(int))
-    teacher = didi.load(models / name, device="cpu")
+    teacher = didi.load(models / "teacher", device="cpu")
     drawn = teacher.sample(num=32, steps=4, seed=mix(3, "bank"), sampler="ancestral")
-    text = before_end(drawn, END)
-    assert torch.equal(rows, torch.where(text, drawn, END))
-    assert torch.equal(rows, drawn) != early, "what follows an early end is not kept"
+    assert torch.equal(rows, drawn)
 
 
 def test_a_bank_of_other_lengths_is_refused(run, models, tmp_path):
@@ -227,17 +222,11 @@ def test_the_judge_counts_lengths_as_the_samples_do(models):
     assert found["path_kl_1_se"] < 0.5
 
 
-def test_an_early_end_makes_a_shorter_text(models):
-    """What the judge reads ends there, and the path's log-probability is replaced by its bound."""
-    task, test = quick(models, "early")
+def test_the_judge_sees_the_probability_of_the_lengths_too(models):
+    task, test = quick(models)
     drawn = test.draw(task.teacher, 1)
-    shown = test._texts(drawn)
-    early = ((drawn.tokens == END) & (test.start == task.mask_id)).any(1)
-    assert 0 < early.sum() < len(early)
-    assert (shown.tokens[~before_end(shown.tokens, END)] == END).all()
-    assert (shown.log_prob[early] == 1).all()
     expected = drawn.log_prob + LengthLaw(LENGTHS).log_prob((test.start == task.mask_id).sum(1))
-    assert torch.allclose(shown.log_prob[~early], expected[~early])
+    assert torch.allclose(test._texts(drawn).log_prob, expected)
 
 
 def test_the_held_out_likelihood_is_of_texts_up_to_their_ends(run, tmp_path):

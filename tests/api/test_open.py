@@ -149,7 +149,6 @@ def test_fingerprints_tell_weights_and_settings_apart(released, tmp_path):
     ("source", "message"),
     [
         ("nowhere", "`nowhere` is no file or folder here.*ships with didi.*owner/name.*the path"),
-        ("stories", "this version has none: train one with `didi pretrain stories-teacher`"),
         ("./nowhere", "^./nowhere: no such file or folder"),
         ("runs/last.ckpt", "^runs/last.ckpt: no such file or folder"),
         ("a/b/c", "`a/b/c` is no file or folder here"),

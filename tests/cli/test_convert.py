@@ -46,6 +46,11 @@ def test_converted_and_used(didi, released, tmp_path):
         (["--to", "mdlm-hubb"], "Did you mean `mdlm-hub`?"),
         (["--to", "mdlm-hub"], "--no-discriminator"),
         (["--to", "didi", "--weights", "best"], "use `ema`"),
+        (["--to", "didi", "--storage", "int4"], "use one of float32, bfloat16, int8"),
+        (["--to", "mdlm-hub", "--storage", "int8"], "`mdlm-hub` has no storage"),
+        (["--to", "didi-instruct", "--license", "mit"], "`didi-instruct` has no license"),
+        (["--to", "didi", "--license", "my own"], "use the hub's short name"),
+        (["--to", "didi", "--numbers", "nowhere.json"], "nowhere.json cannot be read"),
         (["--to", "didi", "--family", "gpt"], "`gpt` is not a family"),
         ([], "--to"),
     ],
@@ -56,6 +61,21 @@ def test_a_mistake_is_one_line_and_nothing_is_written(didi, released, tmp_path, 
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "dest").exists()
+
+
+def test_half_of_the_size(didi, released, tmp_path):
+    """And it writes all the same; the card has the licence."""
+    small, plain = tmp_path / "small", tmp_path / "plain"
+    assert didi("convert", released, plain, "--to", "didi")[0] == 0
+    flags = ["--to", "didi", "--storage", "bfloat16", "--license", "mit"]
+    code, _, err = didi("convert", released, small, *flags)
+    assert code == 0, err
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (plain, small)]
+    assert sizes[1] < 0.6 * sizes[0]
+    assert "license: mit" in (small / "README.md").read_text()
+    code, out, err = didi("generate", small, "--steps", 4)
+    assert code == 0, err
+    assert len(out.split()) == 16
 
 
 def test_info_of_a_release_by_its_headers(didi, released, monkeypatch):

@@ -117,7 +117,6 @@ def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(didi, place, settings
         (["--teacher", "teacher"], "Missing argument"),
         (["short.yaml", "--teacher", "nowhere"], "`nowhere` is no file or folder here"),
         (["no-such", "--teacher", "teacher"], "`no-such` is neither a recipe file nor a shipped"),
-        (["short.yaml", "--method", "sdtt"], "choose one of didi, token-matching"),
         (["short.yaml", "--method", "magic"], "choose one of didi, token-matching"),
         (["short.yaml", "--set", "didi.group_sise=2"], "Did you mean `group_size`?"),
         (["short.yaml", "--set", "didi.group_size=1"], "didi.group_size is 1"),

@@ -1,10 +1,12 @@
 """`didi generate` as people meet it."""
 
 import json
+import shutil
 import sys
 
 import pytest
 
+from didi_instruct.api import shipped
 from didi_instruct.cli.main import main
 from didi_instruct.config.pretrain import (
     DataConfig,
@@ -116,7 +118,11 @@ def test_a_mistake_is_one_line(didi, model, tmp_path, monkeypatch, arguments, me
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_model_it_asks_for_one(didi):
+def test_without_a_model_the_shipped_one_writes(didi, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "root", lambda: tmp_path / "shipped")
     code, _, err = didi()
     assert code == 2
-    assert "Name a model" in err
+    assert "`stories` will be a model that ships with didi, but this version has none" in err
+    shutil.copytree(model, tmp_path / "shipped" / "stories" / "student")
+    assert didi("--steps", 4) == didi(model, "--steps", 4)
+    assert json.loads(didi("--json")[1])["model"] == "stories"

@@ -417,7 +417,10 @@ def test_a_run_that_cannot_start_is_refused(values, message):
             "`didi.group_sise` is not a setting. Did you mean `group_size`?",
         ),
         ({"discriminatr": {}}, "`discriminatr` is not a setting. Did you mean `discriminator`?"),
-        ({"method": "dido"}, "`method` is 'dido'; choose one of didi, token-matching, mixture."),
+        (
+            {"method": "dido"},
+            "`method` is 'dido'; choose one of didi, token-matching, mixture, sdtt, dimo, duo.",
+        ),
         (
             {"didi": {"grouping": "group"}},
             "`didi.grouping` is 'group'; choose one of batch, tau, state.",
@@ -530,7 +533,7 @@ def test_an_optimizer_given_in_part_keeps_the_papers_other_settings():
 @pytest.mark.parametrize(
     ("mixture", "message"),
     [
-        ({"codes": 1}, "mixture.codes is 1: use 2 or more."),
+        ({"codes": 0}, "mixture.codes is 0: use 1 or more."),
         ({"learning": 0}, "mixture.learning is 0: use 1 or more."),
         ({"budgets": []}, "mixture.budgets is []: step counts, 1 or more."),
         ({"budgets": [4, 0]}, "mixture.budgets is [4, 0]: step counts, 1 or more."),

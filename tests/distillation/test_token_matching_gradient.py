@@ -110,6 +110,7 @@ def task_inputs(outcomes, log_p, log_phi):
         start=outcomes.z,
         owner=torch.arange(len(outcomes.z)),
         times=time[:, None],
+        order=torch.zeros_like(revealed, dtype=torch.float64),
         t=time,
         revealed=revealed,
         state=state,
@@ -311,7 +312,7 @@ def test_path_times_are_uniform_over_budgets_and_their_steps():
     for i, budget in enumerate(BUDGETS):
         for k in range(budget):
             where = (i + (k + torch.tensor([0.001, 0.5, 0.999]).double()) / budget) / len(BUDGETS)
-            times, t, after = path_times(BUDGETS, where)
+            times, t, after, _ = path_times(BUDGETS, where)
             expected = [1 - min(step, k) / budget for step in range(max(BUDGETS))]
             assert times.tolist() == [expected] * 3
             assert t.tolist() == [expected[-1]] * 3
@@ -322,7 +323,7 @@ def test_path_times_are_uniform_over_budgets_and_their_steps():
 def test_path_times_at_the_ends(dtype):
     """The smallest and the largest number of `dtype` in [0, 1)."""
     where = torch.tensor([0.0, 1 - torch.finfo(dtype).eps / 2], dtype=dtype)
-    times, t, after = path_times(BUDGETS, where)
+    times, t, after, _ = path_times(BUDGETS, where)
     assert (times.dtype, t.dtype, after.dtype) == (torch.float64,) * 3
     assert times.tolist() == [[1.0] * 8, [1 - k / 8 for k in range(8)]]
     assert t.tolist() == [1.0, 1 / 8]
@@ -334,7 +335,7 @@ def test_every_position_is_revealed_by_one_step_of_a_budget(schedule):
     """What is masked after the walk, and what the next step reveals, follow the same order."""
     budget, texts = 5, 200
     where = (torch.arange(budget) + 0.5).double() / budget
-    times, t, after = path_times((budget,), where)
+    times, t, after, _ = path_times((budget,), where)
     start = torch.full((1, 16), MASK)
     noise = Noise(0, torch.arange(texts))
     order = noise.uniforms(16, Purpose.REVEAL)

@@ -82,7 +82,7 @@ def test_walks_lead_to_every_step_of_every_budget_alike(budgets):
     """A fine grid of numbers visits each budget as often, and each of its steps as often."""
     count = len(budgets) * 840
     where = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    times, t, after = path_times(budgets, where)
+    times, t, after, _ = path_times(budgets, where)
     assert times.shape == (count, max(budgets))
     assert torch.equal(times[:, 0], torch.ones(count).double())
     assert torch.equal(times[:, -1], t)

@@ -158,3 +158,24 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     log = write_log(tmp_path / "log.jsonl", {"step": 1, "loss": 2.0})
     assert draw_curves(log, tmp_path / "curves.png") is False
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_sampler_without_path_kl_has_its_judge_and_entropy_first():
+    """One series per number of steps and per kind of weights; standard errors belong to them."""
+    records = [
+        {"step": s, "loss": 1.0, "judge_nats_4": 2.0 - s, "judge_nats_4_se": 0.1,
+         "judge_nats_4_raw": 2.5, "judge_nats_16": 1.0, "entropy_4": 3.0, "entropy": 0.5}
+        for s in (0, 1)
+    ]  # fmt: skip
+    panels = panels_of(records)
+    assert [p.title for p in panels[:2]] == [
+        "judge, nats per token",
+        "entropy of a sample's tokens, nats",
+    ]
+    judge = panels[0].series
+    assert [(s.label, s.raw) for s in judge] == [
+        ("4 steps", False), ("4 steps", True), ("16 steps", False),
+    ]  # fmt: skip
+    assert judge[0].values.tolist() == [2.0, 1.0]
+    assert judge[0].errors.tolist() == [0.1, 0.1]
+    assert [s.values.tolist() for s in panels[1].series] == [[3.0, 3.0]]

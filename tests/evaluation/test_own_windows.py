@@ -26,8 +26,8 @@ TOKENIZER = Tokenizer.from_words(["a", "b", "<end>"], eot="<end>")
 TEXTS = [text for n in range(L + 1) for text in itertools.product(range(END), repeat=n)]
 
 
-def save(folder, writes_ends=True, **changes):
-    """A random model; a trained one never writes the end, which it never had to guess."""
+def save(folder, **changes):
+    """A random model."""
     torch.manual_seed(1)
     settings = {"kind": "mdlm", "end_id": END, "lengths": COUNTS} | changes
     if settings["kind"] == "ar":
@@ -40,8 +40,6 @@ def save(folder, writes_ends=True, **changes):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.4 * torch.randn_like(parameter))
-        if not writes_ends:
-            network.output_layer.linear.bias[END] = -60
     save_model(folder, network, config, tokenizer=TOKENIZER)
     return str(folder)
 
@@ -50,7 +48,6 @@ def save(folder, writes_ends=True, **changes):
 def shelf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     save(folder / "random")
-    save(folder / "trained", writes_ends=False)
     save(folder / "ar", kind="ar")
     save(folder / "windows", end_id=None, lengths=())
     return folder
@@ -83,7 +80,7 @@ def two_step_paths(folder):
     paths = []
     for n in range(1, L + 1):
         log_n = law.log_prob(torch.tensor([n])).item()
-        written = list(itertools.product(range(V), repeat=n))
+        written = list(itertools.product(range(END), repeat=n))
         rows = torch.tensor([padded(words) for words in written])
         for first in itertools.product((False, True), repeat=n):
             shown = torch.tensor([*first, *[True] * (L - n)])
@@ -93,37 +90,32 @@ def two_step_paths(folder):
             log_p = torch.where(torch.tensor(first)[:, None], early[:, :n], late[:, :n])
             log_q = log_n + log_p.gather(-1, rows[:, :n, None]).squeeze(-1).sum(1)
             for words, log_path in zip(written, log_q.tolist(), strict=True):
-                text = words[: words.index(END)] if END in words else words
-                paths.append((0.5**n * math.exp(log_path), log_path, text, END in words))
+                paths.append((0.5**n * math.exp(log_path), log_path, words))
     return paths
 
 
-@pytest.mark.parametrize("name", ["random", "trained"])
-def test_the_path_kl_of_texts_bounds_their_kl(shelf, tmp_path, name):
+def test_the_path_kl_of_texts_bounds_their_kl(shelf, tmp_path):
     """Against an AR model of texts: exact KL <= enumerated path KL = that of samples.
 
-    A random model writes ends into its texts: without the correction its windows vary more than its
-    texts, and the difference is below the KL. |z| < 4 for entropy and path KL (6e-5 false alarms
-    each).
+    That all paths without a written end sum to 1 shows that none is ever written. |z| < 4 for
+    entropy and path KL (6e-5 false alarms each).
     """
     judge = open_judge(shelf / "ar", device="cpu")
-    drawn = draw(shelf, tmp_path, name, num=8192)
+    drawn = draw(shelf, tmp_path, num=8192)
     nats = judge.score(as_samples(drawn, TEXTS), ending=True).nats
     assert nats.neg().exp().sum().item() == pytest.approx(1, abs=1e-5)
     log_judge = {text: -value for text, value in zip(TEXTS, nats.tolist(), strict=True)}
 
-    paths = two_step_paths(shelf / name)
+    paths = two_step_paths(shelf / "random")
     assert sum(p for p, *_ in paths) == pytest.approx(1)
     law = dict.fromkeys(TEXTS, 0.0)
-    for p, _, text, _ in paths:
+    for p, _, text in paths:
         law[text] += p
     exact = sum(q * (math.log(q) - log_judge[text]) for text, q in law.items() if q > 0)
-    naive = sum(p * (log_q - log_judge[text]) for p, log_q, text, _ in paths)
-    known = [(p, 1.0 if ended else log_q, log_judge[text]) for p, log_q, text, ended in paths]
+    known = [(p, log_q, log_judge[text]) for p, log_q, text in paths]
     entropy = -sum(p * log_q for p, log_q, _ in known)
     bound = sum(p * (log_q - log_j) for p, log_q, log_j in known)
     assert 0 < exact < bound
-    assert (naive < exact) == (name == "random")
 
     found = measure("path-kl", Measuring(drawn, Yardstick(judge=judge))).row
     size = math.sqrt(len(drawn))
@@ -136,13 +128,13 @@ def test_the_path_kl_of_texts_bounds_their_kl(shelf, tmp_path, name):
 
 def test_samples_end_where_they_do_and_say_so(shelf, tmp_path):
     """Without --until-eot; the length was drawn, unless one was asked for."""
-    drawn = draw(shelf, tmp_path, "trained", num=200)
+    drawn = draw(shelf, tmp_path, "random", num=200)
     assert (drawn.origin.until_eot, drawn.origin.own_window) == (True, True)
     assert drawn.lengths.unique().tolist() == [1, 2, 3]
     for text, row, n in zip(drawn.texts, drawn.tokens.tolist(), drawn.lengths, strict=True):
         assert text.split() == ["ab"[word] for word in row[:n]]
         assert row[n:] == [END] * (L - n)
-    fixed = draw(shelf, tmp_path, "trained", num=50, length=2)
+    fixed = draw(shelf, tmp_path, "random", num=50, length=2)
     assert (fixed.origin.own_window, fixed.lengths.unique().tolist()) == (False, [2])
     judge = open_judge(shelf / "ar", device="cpu")
     row = measure("path-kl", Measuring(fixed, Yardstick(judge=judge))).row
@@ -169,7 +161,7 @@ def test_a_diffusion_model_of_texts_prices_their_length_and_words(shelf, tmp_pat
 
     |z| < 4 (6e-5 false alarms each); the spread over rows overstates the error.
     """
-    model, n = didi.load(shelf / "trained", device="cpu"), len(text)
+    model, n = didi.load(shelf / "random", device="cpu"), len(text)
     words = 0.0
     orders = list(itertools.permutations(range(n)))
     for order in orders:
@@ -179,8 +171,8 @@ def test_a_diffusion_model_of_texts_prices_their_length_and_words(shelf, tmp_pat
             z[0, place] = text[place]
     exact = words / len(orders) - LengthLaw(COUNTS).log_prob(torch.tensor([n])).item()
 
-    judge = open_judge(shelf / "trained", device="cpu", draws=8, batch_size=256)
-    like = draw(shelf, tmp_path, "trained")
+    judge = open_judge(shelf / "random", device="cpu", draws=8, batch_size=256)
+    like = draw(shelf, tmp_path, "random")
     scores = judge.score(as_samples(like, [text] * 512))
     assert scores.tokens.tolist() == [n] * 512
     error = scores.nats.std().item() / math.sqrt(512)
@@ -189,8 +181,8 @@ def test_a_diffusion_model_of_texts_prices_their_length_and_words(shelf, tmp_pat
 
 def test_a_diffusion_model_judges_texts_that_end_as_its_own_do(shelf, tmp_path):
     """Its own, and those of others; what follows an end is not read; no text is empty."""
-    judge = open_judge(shelf / "trained", device="cpu", draws=2)
-    drawn = draw(shelf, tmp_path, "trained", num=40)
+    judge = open_judge(shelf / "random", device="cpu", draws=2)
+    drawn = draw(shelf, tmp_path, "random", num=40)
     found = measure("path-kl", Measuring(drawn, Yardstick(judge=judge))).row
     assert found["path_kl"] > 0
     assert not found["path_kl_exact"]
@@ -208,7 +200,7 @@ def test_a_diffusion_model_judges_texts_that_end_as_its_own_do(shelf, tmp_path):
     windows = open_judge(shelf / "windows", device="cpu")
     with pytest.raises(UserError, match="or one whose texts have windows of their own"):
         windows.score(drawn)
-    for name, ends in (("ar", True), ("trained", True), ("windows", False)):
+    for name, ends in (("ar", True), ("random", True), ("windows", False)):
         judge = open_judge(shelf / name, device="cpu")
         judge.check_ends("m", END if ends else None)
     with pytest.raises(UserError, match="m writes texts that end before their window"):

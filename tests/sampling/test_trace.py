@@ -18,8 +18,8 @@ from didi_instruct.sampling import trace_gif
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import PAD, Canvas, Step
 from didi_instruct.sampling.trace import Trace, check_path
-from didi_instruct.sampling.trace_gif import lay_out
-from didi_instruct.sampling.trace_text import find_end, token_texts, visible
+from didi_instruct.sampling.trace_layout import lay_out
+from didi_instruct.sampling.trace_text import find_end, output_ids, token_texts, visible
 from didi_instruct.sampling.trace_view import State, view
 
 STORY = "Zoë ate naïve jalapeños 🙂 in 東京 — café!\n\nНовая строка: «привет» 👩‍👩‍👧.\tEnd. "
@@ -50,6 +50,17 @@ def traced(text, tokenizer, steps=6, **settings):
     trace = Trace(tokenizer.size, tokenizer.eot_id)
     pretend([tokenizer.encode([text])[0]], tokenizer.size, steps, trace, **settings)
     return trace
+
+
+def own_window(row, padding, tokenizer, callback, steps=3):
+    """Write `row` from its end; the end-of-text tokens that fill the window are given."""
+    x = torch.tensor([[*row, *[tokenizer.eot_id] * padding]])
+    when = (len(row) - 1 - torch.arange(x.shape[1])) * steps // len(row)
+    when = torch.where(torch.arange(x.shape[1]) < len(row), when, -1)[None]
+    for n in range(steps):
+        z = x.masked_fill(when > n, tokenizer.size)
+        now = when == n
+        callback(Step(n, steps, 1 - n / steps, z, now, now.float(), when >= 0))
 
 
 def metaspace():
@@ -115,6 +126,14 @@ class TestTexts:
         written = [not g for g in given]
         assert find_end([1, 9, 2, 9, 3], 9, 8, written) == 3  # not the one in the prompt
         assert find_end([1, 9, 2, 9, 3], 9, 8, [True, True, True, True, False]) is None
+
+    def test_a_given_end_is_the_end(self):
+        """What fills the window of a text is cut; a mask or a word before it is not."""
+        window = [True, True, False, False, False]
+        assert find_end([1, 2, 9, 9, 9], 9, 8, window) == 2
+        assert find_end([9, 8, 9, 9, PAD], 9, 8, window) == 2  # one is written beside it
+        assert find_end([9, 9, 9], 9, 8, [True, True, False]) == 2
+        assert output_ids([1, 9, 2, 9, 9], 9, [True, True, True, False, False]) == [1, 2]
 
 
 class TestCollecting:
@@ -287,6 +306,15 @@ class TestHtml:
         page = Page(self.page(trace, bpe, tmp_path))
         assert page.inside["article"] == "Sample 1" + "The end" + "end"
 
+    def test_what_fills_a_window_after_a_given_end_is_not_shown(self, bpe, tmp_path):
+        row = bpe.encode(["The end"])[0]
+        trace = Trace(bpe.size, bpe.eot_id)
+        own_window(row, 7, bpe, trace)
+        text = self.page(trace, bpe, tmp_path)
+        assert Page(text).inside["article"] == "Sample 1The end"
+        assert len(embedded(text)[0]["tokens"]) == len(row)
+        assert f"<li>{len(row)} tokens</li>" in text
+
     def test_padding_is_not_shown(self, bpe, tmp_path):
         row = bpe.encode(["The end"])[0]
         trace = Trace(bpe.size, bpe.eot_id)
@@ -336,6 +364,48 @@ class TestGif:
             dark.append(sum(picture.convert("L").crop((0, 60, *picture.size)).histogram()[:120]))
         assert dark == sorted(dark)
         assert dark[0] == 0 < dark[-1]
+
+    def test_what_fills_a_window_after_a_given_end_is_not_drawn(self, bpe, tmp_path):
+        """A text with its own window is drawn like the same text in a window that it fills."""
+        row = bpe.encode(["The café in the park"])[0]
+        pictures = []
+        for padding in (0, 200):
+            trace = Trace(bpe.size, bpe.eot_id)
+            own_window(row, padding, bpe, trace)
+            picture = self.frames(trace, bpe, tmp_path)
+            pictures.append((picture.n_frames, picture.size, picture.convert("RGB").tobytes()))
+        assert pictures[0] == pictures[1]
+
+    def test_columns_go_in_step_and_the_faster_waits(self, bpe):
+        """Of 3 and 9 steps: after the 4th frame the left half no longer changes, the right does."""
+        image = pytest.importorskip("PIL.Image")
+        traces = {
+            f"{n} steps": traced("The café in the park was naïve.", bpe, steps=n).as_dict(
+                bpe.decode
+            )
+            for n in (3, 9)
+        }
+        data = trace_gif.render_beside(traces)
+        picture = image.open(io.BytesIO(data))
+        assert picture.n_frames == 10
+        assert picture.width <= 800
+        middle, left, right = picture.width // 2, [], []
+        for n in range(10):
+            picture.seek(n)
+            page = picture.convert("RGB")
+            left.append(page.crop((0, 0, middle, picture.height)).tobytes())
+            right.append(page.crop((middle, 0, *picture.size)).tobytes())
+        assert len(set(left[:4])) == 4
+        assert len(set(left[4:])) == 1
+        assert len(set(right)) == 10
+
+    def test_a_long_text_stays_for_longer(self, bpe, tmp_path):
+        stays = []
+        for text in ("The end", "The café in the park was naïve. " * 20):
+            picture = self.frames(traced(text, bpe, steps=4), bpe, tmp_path)
+            picture.seek(4)
+            stays.append(picture.info["duration"])
+        assert 2000 <= stays[0] < 3000 < stays[1] <= 6000
 
     def test_lines_break_between_words(self, bpe):
         trace = traced("The café in the park was naïve. " * 3, bpe)

@@ -14,10 +14,12 @@ from typing import Any
 
 import yaml
 
+from didi_instruct.api.card_numbers import table
 from didi_instruct.api.private import publishable, without_paths
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
+from didi_instruct.models.quantised import Storage
 
 README = "README.md"
 MARK = (
@@ -29,7 +31,23 @@ _KINDS = {
     "duo": "uniform-state diffusion",
     "ar": "left to right",
 }
-_METHODS = {"didi": "DiDi-Instruct", "token-matching": "token-level matching"}
+_METHODS = {
+    "didi": "DiDi-Instruct",
+    "token-matching": "token-level matching",
+    "mixture": "mixture steps",
+}
+_STORED = {
+    "float32": "float32",
+    "bfloat16": "bfloat16, used as float32",
+    "int8": "8 bits with a scale per row (vectors float32), used as float32",
+}
+_OWN_WINDOW = {
+    "mdlm": "Each text has a window of its own: its length is drawn first, as often as the "
+    "training texts had it, then all of the text is written, and nothing after its end. `length` "
+    "(`--length`) sets the length instead.",
+    "ar": "Each text has a window of its own, from its first word to its end-of-text.",
+}
+USUAL_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +64,12 @@ class Subject:
     license: str | None = None
     """By the hub's name."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    storage: Storage | None = None
+    """How the weights are kept in the file, if not as they are used."""
+    numbers: Mapping[str, Any] | None = None
+    """What `didi eval --json` wrote of it."""
+    about: str | None = None
+    """Words of whoever saves it: what it learned from, what it is good for."""
 
     def __post_init__(self) -> None:
         """Refuse a licence that the hub would refuse."""
@@ -110,10 +134,30 @@ def _method(subject: Subject) -> str | None:
     return None if method is None else _METHODS.get(str(method), str(method))
 
 
+def _budgets(subject: Subject) -> list[int]:
+    """Numbers of steps that a student was trained for, as its method's settings say."""
+    method = str(subject.look_up("recipe", "method")).replace("-", "_")
+    found = subject.look_up("recipe", method, "budgets")
+    if not isinstance(found, (list, tuple)):
+        return []
+    return sorted(n for n in found if type(n) is int)
+
+
 def _summary(subject: Subject) -> Iterator[str]:
     size = f"{subject.parameters:,} parameters"
     made = "" if _method(subject) is None else f", distilled by {_method(subject)}"
-    yield f"A language model of {_KINDS[subject.config.kind]} with {size}{made}."
+    budgets = _budgets(subject)
+    steps = f" for texts in {_either(budgets)} steps" if budgets else ""
+    yield f"A language model of {_KINDS[subject.config.kind]} with {size}{made}{steps}."
+    if subject.about is not None:
+        yield from ("", " ".join(subject.about.split()))
+    if subject.config.end_id is not None:
+        yield from ("", _OWN_WINDOW[subject.config.kind])
+
+
+def _either(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _architecture(subject: Subject) -> Iterator[str]:
@@ -128,10 +172,12 @@ def _architecture(subject: Subject) -> Iterator[str]:
         "mask id": "none" if config.mask_id is None else f"{config.mask_id:,}",
         **({"masks (codes of a step)": f"{config.masks:,}"} if config.masks > 1 else {}),
         "longest text": f"{config.length:,} tokens",
+        **({"usual text": _usual(config)} if any(config.lengths) else {}),
         "sees the time": "yes" if config.time_conditioning else "no",
         "noise schedule": f"{config.schedule.name}, ε {config.schedule.eps:g}",
         "discriminator": "none" if critic is None else f"{critic:,} parameters",
         "tokenizer": "none" if tokens is None else f"{tokens:,} tokens, in `tokenizer.json`",
+        **({"weights in the file": _STORED[subject.storage]} if subject.storage else {}),
     }
     if config.kind == "ar":
         for name in ("sees the time", "noise schedule", "mask id"):
@@ -140,16 +186,27 @@ def _architecture(subject: Subject) -> Iterator[str]:
     yield from (f"| {name} | {value} |" for name, value in rows.items())
 
 
+def _usual(config: ModelConfig) -> str:
+    """The middle nine tenths of the lengths that training texts had."""
+    total, seen = sum(config.lengths), 0
+    ends: list[int] = []
+    for length, count in enumerate(config.lengths):
+        seen += count
+        while len(ends) < 2 and seen >= (0.05, 0.95)[len(ends)] * total:
+            ends.append(length)
+    return f"{ends[0]:,} to {ends[1]:,} tokens (nine in ten training texts)"
+
+
 def _use(subject: Subject) -> Iterator[str]:
-    name = shlex.quote(subject.name)
+    name, steps = shlex.quote(subject.name), max(_budgets(subject), default=USUAL_STEPS)
     yield from ("## Use", "", "With `didi-instruct` installed:", "", "```bash")
     yield f"didi info {name}"
     if subject.tokens is not None:
-        yield f"didi generate {name} --steps 16 --num 4"
+        yield f"didi generate {name} --steps {steps} --num 4"
     yield from ("```", "", "```python", "import didi_instruct as didi", "")
     yield f"model = didi.load({json.dumps(subject.name, ensure_ascii=False)})"
     call = "sample" if subject.tokens is None else "generate"
-    yield from (f"print(model.{call}(num=4, steps=16, seed=0))", "```")
+    yield from (f"print(model.{call}(num=4, steps={steps}, seed=0))", "```")
 
 
 def _training(subject: Subject) -> Iterator[str]:
@@ -158,6 +215,7 @@ def _training(subject: Subject) -> Iterator[str]:
     facts = {
         "data": subject.look_up("recipe", "data", "source"),
         "method": _method(subject),
+        "steps of sampling it was trained for": ", ".join(map(str, _budgets(subject))) or None,
         "steps": subject.look_up("step"),
         "batch": subject.look_up("recipe", "train", "batch_size"),
         "learning rate": subject.look_up("recipe", "optim", "lr"),
@@ -193,6 +251,9 @@ def _foreign(subject: Subject) -> Iterator[str]:
 
 
 def _numbers(subject: Subject) -> Iterator[str]:
+    if subject.numbers is not None:
+        yield from ("## Numbers", "", *table(subject.numbers))
+        return
     found = {who: subject.look_up("quick_evaluation", who) for who in ("teacher", "student")}
     columns = {who: n for who, n in found.items() if isinstance(n, Mapping) and n}
     names = dict.fromkeys(n for numbers in columns.values() for n in numbers)

@@ -1,12 +1,16 @@
 """From one layout to another: `didi convert`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from didi_instruct.api import publish
+from didi_instruct.api.card_numbers import read_numbers
 from didi_instruct.api.esm import copy_esm
 from didi_instruct.api.model import Model
 from didi_instruct.api.open import Origin, check_choices, find, open_source, refuse_choices
+from didi_instruct.api.private import publishable
+from didi_instruct.api.shipped import shipped_name
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel
@@ -14,6 +18,7 @@ from didi_instruct.models.foreign.folders import refuse_full
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.writing import write_foreign
+from didi_instruct.models.quantised import Storage, check_storage
 from didi_instruct.models.tensors import watching
 
 Format = Literal["didi", "mdlm-hub", "didi-instruct", "duo-hub", "sdtt-hub", "esm"]
@@ -29,16 +34,25 @@ def convert(
     family: Family | None = None,
     tokenizer: str | Path | None = None,
     discriminator: bool = True,
+    storage: str | None = None,
+    license: str | None = None,
+    numbers: str | Path | None = None,
+    about: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write the model of any SOURCE to the folder `dest`, number by number the same.
 
     What a format cannot hold is refused before anything is written. `discriminator=False` leaves
-    one out; `progress` sees bytes written, of how many.
+    one out; `progress` sees bytes written, of how many. Our own format alone knows a `storage` in
+    fewer bytes (bfloat16, int8: what is written is then near, not the same), and a card with a
+    `license`, the `numbers` of an evaluation (a file of `didi eval --json`) and words `about` it.
     """
     folder = _resolved(Path(dest))
     if to not in get_args(Format):
         raise UserError(f"`{to}` is not a format.{nearest(to, get_args(Format))}")
+    _refuse_ours(to, storage=storage, license=license, numbers=numbers, about=about)
+    stored = None if storage is None else check_storage(storage)
+    told = None if numbers is None else read_numbers(Path(numbers))
     refuse_full(folder)
     check_choices(weights, family)
     origin = find(source)
@@ -51,7 +65,11 @@ def convert(
             return copy_esm(origin.path, folder)
         loaded = open_source(source, weights=weights, family=family, tokenizer=tokenizer)
         if to == "didi":
-            return _write_ours(loaded, folder, discriminator)
+            critic = loaded.discriminator if discriminator else None
+            parts = loaded.tokenizer, critic, loaded.provenance
+            model = Model(loaded.model, loaded.config, *parts)
+            _write_ours(model, folder, license, stored, told, about)
+            return folder
         _refuse_discriminator(loaded, to, discriminator)
         return write_foreign(loaded, folder, to, discriminator)
 
@@ -86,7 +104,24 @@ def _refuse_discriminator(loaded: LoadedModel, to: str, wanted: bool) -> None:
         )
 
 
-def _write_ours(loaded: LoadedModel, folder: Path, discriminator: bool) -> Path:
-    critic = loaded.discriminator if discriminator else None
-    Model(loaded.model, loaded.config, loaded.tokenizer, critic, loaded.provenance).save(folder)
-    return folder
+def _refuse_ours(to: str, **settings: object) -> None:
+    """Refuse for other formats what only our layout has."""
+    for name, value in settings.items():
+        if value is not None and to != "didi":
+            raise UserError(f"`{to}` has no {name}: leave it out, or write --to didi.")
+
+
+def _write_ours(
+    model: Model,
+    folder: Path,
+    license: str | None,
+    storage: Storage | None,
+    numbers: Mapping[str, Any] | None,
+    about: str | None,
+) -> None:
+    """Write our layout; what goes into the package is published, and says its name there."""
+    name, provenance = shipped_name(folder), None
+    if name is not None:
+        provenance = publishable(model.provenance)
+    name = name or str(folder)
+    publish.save(model, folder, name, license, provenance, storage, numbers, about)

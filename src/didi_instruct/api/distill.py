@@ -30,7 +30,7 @@ from didi_instruct.api.runs import (
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.data.dataset import TokenSource
-from didi_instruct.distillation.task import DistillTask, Teacher, check_fit
+from didi_instruct.distillation.task import StudentTask, Teacher, check_fit
 from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
@@ -111,7 +111,7 @@ def distill(
             rows = None if data is None else data.length
             check_fit(config, loaded.config, rows=rows, processes=world.size)
             taught = Teacher(
-                network=denoiser_of(loaded, source).to(world.device),
+                network=denoiser_of(loaded, source, config.method).to(world.device),
                 tokenizer=loaded.tokenizer,
                 fingerprint=fingerprint(source),
                 source=source,
@@ -131,7 +131,7 @@ class _Run:
         self,
         config: DistillConfig,
         teacher: Teacher,
-        task: DistillTask,
+        task: StudentTask,
         test: QuickTest,
         valid: TokenSource | None,
         folder: Path,

@@ -14,15 +14,18 @@ from torch import Tensor
 from didi_instruct.api.open import open_source
 from didi_instruct.api.runs import open_data_together
 from didi_instruct.api.sources import PrepareBar, is_prepared
-from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
 from didi_instruct.distillation.didi import DidiTask
+from didi_instruct.distillation.dimo import DiMOTask
+from didi_instruct.distillation.duo import DuoTask
 from didi_instruct.distillation.mixture import MixtureTask
 from didi_instruct.distillation.rollout import Noise
+from didi_instruct.distillation.sdtt import SDTTTask
 from didi_instruct.distillation.starts import Starts
-from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.distillation.task import StudentTask, Teacher
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
@@ -47,35 +50,47 @@ BankBar = Callable[[], Any]
 """Opens a progress display (`Progress`) for as long as a bank is being drawn."""
 
 
-def denoiser_of(loaded: LoadedModel, source: str) -> DiT:
-    """The network of a model that these methods can distil."""
+def denoiser_of(loaded: LoadedModel, source: str, method: Method) -> DiT:
+    """The network of a model that a method can distil."""
     if isinstance(loaded.model, MaskedLM):
         raise UserError(
             f"{source} is a masked LM of transformers: only networks of the DiT family can be "
             "distilled."
         )
-    if not isinstance(loaded.model, DiT) or loaded.config.kind != "mdlm":
+    kind, words = "mdlm", "masked diffusion models"
+    if method == "duo":
+        kind, words = "duo", "uniform-state diffusion models"
+    if not isinstance(loaded.model, DiT) or loaded.config.kind != kind:
         raise UserError(
-            f"{source} is a model of kind `{loaded.config.kind}`: these methods distil masked "
-            "diffusion models (`mdlm`)."
+            f"{source} is a model of kind `{loaded.config.kind}`: method={method} distils {words} "
+            f"(`{kind}`)."
         )
     return loaded.model
 
 
 def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> DiT:
     """Where the student starts: a copy of the teacher, or a model that speaks its tokens."""
-    network = denoiser_of(teacher, source)
+    if config.method == "duo" and not config.data.source:
+        raise UserError("method=duo adds noise to real text: name it with --set data.source=...")
+    network = denoiser_of(teacher, source, config.method)
     if teacher.config.masks > 1:
         raise UserError(
             f"{source}: the teacher has {teacher.config.masks} masks (mixture steps): distil what "
             "it was distilled from."
         )
-    if config.student is None:
-        # Copied tensors: those of a loaded model are views of its file.
-        return copy.deepcopy(network)
-    other = config.student
+    if config.student is not None:
+        network = _other_student(config, config.student, teacher, source)
+    # Copied tensors: those of a loaded model are views of its file.
+    student = copy.deepcopy(network)
+    # How long texts are is the teacher's to say.
+    student.config = replace(student.config, lengths=teacher.config.lengths, order=config.order)
+    return student
+
+
+def _other_student(config: DistillConfig, other: str, teacher: LoadedModel, source: str) -> DiT:
+    """A student that is not a copy of the teacher, if the two fit."""
     loaded = open_source(other)
-    student = denoiser_of(loaded, other)
+    student = denoiser_of(loaded, other, config.method)
     hashes = [m.tokenizer.hash if m.tokenizer else None for m in (teacher, loaded)]
     if hashes[0] != hashes[1] or loaded.config.num_tokens != teacher.config.num_tokens:
         raise UserError(
@@ -99,9 +114,6 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{other} (the student) has {masks} masks: use method=mixture with mixture.codes "
             f"{masks} or more, or another student."
         )
-    student = copy.deepcopy(student)
-    # How long texts are is the teacher's to say.
-    student.config = replace(student.config, lengths=teacher.config.lengths)
     return student
 
 
@@ -172,17 +184,24 @@ def make_task(
     data: TokenSource | None,
     folder: Path,
     progress: BankBar,
-) -> DistillTask:
+) -> StudentTask:
     """The method of the settings, with the texts it compares with."""
+    if config.method == "duo":
+        assert data is not None
+        return DuoTask(config, teacher, student, world, data=data)
     if config.method == "token-matching":
         return TokenMatchingTask(config, teacher, student, world, data=data)
+    if config.method == "dimo":
+        return DiMOTask(config, teacher, student, world, data=data)
     references: References | None = None
     if config.reference.source == "data":
         assert data is not None
         references = data.rows
     elif config.reference.source == "bank":
         references = _bank(config, teacher, world, data, folder, progress).rows
-    kind = DidiTask if config.method == "didi" else MixtureTask
+    kind: type[DidiTask | MixtureTask | SDTTTask] = DidiTask
+    if config.method != "didi":
+        kind = SDTTTask if config.method == "sdtt" else MixtureTask
     return kind(config, teacher, student, world, references=references, data=data)
 
 
@@ -227,7 +246,7 @@ def _bank(
             drawn = ancestral(
                 denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)
             )
-        return starts.ended(drawn.tokens).cpu()
+        return drawn.tokens.cpu()
 
     where = Path(reference.bank) if reference.bank else folder / "bank"
     with progress() as bar:

@@ -140,7 +140,9 @@ class Model:
         if self.discriminator is not None:
             guide = NetworkGuide(self.discriminator, self.schedule)
         eot_id = self.tokenizer.eot_id if self.tokenizer else None
-        engine = Engine(self.network, self.schedule, self._as_denoiser(), guide, eot_id)
+        engine = Engine(
+            self.network, self.schedule, self._as_denoiser(), guide, eot_id, self.config.order
+        )
         return generate(
             request, self.config, self.tokenizer, engine, device=self.device, callback=callback
         )

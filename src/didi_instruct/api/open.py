@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from didi_instruct.api.shipped import find_shipped, refuse_promised, shipped
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
@@ -26,9 +27,6 @@ from didi_instruct.models.masked_weights import check_headers, weight_files, wei
 
 Form = Literal["didi", "foreign", "masked-lm"]
 """Written by didi; a public checkpoint of the DiT family; a masked LM of `transformers`."""
-
-PROMISED = "stories"
-"""The name under which a model will ship."""
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
@@ -48,6 +46,9 @@ class Origin:
 
 def find(source: str | Path) -> Origin:
     """Say where a SOURCE leads, fetching it from the hub if that is where it is."""
+    folder = find_shipped(source)
+    if folder is not None:
+        return Origin(str(source), folder, "didi")
     path = Path(source).expanduser()
     if path.exists():
         return _classify(str(source), path)
@@ -186,18 +187,15 @@ def _require_code(origin: Origin) -> None:
 
 def _elsewhere(source: str, is_path: bool) -> tuple[Path, str]:
     """Find what is no file or folder here: its folder, and its name on the hub."""
-    if source == PROMISED:
-        raise UserError(
-            f"`{PROMISED}` will be the model that ships with didi, but this version has none: "
-            "train one with `didi pretrain stories-teacher`, or give a folder or a Hugging Face id."
-        )
+    refuse_promised(source)
     match = _HUB_ID.fullmatch(source)
     if is_path or source.startswith((".", "/", "~")) or Path(source).suffix in SUFFIXES:
         raise UserError(f"{source}: no such file or folder.")
     if match is None:
+        known = ", ".join(shipped()) or "there is none yet"
         raise UserError(
-            f"`{source}` is no file or folder here, no model that ships with didi (there is none "
-            "yet), and no Hugging Face id (owner/name or owner/name@revision): check the path."
+            f"`{source}` is no file or folder here, no model that ships with didi ({known}), and "
+            "no Hugging Face id (owner/name or owner/name@revision): check the path."
         )
     try:
         return fetch(match[1], match[2]), match[1]

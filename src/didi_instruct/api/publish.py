@@ -16,6 +16,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.quantised import Storage
 
 if TYPE_CHECKING:
     from didi_instruct.api.model import Model
@@ -27,8 +28,15 @@ def save(
     name: str,
     license: str | None = None,
     provenance: Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
+    numbers: Mapping[str, Any] | None = None,
+    about: str | None = None,
 ) -> None:
-    """Write a model in the layout that `didi.load` reads, with a card under that name."""
+    """Write a model in the layout that `didi.load` reads, with a card under that name.
+
+    `storage` as in `save_model`. For the card: `numbers` of an evaluation (`didi eval --json`), and
+    words `about` the model.
+    """
     refuse(model.network)
     critic = model.discriminator
     told = dict(model.provenance if provenance is None else provenance)
@@ -40,6 +48,9 @@ def save(
         tokens=None if model.tokenizer is None else model.tokenizer.size,
         license=license,
         provenance=told,
+        storage=storage,
+        numbers=numbers,
+        about=about,
     )
     save_model(
         folder,
@@ -48,6 +59,7 @@ def save(
         tokenizer=model.tokenizer,
         discriminator=critic,
         provenance=told,
+        storage=storage,
     )
     write_card(folder, subject)
 

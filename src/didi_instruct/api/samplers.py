@@ -7,15 +7,18 @@ from typing import Any, Literal
 
 from torch import nn
 
-from didi_instruct.config.model import Kind
+from didi_instruct.config.dimo import NOISE, RANDOM
+from didi_instruct.config.model import Kind, Order
 from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
+from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.blocks import blocks
 from didi_instruct.sampling.chain import Callback, Canvas, Denoiser, Draw, Samples
+from didi_instruct.sampling.dimo import Start, dimo, reader_of
 from didi_instruct.sampling.first_hitting import first_hitting
 from didi_instruct.sampling.guided import Guidance, Guide, rgas
 from didi_instruct.sampling.ordered import ordered
@@ -34,6 +37,8 @@ class Engine:
     denoiser: Denoiser
     guide: Guide | None
     eot_id: int | None
+    order: Order = "random"
+    """In which positions are revealed, where nobody says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,11 @@ class NoOptions:
 class AncestralOptions:
     """Options of `ancestral`."""
 
-    grid: str | tuple[float, ...] = "uniform"
-    """`uniform`, `cosine`, or steps + 1 times falling from 1 to 0."""
+    grid: str | tuple[float, ...] | None = None
+    """`uniform` (the default), `cosine`, or steps + 1 times falling from 1 to 0."""
+    order: Order | None = None
+    """`random`, or `streams`: each step reveals positions apart from each other, by a grid of its
+    own. None: the model's own order."""
     greedy_tail: bool = False
     """Take the most probable tokens in the last step."""
 
@@ -86,7 +94,8 @@ class AncestralOptions:
 class GuidedOptions(Guidance):
     """Options of `rgas`."""
 
-    grid: str | tuple[float, ...] = "uniform"
+    grid: str | tuple[float, ...] | None = None
+    order: Order | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +129,23 @@ class BlockOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DimoOptions:
+    """Options of `dimo`: the start that a student was distilled with."""
+
+    random: float = RANDOM
+    """Share of the masks that are random tokens instead."""
+    noise: float = NOISE
+    """Share of Gaussian noise in their embeddings."""
+    grid: str | tuple[float, ...] = "uniform"
+
+    def __post_init__(self) -> None:
+        """Refuse shares that are none."""
+        for name in ("random", "noise"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: use 0 or more, below 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TailOptions:
     """Options of `uniform-state`."""
 
@@ -129,12 +155,19 @@ class TailOptions:
 
 
 def _ancestral(call: Call, options: AncestralOptions) -> Samples:
-    return ancestral(steps=call.steps, **asdict(options), **call.reverse)
+    settings = asdict(options) | {"order": options.order or call.engine.order}
+    return ancestral(steps=call.steps, **settings, **call.reverse)
 
 
 def _guided(call: Call, options: GuidedOptions) -> Samples:
-    guide, grid = call.engine.guide, options.grid
-    return rgas(steps=call.steps, guide=guide, guidance=options, grid=grid, **call.reverse)
+    return rgas(
+        steps=call.steps,
+        guide=call.engine.guide,
+        guidance=options,
+        grid=options.grid,
+        order=options.order or call.engine.order,
+        **call.reverse,
+    )
 
 
 def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
@@ -169,6 +202,24 @@ def _blocks(call: Call, options: BlockOptions) -> Samples:
 
 def _first_hitting(call: Call, options: NoOptions) -> Samples:
     return first_hitting(**call.reverse)
+
+
+def _dimo(call: Call, options: DimoOptions) -> Samples:
+    network, schedule = call.engine.network, call.engine.schedule
+    if not isinstance(network, DiT):
+        raise UserError("`dimo` adds noise to embeddings: it is for networks of the DiT family.")
+    if network.config.masks > 1:
+        raise UserError("`dimo` is for models with one mask: use ancestral.")
+    start = Start(options.random, options.noise)
+    return dimo(
+        reader_of(network, schedule, start),
+        schedule,
+        steps=call.steps,
+        start=start,
+        width=network.config.hidden,
+        grid=options.grid,
+        **call.shared,
+    )
 
 
 def _uniform_state(call: Call, options: TailOptions) -> Samples:
@@ -213,6 +264,7 @@ SAMPLERS = {
         Sampler("remasking", "mdlm", RemaskingOptions, _remasking),
         Sampler("blocks", "mdlm", BlockOptions, _blocks),
         Sampler("first-hitting", "mdlm", NoOptions, _first_hitting, counts_tokens=True),
+        Sampler("dimo", "mdlm", DimoOptions, _dimo),
         Sampler("uniform-state", "duo", TailOptions, _uniform_state),
         Sampler("autoregressive", "ar", NoOptions, _autoregressive, counts_tokens=True),
     )

@@ -19,7 +19,6 @@ from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.kept import content_key, judge_once, key, measure_once
-from didi_instruct.evaluation.paths import log_prob_of_texts
 from didi_instruct.evaluation.rows import Measured, Measuring, Progress, Yardstick
 from didi_instruct.evaluation.samples import (
     VERSION,
@@ -169,9 +168,6 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
         own_window=config.end_id is not None and config.kind == "mdlm" and wish.length is None,
     )
     log_prob = None if drawn.log_prob is None else drawn.log_prob.cpu()
-    if log_prob is not None and origin.own_window:
-        assert config.end_id is not None
-        log_prob = log_prob_of_texts(log_prob, done.written.cpu(), tokens, config.end_id)
     texts, lengths = texts_of(model.tokenizer, tokens, until_eot, config.end_id)
     return SampleSet(origin, tokens, texts, log_prob, lengths)
 

@@ -28,11 +28,28 @@ def command(
         str | None,
         typer.Option(help="For a checkpoint that brings none: gpt2, a folder, a tokenizer.json."),
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Of --to didi: float32, bfloat16 or int8 (a quarter of float32's size)."),
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(help="For the card of --to didi, by the hub's name: mit.")
+    ] = None,
+    numbers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="For the card of --to didi: what `didi eval --json` wrote."
+        ),
+    ] = None,
+    about: Annotated[
+        str | None,
+        typer.Option(help="For the card of --to didi: a few words, of its data for example."),
+    ] = None,
     no_discriminator: Annotated[
         bool, typer.Option("--no-discriminator", help="Leave the discriminator out.")
     ] = False,
 ) -> None:
-    """Write a model in another layout, bit by bit the same."""
+    """Write a model in another layout, bit by bit the same unless --storage asks for less."""
     from didi_instruct.api.convert import convert
     from didi_instruct.cli.progress import ProgressBar
 
@@ -42,6 +59,8 @@ def command(
             bar.update("Writing", done, total, "bytes")
 
         settings: Any = {"to": to, "weights": weights, "family": family}
+        settings |= {"storage": storage, "license": license, "numbers": numbers}
+        settings["about"] = about
         folder = convert(
             source,
             dest,

@@ -17,6 +17,7 @@ SHOWN = (
     "loss",
     "reward_student",
     "disc_accuracy",
+    "student_steps",
     "aux_kl",
     "code_information",
     "path_entropy",
@@ -30,7 +31,8 @@ def command(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")],
     teacher: Annotated[str, typer.Option(metavar="SOURCE", help="The model to distil.")],
     method: Annotated[
-        str | None, typer.Option(help="didi, token-matching or mixture, instead of the recipe's.")
+        str | None,
+        typer.Option(help="didi, token-matching, mixture, sdtt, dimo or duo, not the recipe's."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For a foreign teacher that brings none.")
@@ -75,6 +77,8 @@ def command(
 MEASURES = {
     "path_kl": ("path KL", ".2f"),
     "path_entropy": ("path entropy", ".3f"),
+    "judge_nats": ("judge", ".3f"),
+    "entropy": ("entropy", ".3f"),
     "unique_4gram": ("unique 4-grams", ".3f"),
     "latent_share": ("latent entropy", ".1%"),
 }
@@ -97,7 +101,7 @@ def evaluation_line(values: Mapping[str, float]) -> str:
 
 
 def _budgets(values: Mapping[str, float]) -> list[int]:
-    found = (re.fullmatch(r"path_entropy_(\d+)", name) for name in values)
+    found = (re.fullmatch(r"(?:path_)?entropy_(\d+)", name) for name in values)
     return [int(match[1]) for match in found if match]
 
 
@@ -128,27 +132,37 @@ def _summary(result: "DistillResult") -> None:
     typer.echo(f"Next: didi generate {result.folder} --steps 8{prompt}")
 
 
+def _unit(name: str, exact: bool) -> str:
+    """What a measure is counted in, and who judged."""
+    if name == "judge_nats":
+        judge = "" if exact else ", by the teacher's own bound"
+        return f"{judge}, nats per token (± standard error) / entropy of a sample's tokens"
+    if name != "path_kl":
+        return ", nats per token (texts that continue a prompt have no judge here)"
+    unit = ", nats per sequence (± standard error)"
+    if exact:
+        return unit
+    return f"{unit}, judged by the teacher's own bound: differences count, a value may be below 0"
+
+
 def _comparison(result: "DistillResult") -> Iterator[str]:
-    """Teacher and student at every budget, as a small table; path KL where there is a judge."""
+    """Teacher and student at every budget, as a small table; path KL where there is one."""
     budgets = _budgets(result.teacher)
     if not budgets or not result.student:
         return
     name, (title, form) = next(
         (n, m) for n, m in MEASURES.items() if f"{n}_{budgets[0]}" in result.teacher
     )
-    if name != "path_kl":
-        yield f"{title}, nats per token (texts that continue a prompt have no judge here)"
-    elif result.exact:
-        yield f"{title}, nats per sequence (± standard error)"
-    else:
-        yield (
-            f"{title}, nats per sequence (± standard error), judged by the teacher's own bound: "
-            "differences count, a value may be below 0"
-        )
-    yield "steps".rjust(10) + "".join(str(n).rjust(18) for n in budgets)
+    yield title + _unit(name, result.exact)
     rows = {"teacher": (result.teacher, ""), "student": (result.student, "")}
     if any(name.endswith("_raw") for name in result.student):
         rows["raw"] = (result.student, "_raw")
+    # A judge likes what is said often: its number never stands alone.
+    shown = [name, "entropy"] if name == "judge_nats" else [name]
+    width = 18 if len(shown) == 1 else 25
+    yield "steps".rjust(10) + "".join(str(n).rjust(width) for n in budgets)
     for row, (numbers, tag) in rows.items():
-        cells = (_cell(numbers, f"{name}_{n}{tag}", form) for n in budgets)
-        yield row.rjust(10) + "".join(cell.rjust(18) for cell in cells)
+        cells = [
+            " / ".join(_cell(numbers, f"{one}_{n}{tag}", form) for one in shown) for n in budgets
+        ]
+        yield row.rjust(10) + "".join(cell.rjust(width) for cell in cells)

@@ -262,12 +262,16 @@ def _quality(
     from didi_instruct.api.evaluate import Report
     from didi_instruct.api.preflight import check_models, check_needs
     from didi_instruct.api.quality import evaluate_quality
+    from didi_instruct.api.shipped import find_shipped
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
 
     folder = out or default_folder([*sources, *map(str, samples)], against)
     models = check_models(sources, against, plan, reference, reading, metrics, tokenizer)
-    opened = None if judge is None else open_judge(judge, device=device, **judge_settings)
+    opened = None
+    if judge is not None:
+        source = find_shipped(judge) or judge
+        opened = open_judge(source, device=device, name=judge, **judge_settings)
     check_needs(metrics, plan, opened, models)
     with ProgressBar() as bar:
         found = evaluate_quality(

@@ -12,7 +12,10 @@ from didi_instruct.errors import UserError
 def command(
     source: Annotated[
         str | None,
-        typer.Argument(help="The model: a folder, a foreign checkpoint, a Hugging Face id."),
+        typer.Argument(
+            help="The model: a shipped name (`stories`, meant if none is given), a folder, a "
+            "foreign checkpoint, a Hugging Face id."
+        ),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Steps per sample (of a block, with blocks); 16 if not said.")
@@ -65,15 +68,15 @@ def command(
     ] = False,
 ) -> None:
     """Sample text: from nothing, after a prompt, or into gaps."""
-    if source is None:
-        raise UserError("Name a model: a folder of `didi pretrain`, or a Hugging Face id.")
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
+    from didi_instruct.api.shipped import DEFAULT
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
     from didi_instruct.sampling.trace import Trace, check_path
 
+    source = DEFAULT if source is None else source
     if trace is not None:
         check_path(trace)
     request = Request(

@@ -5,10 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from didi_instruct.config.dimo import DimoConfig
+from didi_instruct.config.duo import DuoConfig
+from didi_instruct.config.model import Order
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
+from didi_instruct.config.sdtt import SdttConfig
 from didi_instruct.errors import UserError
 
-Method = Literal["didi", "token-matching", "mixture"]
+Method = Literal["didi", "token-matching", "mixture", "sdtt", "dimo", "duo"]
 Grouping = Literal["batch", "tau", "state"]
 KL = Literal["forward", "backward", "jeffreys"]
 
@@ -201,7 +205,8 @@ class MixtureConfig:
     """Mixture steps: a code that all tokens of a step share, learnt by likelihood."""
 
     codes: int = 16
-    """K: the masks of the student. A step may gain up to log K nats."""
+    """K: the masks of the student. A step may gain up to log K nats; 1 is plain likelihood of what
+    each step reveals."""
     budgets: tuple[int, ...] = (4, 8)
     """Step counts N whose steps the student learns."""
     learning: int = 2
@@ -213,7 +218,7 @@ class MixtureConfig:
         """Refuse settings that cannot train."""
         if not self.budgets or min(self.budgets) < 1:
             raise UserError(f"mixture.budgets is {list(self.budgets)}: step counts, 1 or more.")
-        _at_least("mixture", self, 2, ["codes"])
+        _at_least("mixture", self, 1, ["codes"])
         _at_least("mixture", self, 0, ["spread"])
         _at_least("mixture", self, 1, ["learning"])
 
@@ -257,6 +262,9 @@ class DistillConfig:
     expect: str = ""
     """The number to expect."""
     method: Method = "didi"
+    order: Order = "random"
+    """Of token-matching and mixture: the order in which the student reveals positions, here and
+    when it is sampled (`process.orders`)."""
     student: str | None = None
     """A model to start from; by default a copy of the teacher."""
     prompt: int = 0
@@ -266,6 +274,9 @@ class DistillConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     token_matching: TokenMatchingConfig = field(default_factory=TokenMatchingConfig)
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
+    sdtt: SdttConfig = field(default_factory=SdttConfig)
+    dimo: DimoConfig = field(default_factory=DimoConfig)
+    duo: DuoConfig = field(default_factory=DuoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     """Text for prompts, for `reference.source=data` and for held-out likelihood."""
     optim: StudentOptimConfig = field(default_factory=StudentOptimConfig)
@@ -279,13 +290,14 @@ class DistillConfig:
         needs = [
             (self.prompt > 0, "prompt gives the first tokens of real text"),
             (
-                self.method != "token-matching" and self.reference.source == "data",
+                self.method not in ("token-matching", "dimo") and self.reference.source == "data",
                 "reference.source=data takes real text",
             ),
         ]
         for needed, why in needs:
             if needed and not self.data.source:
                 raise UserError(f"{why}: name it with --set data.source=...")
+        self._check_method()
         if self.warmup >= self.train.steps:
             raise UserError(
                 f"train.steps is {self.train.steps} and {self._part}.warmup takes {self.warmup} of "
@@ -302,10 +314,28 @@ class DistillConfig:
                 f"{self.group_setting}, {self.group_size}."
             )
 
+    def _check_method(self) -> None:
+        """Refuse what a method does not know."""
+        if self.order != "random" and self.method not in ("token-matching", "mixture"):
+            raise UserError(
+                f"order is {self.order}, which method={self.method} does not know: use "
+                "token-matching or mixture, or sample its student with --option order=streams."
+            )
+        if self.method == "sdtt":
+            self.sdtt.check_rounds(self.train.steps)
+        if self.method == "duo":
+            self.duo.check_rounds(self.train.steps)
+            if self.prompt:
+                raise UserError(
+                    f"prompt is {self.prompt}, but method=duo learns whole texts: leave it out."
+                )
+
     @property
     def _part(self) -> str:
         """The section of the second network."""
-        return "token_matching" if self.method == "token-matching" else "discriminator"
+        return {"token-matching": "token_matching", "dimo": "dimo"}.get(
+            self.method, "discriminator"
+        )
 
     @property
     def group_setting(self) -> str:
@@ -317,7 +347,7 @@ class DistillConfig:
         """Texts that belong together: they must not be split over processes or passes."""
         if self.method == "token-matching":
             return self.token_matching.contexts
-        if self.method == "mixture":
+        if self.method != "didi":
             return 1
         return self.didi.group_size if self.didi.grouping != "batch" or self.prompt else 1
 
@@ -326,4 +356,6 @@ class DistillConfig:
         """Iterations before the student begins to learn."""
         if self.method == "token-matching":
             return self.token_matching.warmup
+        if self.method == "dimo":
+            return self.dimo.warmup
         return self.discriminator.warmup if self.method == "didi" else 0

@@ -6,6 +6,7 @@ from typing import Literal
 from didi_instruct.errors import UserError
 
 Kind = Literal["mdlm", "duo", "ar"]
+Order = Literal["random", "streams"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,9 @@ class ModelConfig:
     lengths: tuple[int, ...] = ()
     """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end. A masked
     model draws the length of a text from it before it writes."""
+    order: Order = "random"
+    """Of an `mdlm`: in which order positions are revealed, where nobody says: by chance, or
+    in `streams`, apart from each other (`process.orders`)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
@@ -67,8 +71,11 @@ class ModelConfig:
                 f"model.masks is {self.masks}: use 1 or more, and leave room for tokens in a "
                 f"vocabulary of {self.vocab_size}."
             )
-        if self.masks > 1 and self.kind != "mdlm":
-            raise UserError(f"model.masks is {self.masks}, but `{self.kind}` has no masks.")
+        if self.kind != "mdlm" and (self.masks > 1 or self.order != "random"):
+            name = "masks" if self.masks > 1 else "order"
+            raise UserError(
+                f"model.{name} is {getattr(self, name)}, but `{self.kind}` has no masks."
+            )
         self._check_end()
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise UserError(

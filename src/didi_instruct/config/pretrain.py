@@ -157,6 +157,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CurriculumConfig:
+    """DUO's curriculum: a uniform-state model begins with softened tokens."""
+
+    steps: int = 0
+    """First steps of training that it takes; 0: none."""
+    temperature: tuple[float, float] = (1e-3, 1e-3)
+    """Of the softmax of the Gaussian latent, at the beginning and at the end of the curriculum."""
+    tokens: int = 16
+    """Tokens that a softened one mixes at most: the clean one, and those of most weight."""
+
+    def __post_init__(self) -> None:
+        """Refuse mixtures that mean nothing."""
+        if self.steps < 0:
+            raise UserError(f"curriculum.steps is {self.steps}: use 0 (none) or more.")
+        if len(self.temperature) != 2 or not all(0 < t < math.inf for t in self.temperature):
+            raise UserError(
+                f"curriculum.temperature is {list(self.temperature)}: two finite numbers above 0."
+            )
+        if self.tokens < 2:
+            raise UserError(f"curriculum.tokens is {self.tokens}: a mixture needs 2 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainConfig:
     """One pretraining run."""
 
@@ -167,4 +190,13 @@ class PretrainConfig:
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse sections that contradict each other."""
+        if self.curriculum.steps and self.model.kind != "duo":
+            raise UserError(
+                f"curriculum.steps is {self.curriculum.steps}, but model.kind is "
+                f"{self.model.kind}: the curriculum is that of uniform-state models (`duo`)."
+            )

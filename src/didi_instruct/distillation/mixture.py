@@ -24,14 +24,14 @@ from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import (
     Noise,
     References,
+    order_of,
     revealed_between,
-    revealed_shares,
 )
 from didi_instruct.distillation.task import DistillTask, Teacher
 from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
-from didi_instruct.process.masking import stratified_times, with_code
+from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
@@ -134,12 +134,13 @@ class MixtureTask(DistillTask):
         noise = self.noise(step, 0, indices)
         seed = mix(self.config.train.seed, "budgets", step)
         strata = stratified_times(batch, torch.Generator().manual_seed(seed)).to(x.device)
-        _, t, after = path_times(self.config.mixture.budgets, strata[indices])
-        order = noise.uniforms(self.length, Purpose.REVEAL)
-        low, high = revealed_shares(self.schedule, torch.stack([t, after]))
+        order = self.config.order
+        _, t, after, budget = path_times(self.config.mixture.budgets, strata[indices], order)
         written = self.starts.open(x)
-        z = x.masked_fill((order >= low[:, None]) & written, self.mask_id)
-        return Part(x, z, t, revealed_between(order, low, high) & written)
+        numbers = order_of(order, noise, written, budget, self.config.mixture.budgets)
+        low, high = revealed_shares(self.schedule, torch.stack([t, after]))
+        z = x.masked_fill((numbers >= low[:, None]) & written, self.mask_id)
+        return Part(x, z, t, revealed_between(numbers, low, high) & written)
 
     @torch.no_grad()
     def log_likelihoods(self, part: Part) -> Tensor:

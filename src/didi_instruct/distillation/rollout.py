@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from didi_instruct.process.masking import reveal_probability
+from didi_instruct.config.model import Order
+from didi_instruct.process.masking import revealed_shares
+from didi_instruct.process.orders import numbers
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chain import PART_ELEMENTS, Purpose
@@ -134,14 +136,17 @@ def walk(
     times: Tensor,
     noise: Noise,
     mask_id: int,
+    order: Tensor | None = None,
 ) -> Walk:
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
-    A text whose time stands still takes no step. Shapes: start (U, L), owner (W,) in 0..U-1,
+    A text whose time stands still takes no step. `order` (W, L) tells when each position is
+    revealed (`order_of`); by default chance does. Shapes: start (U, L), owner (W,) in 0..U-1,
     times (W, K + 1) float64 falling from 1.
     """
     z = start[owner]
-    order = noise.uniforms(z.shape[1], Purpose.REVEAL)
+    if order is None:
+        order = noise.uniforms(z.shape[1], Purpose.REVEAL)
     shares = revealed_shares(schedule, times)
     log_prob = torch.zeros(len(z), dtype=torch.float64, device=z.device)
     jumps = []
@@ -158,11 +163,17 @@ def walk(
     return Walk(z, tuple(jumps), log_prob)
 
 
-def revealed_shares(schedule: Schedule, times: Tensor) -> Tensor:
-    """Share of the masks of time 1 that is revealed by each time; 1 at time 0."""
-    alpha = schedule.alpha(times)
-    share = reveal_probability(alpha, schedule.alpha(torch.ones_like(times)))
-    return torch.where(times <= 0, torch.ones_like(share), share)
+def order_of(
+    order: Order, noise: Noise, open: Tensor, steps: Tensor, budgets: tuple[int, ...]
+) -> Tensor:
+    """Numbers (B, L) in [0, 1): a position is revealed once a larger share of all is.
+
+    `open` (B, L) are the positions to write, `steps` (B,) those of the path that a text is on, each
+    one of the budgets.
+    """
+    if order == "streams":
+        return numbers(open, steps, budgets)
+    return noise.uniforms(open.shape[1], Purpose.REVEAL)
 
 
 def revealed_between(order: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -88,15 +88,6 @@ class Starts:
         middle = torch.arange(WATCHED, dtype=torch.float64, device=device) + 0.5
         return self._windows(self.law.draw(middle / WATCHED))
 
-    def ended(self, x: Tensor) -> Tensor:
-        """Texts (B, L) with nothing behind their first end.
-
-        A text whose end was written, though it was given a later one, is a text that ends there.
-        """
-        if self.end_id is None:
-            return x
-        return torch.where(before_end(x, self.end_id), x, self.end_id)
-
     def _lengths(self, noise: Noise) -> Tensor:
         assert self.law is not None
         return self.law.draw(noise.uniforms(1, Purpose.LENGTH).squeeze(1))

@@ -86,11 +86,11 @@ def check_fit(
         )
 
 
-class DistillTask(ABC):
-    """One iteration is one global batch of student rollouts; see `training.loop.Task`.
+class StudentTask(ABC):
+    """A student that learns from a teacher; see `training.loop.Task`.
 
-    Everything random is a function of (seed, iteration, index of the text in the batch), so
-    processes and passes may share a batch as they like.
+    What no mask is needed for. Everything random is a function of (seed, iteration, index of the
+    text in the batch), so processes and passes may share a batch as they like.
     """
 
     rates: str = "optim.lr"
@@ -107,16 +107,9 @@ class DistillTask(ABC):
         self.config, self.world, self.data, self.tokenizer = config, world, data, teacher.tokenizer
         self.model_config = student.config
         self.schedule = make_schedule(student.config.schedule)
-        mask_id = student.config.mask_id
-        assert mask_id is not None, "the student of a masked teacher has a mask"
         rows = None if data is None else data.length
         check_fit(config, teacher.network.config, rows=rows, processes=world.size)
-        if config.prompt and data is None:
-            raise ValueError("prompts come from data: give some")
-        if student.config.end_id != teacher.network.config.end_id:
-            raise ValueError("student and teacher end their texts in different ways")
-        self.mask_id, self.length = mask_id, rows or teacher.network.config.length
-        self.starts = Starts.of(teacher.network.config, self.length, config.prompt)
+        self.length = rows or teacher.network.config.length
         train = config.train
         self.student = Host(student.requires_grad_(True), train, world)
         self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
@@ -133,7 +126,6 @@ class DistillTask(ABC):
         """Of the student's draws before it learns, nats per token: a collapse is told from it;
         0 where nothing is drawn."""
         self._teacher_id = teacher.fingerprint
-        self._teacher_at_start: Tensor | None = None
 
     @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
@@ -160,52 +152,6 @@ class DistillTask(ABC):
     def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
         """Random numbers of some texts of an iteration's batch; `turn` counts its batches."""
         return Noise(mix(self.config.train.seed, self.config.method, step, turn), indices)
-
-    def prompts(self, first: int, indices: Tensor) -> Tensor | None:
-        """Texts of the data that are to be continued, one for each of consecutive indices.
-
-        They are counted from row `first` on. None: nothing is to be continued.
-        """
-        if not self.config.prompt:
-            return None
-        assert self.data is not None
-        return self.data.rows(first + int(indices[0]), len(indices)).to(self.world.device)
-
-    def teacher_texts(self, start: int, count: int) -> Tensor:
-        """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
-        indices = torch.arange(start, start + count, device=self.world.device)
-        noise = Noise(mix(self.config.train.seed, "teacher"), indices)
-        begin, owner = self.starts(noise, self.prompts(0, indices))
-        steps = self.config.reference.steps
-        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
-        texts = walk(
-            self.teacher,
-            self.schedule,
-            begin,
-            owner,
-            times.expand(count, -1),
-            noise,
-            self.mask_id,
-        ).z
-        return self.starts.ended(texts)
-
-    # The teacher where texts start: the one state that all share, or windows that stand for all
-
-    def teacher_at_start(self) -> Tensor:
-        """Log-probabilities (R, V) of the teacher where all is masked: a constant of the run."""
-        if self._teacher_at_start is None:
-            self._teacher_at_start = self._at_start(self.teacher)
-        return self._teacher_at_start
-
-    @torch.no_grad()
-    def kl_at_start(self) -> Tensor:
-        """KL(teacher ‖ student) per token where all is masked."""
-        return kl(self.teacher_at_start(), self._at_start(self.student_rows)).mean()
-
-    def _at_start(self, rows: Rows) -> Tensor:
-        start = self.starts.watched(self.world.device)
-        time = torch.ones(len(start), dtype=torch.float64, device=start.device)
-        return rows(start, time, start == self.mask_id)
 
     def summed(self, totals: Totals) -> dict[str, Tensor]:
         """Numbers added up over the processes, together."""
@@ -284,6 +230,74 @@ class DistillTask(ABC):
     def discriminator(self) -> Trunk | None:
         """What is written beside the student."""
         return None
+
+
+class DistillTask(StudentTask):
+    """A student with a mask: one iteration is one global batch of texts, written from masks."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        world: World,
+        data: TokenSource | None = None,
+    ) -> None:
+        super().__init__(config, teacher, student, world, data)
+        mask_id = student.config.mask_id
+        assert mask_id is not None, "the student of a masked teacher has a mask"
+        if config.prompt and data is None:
+            raise ValueError("prompts come from data: give some")
+        if student.config.end_id != teacher.network.config.end_id:
+            raise ValueError("student and teacher end their texts in different ways")
+        self.mask_id = mask_id
+        self.starts = Starts.of(teacher.network.config, self.length, config.prompt)
+        self._teacher_at_start: Tensor | None = None
+
+    def prompts(self, first: int, indices: Tensor) -> Tensor | None:
+        """Texts of the data that are to be continued, one for each of consecutive indices.
+
+        They are counted from row `first` on. None: nothing is to be continued.
+        """
+        if not self.config.prompt:
+            return None
+        assert self.data is not None
+        return self.data.rows(first + int(indices[0]), len(indices)).to(self.world.device)
+
+    def teacher_texts(self, start: int, count: int) -> Tensor:
+        """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
+        indices = torch.arange(start, start + count, device=self.world.device)
+        noise = Noise(mix(self.config.train.seed, "teacher"), indices)
+        begin, owner = self.starts(noise, self.prompts(0, indices))
+        steps = self.config.reference.steps
+        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
+        return walk(
+            self.teacher,
+            self.schedule,
+            begin,
+            owner,
+            times.expand(count, -1),
+            noise,
+            self.mask_id,
+        ).z
+
+    # The teacher where texts start: the one state that all share, or windows that stand for all
+
+    def teacher_at_start(self) -> Tensor:
+        """Log-probabilities (R, V) of the teacher where all is masked: a constant of the run."""
+        if self._teacher_at_start is None:
+            self._teacher_at_start = self._at_start(self.teacher)
+        return self._teacher_at_start
+
+    @torch.no_grad()
+    def kl_at_start(self) -> Tensor:
+        """KL(teacher ‖ student) per token where all is masked."""
+        return kl(self.teacher_at_start(), self._at_start(self.student_rows)).mean()
+
+    def _at_start(self, rows: Rows) -> Tensor:
+        start = self.starts.watched(self.world.device)
+        time = torch.ones(len(start), dtype=torch.float64, device=start.device)
+        return rows(start, time, start == self.mask_id)
 
 
 class CriticTask(DistillTask):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import Order
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.hosting import Tensors, law
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
@@ -23,14 +24,15 @@ from didi_instruct.distillation.rollout import (
     Jump,
     Noise,
     draw_from,
+    order_of,
     revealed_between,
-    revealed_shares,
     walk,
 )
 from didi_instruct.distillation.task import CriticTask, Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy, kl
-from didi_instruct.process.masking import stratified_times
+from didi_instruct.process.masking import revealed_shares, stratified_times
+from didi_instruct.process.orders import shares
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
@@ -46,6 +48,8 @@ class Plan:
     """(U,) the start of each state's walk."""
     times: Tensor
     """(U, K + 1) times of the walk; it stands still once it has arrived."""
+    order: Tensor
+    """(U, L) when positions are revealed."""
     t: Tensor
     """(U,) where the states are, the start of the step that is learned."""
     revealed: Tensor
@@ -96,19 +100,33 @@ def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
     return (log_p.exp() * log_ratio).sum(-1)
 
 
-def path_times(budgets: tuple[int, ...], where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def path_times(
+    budgets: tuple[int, ...], where: Tensor, order: Order = "random"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Walks to a random step of a random budget, chosen by `where` (U,) in [0, 1).
 
-    Returns the times of the walks (U, K + 1), K the same for all; and start and end of the step
-    that follows, (U,) each.
+    Steps are equally long, or as the order asks for. Returns the times of the walks (U, K + 1), K
+    the same for all; start and end of the step that follows, (U,) each; and the budgets (U,).
     """
     place = where * len(budgets)
     which = place.long().clamp(max=len(budgets) - 1)
     budget = torch.tensor(budgets, device=where.device)[which]
     done = ((place - which) * budget).long().clamp(max=budget - 1)
     steps = torch.arange(max(budgets), device=where.device)
-    times = 1 - torch.minimum(steps, done[:, None]) / budget[:, None].double()
-    return times, 1 - done / budget.double(), 1 - (done + 1) / budget.double()
+    size = max(budgets) + 1
+    rows = [_times(count, order) for count in budgets]
+    padded = [row + [0.0] * (size - len(row)) for row in rows]
+    table = torch.tensor(padded, dtype=torch.float64, device=where.device)[which]
+    times = table.gather(1, torch.minimum(steps, done[:, None]))
+    t, after = table.gather(1, torch.stack([done, done + 1], 1)).unbind(1)
+    return times, t, after, budget
+
+
+def _times(steps: int, order: Order) -> list[float]:
+    """Times of a path in as many steps, from 1 to 0."""
+    if order == "streams":
+        return [1 - share for share in shares(steps)]
+    return [1 - n / steps for n in range(steps + 1)]
 
 
 class TokenMatchingTask(CriticTask):
@@ -190,12 +208,14 @@ class TokenMatchingTask(CriticTask):
         strata = stratified_times(
             self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
         ).to(self.world.device)
-        times, t, after = path_times(settings.budgets, strata[states.indices])
+        order = self.config.order
+        times, t, after, budget = path_times(settings.budgets, strata[states.indices], order)
         first = (step * settings.aux_steps + turn) * len(strata)
         start, owner = self.starts(states, self.prompts(first, states.indices))
-        order = states.uniforms(self.length, Purpose.REVEAL)
+        open = (start == self.mask_id)[owner]
+        numbers = order_of(order, states, open, budget, settings.budgets)
         low, high = revealed_shares(self.schedule, torch.stack([t, after]))
-        revealed = revealed_between(order, low, high) & (start == self.mask_id)[owner]
+        revealed = revealed_between(numbers, low, high) & open
         state = torch.arange(len(indices), device=t.device) // size
         # Draws that the completion term compares differ in their tokens alone.
         coins = states if settings.completion else noise
@@ -204,7 +224,7 @@ class TokenMatchingTask(CriticTask):
         share = share.repeat_interleave(len(indices) // len(share), 0)
         shown = shown.repeat_interleave(len(indices) // len(shown), 0) & revealed[state]
         t_context = self._context_time(t[state], after[state], share.squeeze(1))
-        return Plan(start, owner, times, t, revealed, state, shown, t_context)
+        return Plan(start, owner, times, numbers, t, revealed, state, shown, t_context)
 
     def _context_time(self, t: Tensor, after: Tensor, share: Tensor) -> Tensor:
         """Time at which as much is masked as in a context that shows a share of a step."""
@@ -241,6 +261,7 @@ class TokenMatchingTask(CriticTask):
             plan.times,
             noise.of_groups(size) if size > 1 else noise,
             self.mask_id,
+            plan.order,
         ).z
         with torch.set_grad_enabled(learns):
             student_law = law(self.schedule, z, plan.t, plan.revealed)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from didi_instruct.distillation.task import ENOUGH_TEXTS, DistillTask
+from didi_instruct.distillation.task import ENOUGH_TEXTS, StudentTask
 
 HALF = 0.5
 HOLD = {"didi": "didi.kl_weight", "token-matching": "token_matching.anchor"}
@@ -12,7 +12,7 @@ HOLD = {"didi": "didi.kl_weight", "token-matching": "token_matching.anchor"}
 class Watcher:
     """Sees every log entry: warns once of each trouble, and stops a run that has collapsed."""
 
-    def __init__(self, task: DistillTask, say: Callable[[str], None]) -> None:
+    def __init__(self, task: StudentTask, say: Callable[[str], None]) -> None:
         self.task, self.say = task, say
         self._said: set[str] = set()
         self._step: int | None = None

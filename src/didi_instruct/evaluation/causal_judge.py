@@ -68,8 +68,8 @@ class CausalJudge:
             )
         self.batch_size, self.temperature = batch_size, temperature
         self.collapse_spaces, self.beyond = collapse_spaces, beyond
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        files, self.tokenizer, self.model = load_causal(source, dtype, trust_remote_code)
+        # In half precision the same weights give other numbers, and a judge is read to the digit.
+        files, self.tokenizer, self.model = load_causal(source, torch.float32, trust_remote_code)
         self.model.to(self.device).eval()
         require_causal(name, self.model)
         self.start = _start_token(name, self.tokenizer, bos)

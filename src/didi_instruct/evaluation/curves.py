@@ -30,7 +30,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5
 GREY, LIGHT = "#555555", "#e6e6e6"
 SMOOTHED = 40
 """A series of this many points is noise around a running mean; a shorter one is shown as it is."""
-PATH_KL = re.compile(r"path_kl_([1-9]\d*)(_raw)?")
+BY_BUDGET = {
+    "path_kl": "path KL, nats per sequence",
+    "judge_nats": "judge, nats per token",
+    "entropy": "entropy of a sample's tokens, nats",
+}
+"""Numbers of quick evaluations, one for each count of sampling steps: the first panels."""
 
 Style = Literal["-", "--"]
 
@@ -62,7 +67,7 @@ GROUPS = (
     ),
     Group(title="information in the codes, nats per step", left=("code_information",)),
     Group(title="KL to the teacher", left=("kl", "kl_start", "aux_kl")),
-    Group(title="entropy, nats per token", left=("entropy", "path_entropy")),
+    Group(title="entropy, nats per token", left=("entropy", "path_entropy", "target_entropy")),
     Group(title="gradient norms", left=("grad_norm", "disc_grad_norm", "aux_grad_norm"), log=True),
     Group(title="unique 4-grams", left=("unique_4gram",)),
     Group(title="clipped log-ratios", left=("ratio_clip_fraction",)),
@@ -70,7 +75,7 @@ GROUPS = (
     Group(title="learning rate", left=("lr",), smooth=False),
     Group(title="speed", left=("tokens_per_second",), right=("iterations_per_second",)),
 )
-"""The panels that follow the path KL."""
+"""The panels that follow those of the quick evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +175,8 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 def panels_of(records: Sequence[Mapping[str, float]]) -> list[Panel]:
     """Sort what a log holds into panels; numbers of no group are left out."""
-    path_kls = tuple(_path_kls(records))
-    panels = [Panel("path KL, nats per sequence", path_kls, smooth=False)] if path_kls else []
+    quick = {title: tuple(_by_budget(records, name)) for name, title in BY_BUDGET.items()}
+    panels = [Panel(title, series, smooth=False) for title, series in quick.items() if series]
     for group in GROUPS:
         series = []
         for name, colour in zip(group.left + group.right, COLOURS, strict=False):
@@ -207,13 +212,14 @@ def _series(label: str, points: Mapping[float, float], colour: str, **traits: An
     return Series(label, np.array(list(points)), np.array(list(points.values())), colour, **traits)
 
 
-def _path_kls(records: Sequence[Mapping[str, float]]) -> Iterator[Series]:
+def _by_budget(records: Sequence[Mapping[str, float]], measure: str) -> Iterator[Series]:
     """One colour per number of sampling steps, for averaged and raw weights alike."""
     names = {name for record in records for name in record}
-    found = sorted((int(m[1]), m[2] is not None) for m in map(PATH_KL.fullmatch, names) if m)
+    form = re.compile(rf"{measure}_([1-9]\d*)(_raw)?")
+    found = sorted((int(m[1]), m[2] is not None) for m in map(form.fullmatch, names) if m)
     budgets = sorted({steps for steps, _ in found})
     for steps, raw in found:
-        name = f"path_kl_{steps}_raw" if raw else f"path_kl_{steps}"
+        name = f"{measure}_{steps}_raw" if raw else f"{measure}_{steps}"
         points, known = _points(records, name), _points(records, f"{name}_se")
         errors = np.array([known.get(step, 0.0) for step in points]) if known else None
         label = "1 step" if steps == 1 else f"{steps} steps"

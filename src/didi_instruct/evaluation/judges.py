@@ -43,8 +43,9 @@ def open_judge(
     draws: int = 8,
     seed: int = 0,
     trust_remote_code: bool = False,
+    name: str | None = None,
 ) -> Judge:
-    """Return the judge that `source` names.
+    """Return the judge that `source` names; a model of ours may have a better name than its folder.
 
     `oracle`, a directory written by didi (left-to-right or diffusion), or whatever `CausalJudge`
     reads. `draws` and `seed` are for the noise of a diffusion model's bound.
@@ -75,7 +76,7 @@ def open_judge(
         return OracleJudge(OracleLanguage.default().to(chosen))
     manifest, loaded = read_manifest(folder), load_model(folder, device=chosen)
     common: dict[str, Any] = {
-        "name": str(source),
+        "name": name or str(source),
         "fingerprint": digest(manifest.files[MODEL].sha256, asdict(loaded.config)),
         "tokenizer": loaded.tokenizer.hash if loaded.tokenizer else None,
         "batch_size": batch_size,

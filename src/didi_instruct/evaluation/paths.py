@@ -68,21 +68,6 @@ def path_gaps(samples: Samples, judge: Judge) -> Tensor:
     return samples.log_prob.double().cpu() - log_p.double().cpu()
 
 
-def log_prob_of_texts(log_prob: Tensor, written: Tensor, tokens: Tensor, end_id: int) -> Tensor:
-    """Log-probabilities (B,) of paths whose texts may have been ended while they were written.
-
-    A model that draws a text's length first may still write an end into the text. Then several
-    windows have one text, and the entropy of windows is more than that of texts. Given the order,
-    let a text have probability a in windows without such an end and b in the others:
-
-        sum (a + b) log(a + b)  <=  sum a log a + sum b
-
-    since log(a + b) <= log a + b / a, and <= 0. So 1 in place of the log-probability, wherever an
-    end was `written` (B, L), keeps the path entropy a lower bound, and the path KL an upper one.
-    """
-    return torch.where(((tokens == end_id) & written).any(1), 1.0, log_prob)
-
-
 def paired_difference(gaps_a: Tensor, gaps_b: Tensor) -> tuple[float, float]:
     """Path KL of a minus that of b, from `path_gaps` (B,) of both, and its standard error.
 

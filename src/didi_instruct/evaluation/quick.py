@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from didi_instruct.config.model import Order
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.monitor import unique_ngrams
 from didi_instruct.distillation.rollout import Rows
-from didi_instruct.evaluation.paths import Judge, log_prob_of_texts, path_kl
-from didi_instruct.process.lengths import before_end
+from didi_instruct.evaluation.paths import Judge, path_kl
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
@@ -45,7 +46,12 @@ class QuickTest:
     """(N,) of drawing the starts, which a judge of whole texts counts too: of their lengths."""
 
     def draw(
-        self, rows: Rows, steps: int, tick: Callable[[], None] = nothing, masks: int = 1
+        self,
+        rows: Rows,
+        steps: int,
+        tick: Callable[[], None] = nothing,
+        masks: int = 1,
+        order: Order = "random",
     ) -> Samples:
         """Ancestral samples from a denoiser given as rows; `tick` is called between batches."""
         parts = []
@@ -56,19 +62,25 @@ class QuickTest:
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices, masks=masks)
-            settings = Draw(seed=self.seed)
-            parts.append(
-                ancestral(_Denoiser(rows), self.schedule, canvas, steps=steps, settings=settings)
-            )
+            how: Any = {"steps": steps, "settings": Draw(seed=self.seed), "order": order}
+            parts.append(ancestral(_Denoiser(rows), self.schedule, canvas, **how))
         return join(parts)
 
     def measure(
-        self, rows: Rows, tag: str = "", tick: Callable[[], None] = nothing, masks: int = 1
+        self,
+        rows: Rows,
+        tag: str = "",
+        tick: Callable[[], None] = nothing,
+        masks: int = 1,
+        order: Order = "random",
     ) -> dict[str, float]:
-        """Numbers of a denoiser at every budget, by name; `masks` is how many it knows."""
+        """Numbers of a denoiser at every budget, by name.
+
+        `masks` is how many it knows, `order` the one that it reveals positions in.
+        """
         found: dict[str, float] = {}
         for steps in self.budgets:
-            samples = self.draw(rows, steps, tick, masks)
+            samples = self.draw(rows, steps, tick, masks, order)
             assert samples.log_prob is not None
             written = max(1, int((self.start == self.mask_id).sum()))
             if self.judge is not None:
@@ -86,17 +98,11 @@ class QuickTest:
         return found
 
     def _texts(self, samples: Samples) -> Samples:
-        """Samples as a judge of texts sees them: nothing behind an end, lengths drawn too."""
-        if self.end_id is None:
+        """Samples as a judge of texts sees them: their lengths were drawn too."""
+        if self.start_log_prob is None:
             return samples
         assert samples.log_prob is not None
-        tokens, log_prob = samples.tokens, samples.log_prob
-        if self.start_log_prob is not None:
-            log_prob = log_prob + self.start_log_prob
-        written = self.start == self.mask_id
-        log_prob = log_prob_of_texts(log_prob, written, tokens, self.end_id)
-        ended = torch.where(before_end(tokens, self.end_id), tokens, self.end_id)
-        return replace(samples, tokens=ended, log_prob=log_prob)
+        return replace(samples, log_prob=samples.log_prob + self.start_log_prob)
 
 
 class _Denoiser:

@@ -74,8 +74,7 @@ class SampleSet:
     """(N, L) int64, on the CPU."""
     texts: tuple[str, ...]
     log_prob: Tensor | None
-    """(N,) float64, of the path; None where it has no probability, or none was asked for. Of texts
-    with windows of their own it is `log_prob_of_texts`."""
+    """(N,) float64, of the path; None where it has no probability, or none was asked for."""
     lengths: Tensor
     """(N,) tokens that count, from the first."""
 

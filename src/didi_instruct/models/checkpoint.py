@@ -39,7 +39,8 @@ from didi_instruct.models.manifest import (
     Manifest,
     read_manifest,
 )
-from didi_instruct.models.tensors import check_shapes, read_shapes, read_tensors, write_tensors
+from didi_instruct.models.quantised import Storage, pack, read_stored, stored_shapes
+from didi_instruct.models.tensors import check_shapes, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,23 +72,27 @@ def save_model(
     provenance: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     discriminator_config: ModelConfig | None = None,
+    storage: Storage | None = None,
 ) -> Path:
     """Write a model and what belongs to it; a model already in the folder is replaced.
 
     `dtype` casts the parameters (bfloat16 halves the file), not the buffers. `provenance` is JSON
     that says where the model comes from. `discriminator_config` is the shape of a discriminator
-    given as a state dict, where it is not the model's.
+    given as a state dict, where it is not the model's. `storage` keeps the parameters in a type
+    of the file's own, from which `load_model` makes float32 again: bfloat16 takes half the room,
+    int8 a quarter (`models/quantised.py`).
     """
     folder = Path(folder)
+    assert dtype is None or storage is None, "a storage has its own types"
     _check_tokenizer(folder, config, tokenizer)
     trunk = None
-    tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, dtype)}
+    tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, dtype, storage)}
     if discriminator is not None:
         trunk = discriminator_config or config
         if isinstance(discriminator, Discriminator):
             trunk = discriminator.config
         tensors[DISCRIMINATOR] = _for_disk(
-            folder / DISCRIMINATOR, discriminator, Discriminator, trunk, dtype
+            folder / DISCRIMINATOR, discriminator, Discriminator, trunk, dtype, storage
         )
     provenance = json.loads(json.dumps(provenance or {}))  # what is not JSON fails here
     old = read_manifest(folder) if (folder / CONFIG).exists() else None
@@ -101,7 +106,7 @@ def save_model(
                 save.add_tensors(name, part)
             if tokenizer is not None:
                 save.add_tokenizer(tokenizer)
-            save.commit(Manifest(config, save.records, trunk, provenance), old)
+            save.commit(Manifest(config, save.records, trunk, provenance, storage), old)
         finally:
             save.discard()
     return folder
@@ -116,7 +121,8 @@ def load_model(
     """Read what `save_model` wrote, all of it or nothing.
 
     On the CPU the weights are memory-mapped: what is not used is not read. `dtype` casts the
-    parameters; None keeps the file's type. `verify` compares checksums, which reads files whole.
+    parameters; None keeps the file's type, and makes float32 of what has a `storage`. `verify`
+    compares checksums, which reads files whole.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -128,12 +134,13 @@ def load_model(
     _check_tokenizer(folder, manifest.model, tokenizer)
 
     # Every header is checked before the first tensor is read.
-    network = _empty(paths[MODEL], build_model, manifest.model)
+    storage = manifest.storage
+    network = _empty(paths[MODEL], build_model, manifest.model, storage)
     discriminator = None
     if trunk is not None:
-        discriminator = _empty(paths[DISCRIMINATOR], Discriminator, trunk)
-        _fill(discriminator, paths[DISCRIMINATOR], device, dtype)
-    _fill(network, paths[MODEL], device, dtype)
+        discriminator = _empty(paths[DISCRIMINATOR], Discriminator, trunk, storage)
+        _fill(discriminator, paths[DISCRIMINATOR], device, dtype, storage)
+    _fill(network, paths[MODEL], device, dtype, storage)
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 
@@ -142,9 +149,14 @@ def _on_meta(build: "Callable[[ModelConfig], Network]", config: ModelConfig) -> 
         return build(config)
 
 
-def _empty(path: Path, build: "Callable[[ModelConfig], Network]", config: ModelConfig) -> "Network":
+def _empty(
+    path: Path,
+    build: "Callable[[ModelConfig], Network]",
+    config: ModelConfig,
+    storage: Storage | None,
+) -> "Network":
     """Return the network without memory, after checking that the file has just its tensors."""
-    found = read_shapes(path)
+    found = stored_shapes(path, storage)
     if config.layers > len(found):
         # Not worth building to name each tensor: nonsense in config.json could ask for millions.
         check_shapes(path, found, {f"blocks.{config.layers - 1}.norm1.weight": ()}, _wanted(config))
@@ -155,12 +167,17 @@ def _empty(path: Path, build: "Callable[[ModelConfig], Network]", config: ModelC
 
 
 def _fill(
-    network: nn.Module, path: Path, device: torch.device | str, dtype: torch.dtype | None
+    network: nn.Module,
+    path: Path,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    storage: Storage | None,
 ) -> None:
     """Give a network on the meta device the tensors of a file, without copying them."""
     buffers = [name for name, _ in network.named_buffers()]
+    tensors = read_stored(path, storage, device, dtype, keep=buffers)
     try:
-        network.load_state_dict(read_tensors(path, device, dtype, keep=buffers), assign=True)
+        network.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
     left = [n for n, t in (*network.named_parameters(), *network.named_buffers()) if t.is_meta]
@@ -174,6 +191,7 @@ def _for_disk(
     build: "Callable[[ModelConfig], nn.Module]",
     config: ModelConfig,
     dtype: torch.dtype | None,
+    storage: Storage | None,
 ) -> dict[str, Tensor]:
     """Return the tensors to write, after checking that `load_model` would accept them."""
     if isinstance(weights, nn.Module):
@@ -182,6 +200,8 @@ def _for_disk(
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     check_shapes(path, {n: tuple(t.shape) for n, t in weights.items()}, expected, _wanted(config))
     parameters = {name for name, _ in network.named_parameters()}
+    if storage is not None:
+        return pack({n: t.detach() for n, t in weights.items()}, parameters, storage)
     return {n: t.detach().to(dtype if n in parameters else None) for n, t in weights.items()}
 
 

@@ -204,10 +204,12 @@ class DiT(Trunk):
 
         c comes from `condition`: (1, cond_dim), or one row per leading index of hidden, so both
         (B, L, d) with (B, cond_dim) and selected rows (R, d) with (R, cond_dim) work. Without time
-        conditioning it may be left out. `align` as in `OutputLayer`.
+        conditioning it may be left out. `align` as in `OutputLayer`. The end of a text is given,
+        where texts have windows of their own, and so never predicted.
         """
         c = self.condition() if c is None else c
-        logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num, align)
+        never = self.config.end_id
+        logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num, align, never)
         return logits
 
     def forward(

@@ -19,6 +19,8 @@ NORM_EPS = 1e-5
 ROTARY_BASE = 10_000.0
 TIME_WIDTH = 256
 TIME_PERIOD = 10_000.0
+NEVER = -1e4
+"""A logit that means probability 0; divergences of two laws that have it stay finite."""
 
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values (B, H, L, D); returns all of them so far, (B, H, S, D) each."""
@@ -353,12 +355,18 @@ class OutputLayer(Modulated):
         return self.norm_final.modulated(*self.modulation(c, 2, ndim))
 
     def forward(
-        self, hidden: Tensor, c: Tensor | None = None, num: int | None = None, align: int = 1
+        self,
+        hidden: Tensor,
+        c: Tensor | None = None,
+        num: int | None = None,
+        align: int = 1,
+        never: int | None = None,
     ) -> Tensor:
         """Map hidden (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
 
         c is (1, cond_dim), or has one row per leading index of hidden. The columns are padded to a
-        multiple of `align` with logits of -inf: GPUs multiply matrices of odd width slowly.
+        multiple of `align` with logits of -inf: GPUs multiply matrices of odd width slowly. The id
+        `never` has a logit so low that its probability is 0, and yet no number, as -inf is.
         """
         affine: tuple[Tensor, ...] = ()
         if c is not None:
@@ -367,6 +375,8 @@ class OutputLayer(Modulated):
             affine = self.folded.unbind()
         x = self.norm_final(hidden, *affine)
         weight, bias = self.linear.weight[:num], self.linear.bias[:num]
+        if never is not None:
+            bias = bias.index_fill(0, torch.tensor(never, device=bias.device), NEVER)
         if extra := -len(weight) % align:
             weight = F.pad(weight, (0, 0, 0, extra))
             bias = F.pad(bias, (0, extra), value=-torch.inf)

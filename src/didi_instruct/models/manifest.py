@@ -8,6 +8,7 @@ from typing import Any
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
+from didi_instruct.models.quantised import STORAGES, Storage
 from didi_instruct.models.shown import shown, shown_value
 
 CONFIG = "config.json"
@@ -21,7 +22,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 LONGEST = 1 << 20
 """Tokens of a text: more than any model here was trained on, and a table that still fits."""
 
-_KEYS = ("format", "version", "model", "discriminator", "provenance", "files")
+_KEYS = ("format", "version", "model", "discriminator", "storage", "provenance", "files")
 _REQUIRED = ("kind", "layers", "hidden", "heads", "vocab_size", "length", "time_conditioning")
 
 
@@ -41,10 +42,14 @@ class Manifest:
     files: dict[str, FileRecord]
     discriminator: ModelConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    storage: Storage | None = None
+    """How the weights are kept; None: in the type in which they are used."""
 
     def to_bytes(self) -> bytes:
         """Encode it as JSON."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if self.storage is None:
+            del content["storage"]
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -79,6 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
         discriminator=None if other is None else _model_config(path, other, "discriminator"),
         provenance=_mapping(path, content.get("provenance", {}), "provenance"),
         files=_files(path, content.get("files")),
+        storage=_storage(path, content.get("storage")),
     )
 
 
@@ -107,6 +113,18 @@ def _mapping(path: Path, value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: `{name}` is {shown_value(value)}, not a group of settings.")
     return value
+
+
+def _storage(path: Path, value: Any) -> Storage | None:
+    if value is None:
+        return None
+    for known in STORAGES:
+        if value == known:
+            return known
+    raise UserError(
+        f"{path}: the weights are stored as {shown_value(value)}, but this didi reads "
+        f"{', '.join(STORAGES)}: upgrade it."
+    )
 
 
 def _files(path: Path, value: Any) -> dict[str, FileRecord]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -44,6 +44,8 @@ NUMBERS_AT_ONCE = 16 << 20
 """Read between two openings of a file."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Of each tensor its type, by its safetensors name, and its shape."""
 
 
 Watch = Callable[[int, int], None]
@@ -110,21 +112,32 @@ def write_tensors(
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a safetensors file, from its header alone."""
-    shapes = {}
+    return {name: shape for name, (_, shape) in read_headers(path).items()}
+
+
+def read_headers(path: Path, also: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of every tensor; only real numbers are taken, and the types in `also`."""
+    headers = {}
+    with open_tensors(path) as file:
+        for name in file.keys():  # noqa: SIM118 (a method of the file, not of a dict)
+            part = file.get_slice(name)
+            dtype = part.get_dtype()
+            if dtype not in (*DTYPES.values(), *also):
+                raise UserError(f"{path}: {shown(name)} holds {dtype}, not real numbers.")
+            headers[name] = (dtype, tuple(part.get_shape()))
+    return headers
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; one that cannot be read is the user's to mend."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a method of the file, not of a dict)
-                part = file.get_slice(name)
-                if part.get_dtype() not in DTYPES.values():
-                    raise UserError(
-                        f"{path}: {shown(name)} holds {part.get_dtype()}, not real numbers."
-                    )
-                shapes[name] = tuple(part.get_shape())
+            yield file
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path} is not a readable safetensors file: {shown(str(error), 200)}."
         ) from error
-    return shapes
 
 
 def read_tensors(
@@ -139,7 +152,7 @@ def read_tensors(
     kept = set(keep)
     tensors: dict[str, Tensor] = {}
     for names in in_groups(read_shapes(path)):
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             for name in names:
                 to = None if name in kept else dtype
                 tensors[name] = file.get_tensor(name).to(device, to)

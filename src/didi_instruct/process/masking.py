@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from didi_instruct.process.schedule import Schedule
+
 
 def mask(x: Tensor, alpha: Tensor, mask_id: int, uniforms: Tensor) -> Tensor:
     """Draw z_t ~ q(z_t | x) = Cat(alpha_t x + (1 - alpha_t) m), Eq. (1).
@@ -40,6 +42,13 @@ def reveal_probability(alpha_s: Tensor, alpha_t: Tensor) -> Tensor:
     """
     reveal = (alpha_s - alpha_t) / (1 - alpha_t)
     return torch.where(alpha_t < 1, reveal, torch.ones_like(reveal))
+
+
+def revealed_shares(schedule: Schedule, times: Tensor) -> Tensor:
+    """Share of the masks of time 1 that is revealed by each time; 1 at time 0."""
+    alpha = schedule.alpha(times)
+    share = reveal_probability(alpha, schedule.alpha(torch.ones_like(times)))
+    return torch.where(times <= 0, torch.ones_like(share), share)
 
 
 def posterior(z_t: Tensor, p_x: Tensor, alpha_s: Tensor, alpha_t: Tensor, mask_id: int) -> Tensor:

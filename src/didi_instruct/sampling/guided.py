@@ -11,9 +11,9 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from didi_instruct.config.model import Order
 from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.ancestral import reveal_chances
 from didi_instruct.sampling.categorical import draw
 from didi_instruct.sampling.chain import (
     PAD,
@@ -25,7 +25,8 @@ from didi_instruct.sampling.chain import (
     Purpose,
     Samples,
 )
-from didi_instruct.sampling.grids import Grid, time_grid
+from didi_instruct.sampling.grids import Grid
+from didi_instruct.sampling.reveals import Reveals
 
 Score = Literal["sum", "mean"]
 Select = Literal["sample", "best"]
@@ -105,7 +106,8 @@ def rgas(
     steps: int,
     settings: Draw | None = None,
     guidance: Guidance | None = None,
-    grid: Grid = "uniform",
+    grid: Grid | None = None,
+    order: Order = "random",
     callback: Callback | None = None,
 ) -> Samples:
     """Algorithm 2: ancestral sampling whose early steps tilt and whose late steps re-rank.
@@ -124,7 +126,8 @@ def rgas(
     settings = settings or Draw()
     settings = replace(settings, measure_path=settings.measure_path and known)
     chain = Chain(denoiser, canvas, settings, steps=steps, callback=callback)
-    chances = reveal_chances(schedule, times := time_grid(grid, steps))
+    reveals = Reveals(chain, schedule, grid, order)
+    times = reveals.times
     if guided and guide is None:
         raise UserError(
             "RGAS needs a discriminator, and this model has none: distil with --method didi, "
@@ -132,14 +135,14 @@ def rgas(
         )
 
     calls = torch.zeros(len(chain.z), dtype=torch.long, device=chain.z.device)
-    for n, chance in enumerate(chances):
+    for n in range(steps):
         if n >= len(scales) and reranks:
             assert guide is not None
-            candidates = draw_candidates(chain, guidance.candidates, n, times[n], chance)
+            candidates = draw_candidates(chain, guidance.candidates, n, reveals)
             reveal = choose(chain, guide, candidates, guidance, n, times[n + 1])
             calls += guidance.candidates * candidates.ran
         else:
-            reveal = chain.masked & (chain.uniforms(Purpose.REVEAL, n) < chance)
+            reveal = reveals(n)
             h = scales[n] if n < len(scales) else 0.0
             if reveal.any():
                 if h == 0:
@@ -249,19 +252,18 @@ class Candidates:
         return self.reveal.any(0).any(1)
 
 
-def draw_candidates(chain: Chain, num: int, n: int, t: float, chance: float) -> Candidates:
+def draw_candidates(chain: Chain, num: int, n: int, reveals: Reveals) -> Candidates:
     """Draw M next states, each with its own coins and tokens, from one pass of the denoiser.
 
     The first candidate has the noise of `ancestral`; the others add their number to the streams.
     """
     streams = [(n,), *((n, m) for m in range(1, num))]
-    coins = torch.stack([chain.uniforms(Purpose.REVEAL, *stream) for stream in streams])
-    reveal = chain.masked & (coins < chance)
+    reveal = torch.stack([reveals(*stream) for stream in streams])
     z = chain.z.repeat(num, 1, 1)
     log_p = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
     either = reveal.any(0)
     if either.any():
-        law = chain.law(chain.logits(t, either))
+        law = chain.law(chain.logits(reveals.times[n], either))
         for m, stream in enumerate(streams):
             rows = law[reveal[m][either]]
             token = draw(rows, chain.uniforms(Purpose.TOKEN, *stream)[reveal[m]])

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.ancestral import reveal_chances
 from didi_instruct.sampling.chain import Callback, Canvas, Chain, Denoiser, Draw, Purpose, Samples
 from didi_instruct.sampling.grids import Grid, time_grid
+from didi_instruct.sampling.reveals import reveal_chances
 
 STRATEGIES = ("cap", "rescale")
 

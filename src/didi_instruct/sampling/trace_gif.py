@@ -1,14 +1,19 @@
-"""A trace as an animated GIF of its first sample: a frame before the first step, one after each."""
+"""A trace as an animated GIF: a frame before the first step and one after each.
+
+`render` draws the first sample of one trace, `render_beside` those of several in columns, in step
+with each other: one that needs more steps is still at work when the others are done.
+"""
 
 import importlib.util
 import io
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from didi_instruct.errors import MissingExtraError
+from didi_instruct.sampling.trace_layout import END, Box, lay_out
 from didi_instruct.sampling.trace_view import State, Unit, view
 
 if TYPE_CHECKING:
@@ -16,25 +21,32 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont
 
-WIDTH, MARGIN, HEADER = 760, 40, 84
-SIZE, SMALL, LEADING = 18, 13, 32
 PAPER, INK, SOFT, RULE = "#fffefc", "#23211e", "#8b857c", "#e4dfd7"
 MASK, HALF, DIM, ACCENT, DRAFT = "#e9e4db", "#d4ccbd", "#c4beb4", "#0d7a74", "#8a5a9e"
-FIRST_MS, LAST_MS = 900, 2000
+FIRST_MS, LAST_MS, WORD_MS, LONGEST_MS = 900, 2000, 20, 6000
+"""How long the first frame stays, and the last: a while, and time to read each of its words."""
 MOST_STEPS = 128
 """Of a longer trace, this many steps are shown, evenly spread."""
 SHADES = 10
-END, AGAIN = "end", "·"
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """Where the word of a unit stands: left edge, line, width."""
+class Style:
+    """Measures of a column, in pixels."""
 
-    x: float
-    line: int
-    width: float
-    word: str
+    width: int = 760
+    margin: int = 40
+    header: int = 84
+    size: int = 18
+    """Of the letters."""
+    small: int = 13
+    leading: int = 32
+    """From line to line."""
+
+
+ALONE = Style()
+BESIDE = Style(width=398, margin=22, header=70, size=15, small=12, leading=26)
+"""Two columns are as wide as GitHub shows a picture without shrinking it."""
 
 
 def require_pillow() -> None:
@@ -46,103 +58,112 @@ def require_pillow() -> None:
 def render(trace: dict[str, Any]) -> bytes:
     """Draw the first sample of what `Trace.as_dict` returns."""
     require_pillow()
+    return _animate([_Column(trace, ALONE)])
+
+
+def render_beside(traces: Mapping[str, dict[str, Any]]) -> bytes:
+    """Draw the first samples of several traces beside each other, each under its title."""
+    require_pillow()
+    parts = enumerate(traces.items())
+    return _animate([_Column(t, BESIDE, i * BESIDE.width, title) for i, (title, t) in parts])
+
+
+def _animate(columns: list["_Column"]) -> bytes:
     from PIL import Image, ImageDraw
 
-    sample = trace["samples"][0]
-    shown = view(trace, sample)
-    steps = len(shown.steps)
-    boxes = lay_out(shown.units, font(SIZE).getlength, WIDTH - 2 * MARGIN)
-    lines = max((box.line for box in boxes), default=0) + 1
-    palette = _palette()
+    steps = max(column.steps for column in columns)
     drawn = {round(i * steps / min(steps, MOST_STEPS)) for i in range(steps + 1)}
-    frames, fresh = [], set()
-    for n, (states, texts, new) in enumerate(shown.frames()):
-        fresh |= new
+    size = sum(c.style.width for c in columns), max(c.height for c in columns)
+    palette, frames = _palette(), []
+    for n in range(steps + 1):
+        for column in columns:
+            column.advance()
         if n not in drawn:
             continue
-        page = Image.new("RGB", (WIDTH, HEADER + lines * LEADING + MARGIN - 8), PAPER)
-        pen = ImageDraw.Draw(page)
-        _draw_header(pen, n, steps, shown.times[n])
-        past = shown.past_end(states, sample["end"])
-        for i, box in enumerate(boxes):
-            colour = ACCENT if i in fresh else DIM if i >= past else INK
-            _draw_unit(pen, box, shown.units[i], states[i], texts[i], colour)
+        page = Image.new("RGB", size, PAPER)
+        for column in columns:
+            column.draw(ImageDraw.Draw(page))
         frames.append(page.quantize(palette=palette, dither=Image.Dither.NONE))
-        fresh = set()
     step_ms = int(max(60, min(700, 8000 / steps)))
-    return _encode(frames, [FIRST_MS, *[step_ms] * (len(frames) - 2), LAST_MS])
+    words = sum(len(column.boxes) for column in columns)
+    last_ms = min(LAST_MS + WORD_MS * words, LONGEST_MS)
+    return _encode(frames, [FIRST_MS, *[step_ms] * (len(frames) - 2), last_ms])
 
 
-def lay_out(units: list[Unit], length: Callable[[str], float], width: float) -> list[Box]:
-    """Set the final text in lines of that width, so that nothing ever moves.
+class _Column:
+    """One sample on its way, and where it stands on the page."""
 
-    Lines break before words; a word that is longer than a line breaks between its tokens.
-    """
-    setter, ended = _Setter(length, width), False
-    for unit in units:
-        if unit.eot:
-            setter.blank("" if ended else " ")
-            setter.word.append(AGAIN if ended else END)
-            setter.blank(" ")
-        ended = unit.eot
-        if ended:
-            continue
-        word = unit.text.strip()
-        before, _, after = unit.text.partition(word) if word else ("", "", unit.text)
-        if before:
-            setter.blank(before)
-        if word:
-            setter.word.append(word)
-        else:
-            setter.mark(" ")
-        if after:
-            setter.blank(after)
-    setter.blank("")
-    return setter.boxes
+    def __init__(
+        self, trace: dict[str, Any], style: Style, left: int = 0, title: str | None = None
+    ) -> None:
+        sample = trace["samples"][0]
+        self.style, self.left, self.title, self.end = style, left, title, sample["end"]
+        self.view = view(trace, sample)
+        self.steps, self.done = len(self.view.steps), -1
+        room = style.width - 2 * style.margin
+        self.boxes = lay_out(self.view.units, font(style.size).getlength, room)
+        self._frames = self.view.frames()
+        self._states: list[State] = []
+        self._texts: list[str] = []
+        self._fresh: set[int] = set()
 
+    @property
+    def height(self) -> int:
+        lines = max((box.line for box in self.boxes), default=0) + 1
+        return self.style.header + lines * self.style.leading + self.style.margin - 8
 
-@dataclass(slots=True)
-class _Setter:
-    """Sets word by word; the tokens of a word wait until it is complete."""
+    def advance(self) -> None:
+        """Go on by a step; after the last nothing is new."""
+        found = next(self._frames, None)
+        if found is not None:
+            self._states, self._texts, fresh = found
+            self._fresh |= fresh
+            self.done += 1
 
-    length: Callable[[str], float]
-    width: float
-    boxes: list[Box] = field(default_factory=list)
-    word: list[str] = field(default_factory=list)
-    x: float = 0.0
-    line: int = 0
+    def draw(self, pen: "ImageDraw") -> None:
+        self._draw_header(pen)
+        past = self.view.past_end(self._states, self.end)
+        for i, box in enumerate(self.boxes):
+            colour = ACCENT if i in self._fresh else DIM if i >= past else INK
+            self._draw_unit(pen, box, self.view.units[i], self._states[i], self._texts[i], colour)
+        self._fresh = set()
 
-    def blank(self, text: str) -> None:
-        """End the word and leave white space."""
-        if self.x > 0 and self.x + self.length("".join(self.word)) > self.width:
-            self._break()
-        start, begun = self.x, ""
-        for token in self.word:
-            if self.x > 0 and start + self.length(begun + token) > self.width:
-                self._break()
-                start, begun = 0.0, ""
-            begun += token
-            # Measured from the start of the word, so that kerning does not come and go.
-            self.x = start + self.length(begun) - self.length(token)
-            self._put(token, self.length(token))
-        self.word.clear()
-        for _ in range(text.count("\n")):
-            self._break()
-        self.x += self.length(" ") * len(text.rpartition("\n")[2])
+    def _draw_header(self, pen: "ImageDraw") -> None:
+        style, count = self.style, f"step {self.done}/{self.steps}"
+        left, right = self.left + style.margin, self.left + style.width - style.margin
+        begin, end = count, f"t = {self.view.times[self.done]:.2f}"
+        if self.title is not None:
+            begin, end = self.title, count
+        base = style.header - 44
+        pen.text((left, base), begin, INK if self.title else SOFT, font(style.small), anchor="ls")
+        pen.text((right, base), end, SOFT, font(style.small), anchor="rs")
+        pen.rectangle((left, base + 11, right, base + 13), RULE)
+        if self.done:
+            filled = left + (right - left) * self.done / self.steps
+            pen.rectangle((left, base + 11, filled, base + 13), ACCENT)
 
-    def mark(self, word: str) -> None:
-        """Give white space that is a token of its own a place; it is set by `blank`."""
-        self.blank("")
-        x = self.x
-        self._put(word, self.length(word))
-        self.x = x
-
-    def _put(self, word: str, width: float) -> None:
-        self.boxes.append(Box(self.x, self.line, width, word))
-        self.x += width
-
-    def _break(self) -> None:
-        self.x, self.line = 0.0, self.line + 1
+    def _draw_unit(
+        self, pen: "ImageDraw", box: Box, unit: Unit, state: State, text: str, colour: str
+    ) -> None:
+        style = self.style
+        x = self.left + style.margin + box.x
+        base = style.header + box.line * style.leading + style.size + 4
+        if state < State.SHOWN:
+            top, bottom = base - style.size + 1, base + style.size // 4 + 1
+            frame = (x + 0.5, top, x + max(box.width, 6) - 1.5, bottom)
+            pen.rounded_rectangle(frame, 4, HALF if state == State.PARTIAL else MASK)
+        elif unit.eot and state == State.SHOWN:
+            if box.word == END:
+                pen.rounded_rectangle((x, base - 14, x + box.width, base + 4), 8, outline=colour)
+            middle = (x + box.width / 2, base - 5)
+            pen.text(middle, box.word, colour, font(style.small - 3), anchor="mm")
+        elif state == State.DRAFT:
+            word = text.strip()
+            room = box.width / max(font(style.size).getlength(word), 1)
+            size = max(7, min(style.size, int(style.size * room)))
+            pen.text((x, base), word, DRAFT, font(size), anchor="ls")
+        elif box.word.strip():
+            pen.text((x, base), box.word, colour, font(style.size), anchor="ls")
 
 
 @cache
@@ -158,36 +179,6 @@ def font(size: int) -> "FreeTypeFont":
     found = ImageFont.load_default(size)
     assert isinstance(found, ImageFont.FreeTypeFont)
     return found
-
-
-def _draw_header(pen: "ImageDraw", n: int, steps: int, time: float) -> None:
-    pen.text((MARGIN, 40), f"step {n}/{steps}", SOFT, font(SMALL), anchor="ls")
-    pen.text((WIDTH - MARGIN, 40), f"t = {time:.2f}", SOFT, font(SMALL), anchor="rs")
-    done = MARGIN + (WIDTH - 2 * MARGIN) * n / steps
-    pen.rectangle((MARGIN, 51, WIDTH - MARGIN, 53), RULE)
-    if n:
-        pen.rectangle((MARGIN, 51, done, 53), ACCENT)
-
-
-def _draw_unit(
-    pen: "ImageDraw", box: Box, unit: Unit, state: State, text: str, colour: str
-) -> None:
-    x, base = MARGIN + box.x, HEADER + box.line * LEADING + 22
-    if state < State.SHOWN:
-        frame = (x + 0.5, base - 17, x + max(box.width, 6) - 1.5, base + 5)
-        pen.rounded_rectangle(frame, 4, HALF if state == State.PARTIAL else MASK)
-    elif unit.eot and state == State.SHOWN:
-        if box.word == END:
-            pen.rounded_rectangle((x, base - 14, x + box.width, base + 4), 8, outline=colour)
-        middle = (x + box.width / 2, base - 5)
-        pen.text(middle, box.word, colour, font(SMALL - 3), anchor="mm")
-    elif state == State.DRAFT:
-        word = text.strip()
-        room = box.width / max(font(SIZE).getlength(word), 1)
-        size = max(7, min(SIZE, int(SIZE * room)))
-        pen.text((x, base), word, DRAFT, font(size), anchor="ls")
-    elif box.word.strip():
-        pen.text((x, base), box.word, colour, font(SIZE), anchor="ls")
 
 
 def _palette() -> "Image":

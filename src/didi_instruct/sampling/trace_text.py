@@ -5,6 +5,7 @@ space to the neighbour. So texts are cut out of the decoded whole.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from didi_instruct.sampling.chain import PAD
 
@@ -75,11 +76,13 @@ def find_end(
     """Position of the end-of-text token at which the output is cut, or None.
 
     It is the first that was written (not given) and follows text. Where the last position was
-    given, what is given ends the text and nothing is cut. `written` is None where all was.
+    given, what is given ends the text: nothing is cut but the end-of-text tokens at the very end,
+    with which a text of a given length fills its window. `written` is None where all was.
     """
     ids = [i for i, token in enumerate(row) if token != PAD]
     if written is not None and ids and not written[ids[-1]]:
-        return None
+        filling = takewhile(lambda i: row[i] == eot_id and not written[i], reversed(ids))
+        return min(filling, default=None)
     begun = False
     for i in ids:
         if row[i] == eot_id and begun and (written is None or written[i]):

@@ -114,6 +114,8 @@ def _units(trace: dict[str, Any], sample: dict[str, Any]) -> list[Unit]:
             given = start[part] == final[part] and written.isdisjoint(range(first, i + 1))
             found.append(Unit(first, i, visible(piece), given, final[i] == trace["eot_id"]))
         first = i + 1
+    while found and found[-1].eot and found[-1].given:
+        found.pop()  # what fills a window after a text whose length was given
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
+from didi_instruct.models.dit import DiT
 from didi_instruct.process import masking, uniform
 from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import make_schedule
@@ -154,29 +155,50 @@ class UniformObjective:
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
         """Replace tokens by random ones with probability 1 - alpha_t."""
         t, uniforms, random_tokens = noise
-        length, alpha = tokens.shape[1], self.schedule.alpha(t)
+        length = tokens.shape[1]
         z = uniform.corrupt(
             tokens,
-            alpha[:, None],
+            self.schedule.alpha(t)[:, None],
             self.config.num_tokens,
             uniforms[:, :length],
             random_tokens[:, :length],
         )
+        return {**self.levels(t), "x": tokens, "z": z}
+
+    def levels(self, t: Tensor) -> Batch:
+        """What the loss needs to know of times (B,)."""
         return {
-            "z": z,
-            "x": tokens,
             "sigma": self.schedule.sigma(t),
-            "alpha": alpha[:, None],
+            "alpha": self.schedule.alpha(t)[:, None],
             "alpha_prime": self.schedule.alpha_prime(t)[:, None],
         }
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Mean of the integrand over positions."""
-        logits = model(batch["z"], batch["sigma"]).float()
+        """Mean of the integrand over positions.
+
+        Where there are `tokens` and their `weights`, the network reads mixtures of embeddings in
+        place of z (`training.curriculum`).
+        """
+        soft = {"embeddings": _mixed(model, batch)} if "weights" in batch else {}
+        logits = model(batch["z"], batch["sigma"], **soft).float()
         terms = uniform.nelbo_integrand(
             logits, batch["x"], batch["z"], batch["alpha"], batch["alpha_prime"]
         )
         return terms.mean(1)
+
+
+def _mixed(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Embeddings of some tokens at every position, added up by their weights: (B, L, d)."""
+    assert isinstance(model, DiT)
+    tokens, weights = batch["tokens"], batch["weights"]
+    embedding = model.vocab_embed.embedding
+    mixed = F.embedding_bag(
+        tokens.flatten(0, 1),
+        embedding,
+        per_sample_weights=weights.flatten(0, 1).to(embedding.dtype),
+        mode="sum",
+    )
+    return mixed.view(*tokens.shape[:2], -1)
 
 
 class ARObjective:

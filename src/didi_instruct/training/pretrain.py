@@ -18,6 +18,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.build import build_model, flops_per_token
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.seeding import mix
+from didi_instruct.training.curriculum import SoftObjective, temperature_at
 from didi_instruct.training.objectives import Batch, Objective, make_objective
 from didi_instruct.training.optim import Updater, learning_rate
 from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
@@ -88,8 +89,8 @@ class PretrainTask:
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Accumulate the gradients of this process's share of the batch, then update."""
-        train = self.config.train
-        noise = self.objective.draw(
+        train, objective = self.config.train, self.objective_at(step)
+        noise = objective.draw(
             train.batch_size, torch.Generator().manual_seed(mix(train.seed, "noise", step))
         )
         torch.manual_seed(mix(train.seed, "dropout", step, self.world.rank))
@@ -98,7 +99,7 @@ class PretrainTask:
         total = torch.zeros((), device=self.world.device)
         for first in range(share.start, share.stop, size):
             rows = slice(first, min(first + size, share.stop))
-            batch = self._batch(step * train.batch_size, rows, noise)
+            batch = self._batch(objective, step * train.batch_size, rows, noise)
             with gradient_sync(self.module, rows.stop == share.stop), self.autocast():
                 loss = self.module(batch).sum() / train.batch_size
                 # DDP and FSDP average over processes; the share of each is already a sum.
@@ -120,9 +121,19 @@ class PretrainTask:
             return share
         return max(1, min(share, CPU_TOKENS // self.data.length))
 
-    def _batch(self, position: int, rows: slice, noise: tuple[Tensor, ...]) -> Batch:
+    def objective_at(self, step: int) -> Objective:
+        """What corrupts the tokens of a step: a softer noise while a curriculum lasts."""
+        settings = self.config.curriculum
+        temperature = temperature_at(step, settings)
+        if temperature is None:
+            return self.objective
+        return SoftObjective(self.model_config, temperature, settings.tokens)
+
+    def _batch(
+        self, objective: Objective, position: int, rows: slice, noise: tuple[Tensor, ...]
+    ) -> Batch:
         tokens = self.data.rows(position + rows.start, rows.stop - rows.start)
-        batch = self.objective.corrupt(tokens, *(n[rows] for n in noise))
+        batch = objective.corrupt(tokens, *(n[rows] for n in noise))
         if self.world.device.type == "cuda":
             batch = {name: value.pin_memory() for name, value in batch.items()}
         return {n: v.to(self.world.device, non_blocking=True) for n, v in batch.items()}

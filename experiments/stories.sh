@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The models and tables of docs/results.md, stage by stage, on one GPU:
+#   DATA=prepared/ SOURCE=stories15m/ OUT=runs/stories experiments/stories.sh teacher
+# DATA is a folder of `didi data prepare --rows document --length 256 --tokenizer bpe:4096`, SOURCE
+# the causal LM whose stories they are. FEW=1 makes everything tiny, to see that it runs.
+set -euo pipefail
+: "${DATA:?}" "${OUT:=runs/stories}" "${SEED:=0}"
+DIDI="${DIDI:-didi}"
+data=(--set "data.source=$DATA")
+shape=() tiny=() num=1024 steps=2,4,8,16,32,64,128 most=256
+if [[ -n "${FEW:-}" ]]; then
+  tiny=(--set train.steps=4 --set train.batch_size=16 --set train.eval_sequences=8)
+  shape=(--set model.layers=1 --set model.hidden=32 --set model.heads=2 "${tiny[@]}")
+  tiny+=(--set watch.samples=8 --set reference.rows=64 --set reference.steps=4
+    --set token_matching.warmup=1 --set discriminator.warmup=1)
+  num=16 steps=4 most=8
+fi
+judge=(--judge "${SOURCE:-}" --judge-temperature 0.8 --judge-collapse-spaces --judge-end "<s>" --judge-beyond uniform)
+
+pretrain() { $DIDI pretrain "$1" "${data[@]}" "${shape[@]}" "${@:3}" --out "$OUT/$2"; }
+distil() { $DIDI distill "$1" --teacher "$OUT/teacher" "${@:3}" --set "train.seed=$SEED" --out "$OUT/$2"; }
+case "$1" in
+  teacher) pretrain stories-teacher teacher "${@:2}" ;;
+  teacher30)
+    pretrain stories-teacher teacher30 --set model.layers=8 --set model.hidden=512 --set model.heads=8 "${@:2}" ;;
+  ar) pretrain stories-ar ar "${@:2}" ;;
+  path) # likelihood along the student's own paths
+    distil stories-path "path-$SEED" "${data[@]}" --set reference.source=data "${tiny[@]}" "${@:2}" ;;
+  matching) # token-level matching from there
+    distil stories-token-matching "matching-$SEED" "${data[@]}" --set "student=$OUT/path-0" "${tiny[@]}" "${@:2}" ;;
+  didi)
+    distil stories-didi "didi-$SEED" "${data[@]}" "${tiny[@]}" "${@:2}" ;;
+  likelihood)
+    for model in "${@:2}"; do
+      $DIDI eval "$OUT/$model" --metrics nelbo --data "$DATA" --sequences $((num * 4)) --batch-size 256 --json "$OUT/nelbo-$model.json"
+    done ;;
+  compare) # students beside the teacher, each at its best temperature and top-p
+    sources=() && for model in "${@:2}"; do sources+=("$OUT/$model"); done
+    $DIDI eval "${sources[@]}" --against "$OUT/teacher" --most-steps "$most" --steps "$steps" --num "$num" \
+      --metrics ppl,entropy,path-kl,unique-4gram,self-bleu --frontier "${judge[@]}" --batch-size 512 \
+      --out "$OUT/compare" --json "$OUT/compare.json" ;;
+  *) echo "unknown stage $1" >&2; exit 2 ;;
+esac

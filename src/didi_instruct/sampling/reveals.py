@@ -1,0 +1,48 @@
+"""Which positions a step reveals: decided before any token is drawn, never by one."""
+
+import torch
+from torch import Tensor
+
+from didi_instruct.config.model import Order
+from didi_instruct.errors import UserError
+from didi_instruct.process.masking import reveal_probability
+from didi_instruct.process.orders import shares, turns
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.chain import Chain, Purpose
+from didi_instruct.sampling.grids import Grid, time_grid
+
+
+class Reveals:
+    """The steps of a chain: their times, and what each of them reveals."""
+
+    def __init__(self, chain: Chain, schedule: Schedule, grid: Grid | None, order: Order) -> None:
+        """Plan the steps."""
+        self.chain = chain
+        self._turns: Tensor | None = None
+        if order == "streams":
+            if grid is not None:
+                raise UserError("order=streams has steps of its own: leave out grid.")
+            self._turns = turns(chain.open, chain.steps)
+            # Masked is what is not revealed, so these are the times of a plain schedule.
+            left = 1 - torch.tensor(shares(chain.steps), dtype=torch.float64)
+            alpha_end = schedule.alpha(torch.ones((), dtype=torch.float64))
+            self.times: list[float] = schedule.time(1 - left * (1 - alpha_end)).tolist()
+        elif order == "random":
+            self.times = time_grid("uniform" if grid is None else grid, chain.steps)
+        else:
+            raise UserError(f"order is `{order}`: use random or streams.")
+        self.chances = reveal_chances(schedule, self.times)
+
+    def __call__(self, step: int, *stream: int) -> Tensor:
+        """(B, L) masks that a step reveals; `stream` tells throws of the same step apart."""
+        if self._turns is not None:
+            return self.chain.masked & (self._turns == step)
+        coins = self.chain.uniforms(Purpose.REVEAL, step, *stream)
+        return self.chain.masked & (coins < self.chances[step])
+
+
+def reveal_chances(schedule: Schedule, times: list[float]) -> list[float]:
+    """Probability that a mask is revealed by each step of a grid; 1 for the last."""
+    alphas = schedule.alpha(torch.tensor(times, dtype=torch.float64))
+    chances: list[float] = reveal_probability(alphas[1:], alphas[:-1]).tolist()
+    return [*chances[:-1], 1.0]

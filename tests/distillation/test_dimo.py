@@ -1,0 +1,477 @@
+"""DiMO: its gradient by enumeration, its start, that training and sampling agree, and one step."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy.stats import kstest
+from torch.distributions import Categorical, kl_divergence
+
+import didi_instruct as didi
+from didi_instruct.config.dimo import NOISE, RANDOM, DimoConfig
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.recipes import load_recipe
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.dimo import (
+    DiMOTask,
+    Drawn,
+    Part,
+    hidden_share,
+    token_gradient,
+)
+from didi_instruct.distillation.mixture import add_masks
+from didi_instruct.distillation.monitor import Totals
+from didi_instruct.distillation.rollout import Noise
+from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import save_model
+from didi_instruct.process.schedule import LogLinear
+from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.dimo import Start, dimo, later, reader_of
+
+from .small import (
+    FALSE_ALARM,
+    Stream,
+    all_states,
+    index,
+    make_task,
+    moved,
+    p_value,
+    settings,
+    small_network,
+    weights,
+)
+from .tables import MASK, TEXTS, L, V, conditionals, correlated_law, state_index
+
+BETAS = [0.0, 1.0, 0.3, -0.2]
+
+
+def task_of(dimo=None, changes=None, **options):
+    values = {"aux_lr": 1e-3, "random": 0.4, "noise": 0.3} | (dimo or {})
+    return make_task(DiMOTask, "dimo", {"dimo": values} | (changes or {}), **options)
+
+
+# The gradient
+
+
+def mixed_kl(log_theta, phi_logits, beta):
+    theta, phi = Categorical(logits=log_theta), Categorical(logits=phi_logits)
+    return (1 - beta) * kl_divergence(theta, phi) + beta * kl_divergence(phi, theta)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_token_gradient_is_that_of_the_mixed_kl(beta):
+    """With respect to the logits of φ, by autograd; it sums to 0 over the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits, theta = torch.randn(2, 9, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    log_theta = theta.log_softmax(-1)
+    expected = torch.autograd.grad(mixed_kl(log_theta, logits, beta).sum(), logits)[0]
+    found = token_gradient(logits.detach().log_softmax(-1), log_theta, beta)
+    assert torch.allclose(found, expected)
+    assert torch.allclose(found.sum(-1), torch.zeros(9).double(), atol=1e-12)
+
+
+def task_with(log_theta, beta):
+    """A task that has a teacher and settings, and no networks."""
+    task = object.__new__(DiMOTask)
+    task.config = DistillConfig(method="dimo", dimo=DimoConfig(beta=beta))
+    task.teacher = lambda z, t, where: log_theta[state_index(z)][where]
+    task.mask_id = MASK
+    return task
+
+
+def outcomes():
+    """Every text and everything that may be hidden of it, if not nothing."""
+    for x in TEXTS:
+        for coins in itertools.product([False, True], repeat=L):
+            if any(coins):
+                yield x[None], torch.tensor([coins])
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_expected_gradient_is_that_of_the_divergence_of_one_step(beta):
+    """One step from all masks, with every text and every hidden set enumerated.
+
+    Its tokens are independent, so an exact φ is the student's own law whatever c is, and what the
+    task computes must be the gradient of E_c of the mixed KL to p_θ(. | c), the law of c held.
+    """
+    log_theta, share = conditionals(correlated_law()), 0.6
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(L, V, generator=generator, dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(-1)
+    task, expected, found = task_with(log_theta, beta), 0.0, 0.0
+    nothing, time = torch.zeros(()), torch.ones(1)
+    everywhere = torch.ones(1, L, dtype=torch.bool)
+    for x, hidden in outcomes():
+        chance = log_p[torch.arange(L), x[0]].sum().exp().detach()
+        count = int(hidden.sum())
+        weight = chance * share**count * (1 - share) ** (L - count)
+        part = Part(None, x, time[:, None], time, hidden, time)
+        drawn = Drawn(x, everywhere, log_p, nothing)
+        log_phi = log_p.detach()[hidden[0]]
+        loss = task._student_loss(part, drawn, log_phi, torch.ones(()), Totals())
+        found = found + weight * loss
+        context = x.masked_fill(hidden, MASK)
+        theta = log_theta[state_index(context)[0]][hidden[0]]
+        expected = expected + weight * mixed_kl(theta, logits[hidden[0]], beta).sum()
+    gradients = [torch.autograd.grad(t, logits, retain_graph=True)[0] for t in (found, expected)]
+    assert gradients[1].abs().max() > 0.05
+    assert torch.allclose(*gradients, atol=1e-12)
+
+
+def test_only_what_is_hidden_and_was_just_written_learns():
+    log_theta = conditionals(correlated_law())
+    task, time = task_with(log_theta, 0.0), torch.ones(1)
+    last, hidden = torch.tensor([[True, False, True]]), torch.tensor([[True, True, False]])
+    log_p = torch.randn(2, V, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    log_phi = torch.randn(2, V, dtype=torch.float64).log_softmax(-1)
+    x = torch.tensor([[0, 1, 2]])
+    part = Part(None, x, time[:, None], time, hidden, time)
+    loss = task._student_loss(part, Drawn(x, last, log_p, time), log_phi, time, Totals())
+    gradient = torch.autograd.grad(loss.sum(), log_p)[0]
+    theta = log_theta[state_index(torch.tensor([MASK, MASK, 2]))][0].exp()
+    assert torch.allclose(gradient[0], log_phi[0].exp() - theta)
+    assert not gradient[1].any()
+
+
+@pytest.mark.parametrize("kind", ["arccos", "uniform"])
+def test_shares_that_are_hidden_have_their_law(kind):
+    """Distribution functions: P(share < s) is s, or 1 - cos(π s / 2)."""
+    numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    share = hidden_share(kind, numbers)
+    assert ((share > 0) & (share < 1)).all()
+    expected = share if kind == "uniform" else 1 - (math.pi / 2 * share).cos()
+    ranks = share.argsort().argsort().double() + 0.5
+    assert torch.allclose(ranks / 1000, expected)
+
+
+# The start
+
+
+def test_a_start_has_random_tokens_and_noise_in_their_shares():
+    """Chi-square of 40,000 positions; Kolmogorov-Smirnov of 40,000 normal numbers."""
+    z = torch.full((5000, 8), 5)
+    z[:, 3] = 2
+    noise = Noise(1, torch.arange(5000))
+    seen = Start(0.4, 0.3).begin(z, 5, 4, noise.uniforms)
+    assert (seen.tokens[:, 3] == 2).all()
+    assert torch.equal(seen.unwritten, z == 5)
+    law = torch.tensor([0.08] * 5 + [0.6], dtype=torch.float64)
+    assert p_value(seen.tokens[seen.unwritten], law) > FALSE_ALARM
+    assert seen.normals.shape == (5000, 8, 4)
+    assert kstest(seen.normals[:, :2].flatten().numpy(), "norm").pvalue > FALSE_ALARM
+    again = Start(0.4, 0.3).begin(z[70:75], 5, 4, Noise(1, torch.arange(70, 75)).uniforms)
+    assert torch.equal(again.tokens, seen.tokens[70:75]), "whatever else is drawn"
+    assert torch.equal(again.normals, seen.normals[70:75])
+
+
+def test_noise_is_on_what_is_unwritten_and_keeps_the_scale():
+    """sqrt(1 - σ²) e + σ s n at open positions, e elsewhere: what the network then reads."""
+    network, start = small_network(), Start(0.4, 0.3)
+    z = torch.tensor([[5, 5, 5, 5, 1, 1, 5, 5]] * 3)
+    begun = start.begin(z, 5, 16, Noise(1, torch.arange(3)).uniforms)
+    written = z.clone()
+    written[:, 0] = 4
+    seen = later(begun, written, 5)
+    assert (seen.tokens[:, 0] == 4).all()
+    assert torch.equal(seen.tokens[:, 1:], begun.tokens[:, 1:])
+    table = network.vocab_embed.embedding
+    clean = table[seen.tokens]
+    noisy = math.sqrt(1 - 0.09) * clean + 0.3 * table.std() * seen.normals
+    open_ = written == 5
+    expected = torch.where(open_[..., None], noisy, clean)
+    assert torch.allclose(start.embed(network, seen), expected)
+    sigma = torch.full((3,), 0.7)
+    full = network(None, sigma, embeddings=expected)
+    assert torch.allclose(start.logits(network, seen, sigma, open_), full[open_], atol=1e-5)
+    silent = Start(0.4, 0.0)
+    plain = silent.begin(z, 5, 16, Noise(1, torch.arange(3)).uniforms)
+    assert plain.normals is None
+    assert torch.allclose(
+        silent.logits(network, plain, sigma, open_), network(plain.tokens, sigma)[open_], atol=1e-5
+    )
+
+
+# Sampling, as in training
+
+
+class Blind:
+    """Two tokens at two positions: a reader with a law of its own for everything it may see."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.logits = 2 * torch.randn(9, 2, 2, generator=generator, dtype=torch.float64)
+
+    def __call__(self, seen, t, where):
+        return self.logits[index(seen.tokens, 3)][where]
+
+
+def enumerated_law(read, random, steps):
+    """Law of the four texts: over starts, what each step reveals, and what it draws there."""
+    starts, texts = all_states(3, 2), all_states(2, 2)
+    law = torch.zeros(4, dtype=torch.float64)
+    chances = [1 / (steps - n) for n in range(steps)]
+    for begun in starts:
+        at_start = math.prod(1 - random if v == 2 else random / 2 for v in begun.tolist())
+        mass = {(2, 2): at_start}
+        for chance in chances:
+            then = {}
+            for state, p in mass.items():
+                shown = torch.tensor(
+                    [b if v == 2 else v for v, b in zip(state, begun.tolist(), strict=True)]
+                )
+                laws = read(shown)
+                options = [
+                    [(v, 1.0)]
+                    if v != 2
+                    else [(2, 1 - chance), (0, chance * laws[i][0]), (1, chance * laws[i][1])]
+                    for i, v in enumerate(state)
+                ]
+                for (a, pa), (b, pb) in itertools.product(*options):
+                    then[a, b] = then.get((a, b), 0.0) + p * pa * pb
+            mass = then
+        law += torch.tensor([mass.get(tuple(x.tolist()), 0.0) for x in texts])
+    return law / law.sum()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_samples_follow_the_enumerated_law(steps):
+    """Chi-square of 20,000 texts; the log-probability is that of the path, given the start."""
+    reader, num = Blind(), 20_000
+    canvas = Canvas.blank(num, 2, 2)
+    start = Start(0.5, 0.0)
+    drawn = dimo(
+        reader, LogLinear(0.0), canvas, steps=steps, start=start, width=1, settings=Draw(seed=4)
+    )
+
+    def read(shown):
+        return reader.logits[index(shown[None], 3)[0]].softmax(-1).tolist()
+
+    law = enumerated_law(read, 0.5, steps)
+    assert p_value(index(drawn.tokens, 2), law) > FALSE_ALARM
+    assert p_value(index(drawn.tokens, 2), enumerated_law(read, 0.0, steps)) < FALSE_ALARM
+    if steps == 1:
+        begun = start.begin(
+            canvas.tokens,
+            2,
+            1,
+            lambda count, *stream: Noise(4, canvas.samples).uniforms(count, *stream),
+        )
+        log_p = reader.logits[index(begun.tokens, 3)].log_softmax(-1)
+        own = log_p.gather(-1, drawn.tokens[..., None]).squeeze(-1).sum(1)
+        assert torch.allclose(drawn.log_prob, own)
+        assert (drawn.nfe, drawn.passes) == (1, 1.0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_the_student_trains_on_the_texts_that_the_sampler_draws(noise):
+    """8,000 texts of each, of one step: both follow the same law, exactly known without noise.
+
+    With noise two samples are compared, cell by cell, by the same test on pooled frequencies.
+    """
+    shape, num = {"vocab_size": 3, "length": 2, "eps": 0.0}, 8000
+    task = task_of(
+        {"random": 0.5, "noise": noise},
+        {"train": {"batch_size": num}},
+        teacher=small_network(0, **shape),
+        student=small_network(1, **shape),
+    )
+    part = task.part(0, 0, torch.arange(num))
+    trained = index(task.draw(part, learns=False, sync=False).x, 2)
+    network, schedule = task.student.network, task.schedule
+    reader = reader_of(network, schedule, task.start)
+    canvas, width = Canvas.blank(num, 2, 2), network.config.hidden
+    drawn = dimo(reader, schedule, canvas, steps=1, start=task.start, width=width)
+    sampled = index(drawn.tokens, 2)
+    if noise:
+        from scipy.stats import chi2_contingency
+
+        table = [torch.bincount(cells, minlength=4).tolist() for cells in (trained, sampled)]
+        assert chi2_contingency(table).pvalue > FALSE_ALARM
+        return
+
+    def read(shown):
+        return network(shown[None], torch.zeros(1))[0].softmax(-1).tolist()
+
+    law = enumerated_law(read, 0.5, 1)
+    assert p_value(trained, law) > FALSE_ALARM
+    assert p_value(sampled, law) > FALSE_ALARM
+
+
+def test_several_steps_walk_to_a_state_of_the_path_and_finish_it():
+    """Of budget 4: what the walk has written stays, and about a quarter per step is written.
+
+    Five standard errors for each of four times: a false alarm has a chance of 2e-6.
+    """
+    task = task_of({"budgets": [4]}, {"train": {"batch_size": 2000}})
+    part = task.part(0, 0, torch.arange(2000))
+    z, _ = task._walk(part)
+    drawn = task.draw(part, learns=False, sync=False)
+    assert torch.equal(drawn.last, z == 5)
+    assert torch.equal(drawn.x[~drawn.last], z[~drawn.last])
+    assert (drawn.x < 5).all()
+    assert set(part.t.tolist()) == {1.0, 0.75, 0.5, 0.25}
+    for t in part.t.unique():
+        here = part.t == t
+        share = drawn.last[here].double().mean()
+        assert abs(share - t) < 5 * math.sqrt(0.25 / (here.sum() * 8))
+
+
+def test_the_sampler_is_found_by_name(tmp_path):
+    """With the start of the recipes, and with options; those that mean nothing are refused."""
+    language = OracleLanguage.default()
+    network = small_network(vocab_size=language.num_tokens + 1, length=8)
+    save_model(tmp_path, network.state_dict(), network.config, tokenizer=language.tokenizer)
+    model = didi.load(tmp_path)
+    usual = model.draw(6, steps=2, sampler="dimo", seed=1)
+    same = model.draw(
+        6, steps=2, sampler="dimo", seed=1, batch_size=2, options={"random": RANDOM, "noise": NOISE}
+    )
+    assert torch.equal(usual.tokens, same.tokens)
+    plain = model.draw(6, steps=2, sampler="dimo", seed=1, options={"random": 0, "noise": 0})
+    assert not torch.equal(usual.tokens, plain.tokens)
+    ancestral = model.draw(6, steps=2, sampler="ancestral", seed=1)
+    assert torch.equal(plain.tokens, ancestral.tokens), "nothing random in the start: no difference"
+    with pytest.raises(UserError, match="random is 1.5: use 0 or more, below 1"):
+        model.draw(1, sampler="dimo", options={"random": 1.5})
+    several = add_masks(network, 3, seed=0, spread=1.0)
+    save_model(tmp_path / "several", several.state_dict(), several.config)
+    with pytest.raises(UserError, match="models with one mask"):
+        didi.load(tmp_path / "several").draw(1, sampler="dimo")
+
+
+# One iteration
+
+
+def test_both_networks_learn_and_the_teacher_does_not():
+    task = task_of({"aux_steps": 2})
+    nets = [task.student.network, task.critic.network]
+    before, teacher = [weights(n) for n in nets], weights(task.teacher_host.network)
+    for value in task.step(0).values():
+        assert value.ndim == 0
+        assert value.isfinite()
+    for old, network in zip(before, nets, strict=True):
+        assert moved(old, network) == old.keys()
+    assert not moved(teacher, task.teacher_host.network)
+    assert {name.split("/")[0] for name in task.tensors()} == {"student", "auxiliary", "watch"}
+    assert task.discriminator is None
+
+
+def test_the_student_waits_for_the_auxiliary_denoiser():
+    task = task_of({"warmup": 1})
+    before = weights(task.student.network)
+    assert "grad_norm" not in task.step(0)
+    assert not moved(before, task.student.network)
+    assert "grad_norm" in task.step(1)
+
+
+@pytest.mark.parametrize("budgets", [[1], [1, 4]])
+def test_passes_share_a_batch_as_they_like(budgets):
+    found = []
+    for size in (64, 25):
+        train = {"batch_size": 64, "micro_batch": size}
+        task = task_of({"budgets": budgets, "aux_steps": 2}, {"train": train})
+        found.append([task.step(step) for step in range(2)])
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            expected = pytest.approx(one[name].item(), rel=1e-3, abs=1e-6)
+            assert other[name].item() == expected, name
+
+
+def test_resuming_is_exact():
+    through, other = task_of({"budgets": [1, 2]}), task_of({"budgets": [1, 2]})
+    for step in range(2):
+        through.step(step)
+    other.prepare_to_load()
+    state = through.tensors()
+    assert other.tensors().keys() == state.keys()
+    with torch.no_grad():
+        for name, tensor in other.tensors().items():
+            tensor.copy_(state[name])
+    one, again = through.step(2), other.step(2)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    ours = through.tensors()
+    assert all(torch.equal(t, ours[name]) for name, t in other.tensors().items())
+
+
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_prompts_and_ends_are_given(prompt):
+    """Each text has a window of its own, which 0 ends; starts, texts and contexts keep that."""
+    own = {"length": 8, "end_id": 0, "lengths": (0, 3, 5, 0, 0, 4, 1, 0, 2)}
+    data = Stream()
+    task = task_of(
+        {"budgets": [1, 2]},
+        {"prompt": prompt, "data": {"source": "stream"}},
+        teacher=small_network(0, **own),
+        student=small_network(1, **own),
+        data=data if prompt else None,
+    )
+    for step in range(3):
+        part = task.part(step, 0, torch.arange(12))
+        given = part.start != 5
+        begun = task.start.begin(part.start, 5, 16, part.noise.uniforms)
+        drawn = task.draw(part, learns=False, sync=False)
+        for z in (begun.tokens, drawn.x):
+            assert torch.equal(z[given], part.start[given])
+        assert not (part.hidden & given).any()
+        if prompt:
+            assert torch.equal(part.start[:, :2], data.rows(12 * step, 12)[:, :2])
+        assert all(value.isfinite() for value in task.step(step).values())
+
+
+# That it works
+
+
+def test_one_step_learns_a_law_without_correlations():
+    """The teacher's laws do not depend on context: one step can say the same, and comes to.
+
+    The total variation of the auxiliary denoiser from the teacher falls to a third.
+    """
+    length, steps = 4, 120
+    logits = torch.randn(length, 5, generator=torch.Generator().manual_seed(5))
+
+    def rows(z, t, where):
+        return logits.log_softmax(-1).expand(len(z), -1, -1)[where]
+
+    changes = {
+        "train": {"steps": steps, "batch_size": 32, "ema": 0.0},
+        "optim": {"lr": 3e-3, "schedule": "linear"},
+    }
+    shape = {"length": length, "layers": 1, "learned_positions": True}
+    task = task_of(
+        {"aux_lr": 1e-2, "aux_steps": 2, "random": 0.2, "noise": 0.1},
+        changes,
+        rows=rows,
+        teacher=small_network(0, **shape),
+        student=small_network(1, **shape),
+    )
+    far = [task.step(step)["tv"].item() for step in range(steps)]
+    assert sum(far[-10:]) < sum(far[:10]) / 3
+    part = task.part(0, 0, torch.arange(32))
+    law = task.draw(part, learns=False, sync=False).log_p.view(32, length, 5).exp().mean(0)
+    assert (law - logits.softmax(-1)).abs().sum(-1).mean() / 2 < 0.15
+
+
+# Settings
+
+
+def test_settings_that_mean_nothing_are_refused():
+    for changes, message in [
+        ({"random": 1.0}, "dimo.random is 1.0: use 0 or more, below 1"),
+        ({"noise": -0.1}, "dimo.noise is -0.1"),
+        ({"budgets": []}, r"dimo.budgets is \[\]: step counts"),
+        ({"beta": float("inf")}, "dimo.beta is inf"),
+        ({"aux_lr": 0.0}, "dimo.aux_lr is 0.0"),
+        ({"aux_steps": 0}, "dimo.aux_steps is 0: use 1 or more"),
+        ({"warmup": 10}, "train.steps is 10 and dimo.warmup takes 10"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            settings("dimo", {"dimo": changes})
+
+
+@pytest.mark.parametrize("name", ["oracle-dimo", "stories-dimo"])
+def test_recipes_start_as_the_sampler_does(name):
+    config = load_recipe(DistillConfig, name)
+    assert (config.method, config.dimo.random, config.dimo.noise) == ("dimo", RANDOM, NOISE)

@@ -1,0 +1,401 @@
+"""SDTT: the two-step target by enumeration, the distances, rounds and how they resume."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy.stats import norm
+from torch.distributions import Categorical, kl_divergence
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.parse import parse
+from didi_instruct.config.recipes import load_recipe
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.mixture import add_masks
+from didi_instruct.distillation.sdtt import (
+    SMALLEST,
+    Part,
+    SDTTTask,
+    distance,
+    first_chance,
+    teacher_times,
+    two_step_target,
+)
+from didi_instruct.errors import UserError
+from didi_instruct.process.lengths import before_end
+from didi_instruct.process.schedule import Cosine, LogLinear
+
+from .small import (
+    FALSE_ALARM,
+    Stream,
+    largest_difference,
+    make_task,
+    moved,
+    settings,
+    small_network,
+    weights,
+)
+
+LANGUAGE = OracleLanguage.tiny()
+V, L, MASK = 3, 4, 3
+
+
+def task_of(sdtt=None, changes=None, **options):
+    sdtt = {"steps": 16, "iterations": 2} | (sdtt or {})
+    changes = {"train": {"steps": 6}} | (changes or {})
+    changes["train"] = {"steps": 6} | changes["train"]
+    return make_task(SDTTTask, "sdtt", {"sdtt": sdtt} | changes, **options)
+
+
+def exact_rows(z, t, where):
+    return LANGUAGE.denoiser(z)[where]
+
+
+def oracle_task(batch, grid="even", steps=4):
+    """A task on the tiny language, whose teacher is its exact denoiser."""
+    shape = {"vocab_size": V + 1, "length": L, "eps": 0.0}
+    texts = LANGUAGE.sample(batch, torch.Generator().manual_seed(0))
+    return task_of(
+        {"steps": steps, "iterations": 1, "grid": grid},
+        {"train": {"steps": 1, "batch_size": batch}},
+        teacher=small_network(0, **shape),
+        student=small_network(1, **shape),
+        rows=exact_rows,
+        references=lambda start, count: texts[start : start + count],
+    )
+
+
+# The target
+
+
+def paths(z):
+    """All that a step from z (L,) may do: the set it reveals, the state after, its tokens' chance.
+
+    The chance is that of the tokens given the set.
+    """
+    masks = (z == MASK).nonzero().flatten().tolist()
+    p = LANGUAGE.denoiser(z[None])[0].exp()
+    for size in range(len(masks) + 1):
+        for chosen in itertools.combinations(masks, size):
+            for tokens in itertools.product(range(V), repeat=size):
+                then = z.clone()
+                then[list(chosen)] = torch.tensor(tokens, dtype=torch.long)
+                yield chosen, then, math.prod(p[i, v] for i, v in zip(chosen, tokens, strict=True))
+
+
+def left_behind(z, chosen, then):
+    """Log-probabilities (masks, V) that two steps leave, if the first went to `then`."""
+    before, after = LANGUAGE.denoiser(torch.stack([z, then]))
+    masks = (z == MASK).nonzero().flatten().tolist()
+    return torch.stack([before[i] if i in chosen else after[i] for i in masks])
+
+
+def enumerated(z, chance):
+    """Expected target (N, masks, V) from z (L,) for chances (N,) of being revealed."""
+    total, masks = 0.0, int((z == MASK).sum())
+    for chosen, then, p in paths(z):
+        weight = chance ** len(chosen) * (1 - chance) ** (masks - len(chosen)) * p
+        total = total + weight[:, None, None] * left_behind(z, chosen, then)
+    return total
+
+
+def test_the_expected_target_is_that_of_all_two_step_paths():
+    """From all masks, over the times of a batch: all means within z of their standard errors.
+
+    z has the stated false-alarm rate for all 12 means together, which are of some 4,000 texts.
+    """
+    task, dt = oracle_task(20_000), 0.25
+    part = task.part(0, torch.arange(20_000))
+    blank = (part.z == MASK).all(1)
+    part = Part(
+        part.z[blank],
+        part.t[blank],
+        tuple(t[blank] for t in part.times),
+        part.first[blank],
+        part.numbers[blank],
+    )
+    expected = enumerated(torch.full((L,), MASK), (dt / part.t).clamp(max=1))
+    target = two_step_target(exact_rows, part, MASK).view(-1, L, V)
+    excess = target - expected
+    error = excess.std(0) / math.sqrt(len(excess))
+    limit = norm.isf(FALSE_ALARM / 2 / (L * V))
+    assert len(excess) > 3500
+    assert (excess.mean(0).abs() < limit * error).all()
+    alone = (target - LANGUAGE.denoiser(part.z[:1])).mean(0).abs()
+    assert (alone > 1.5 * limit * error).any(), "the test could not tell two steps from one"
+
+
+def test_every_path_leaves_the_laws_of_its_steps():
+    """Of z with three masks: all 4^3 paths at once, tokens chosen by their place in the law."""
+    z = torch.tensor([MASK, 1, MASK, MASK])
+    found = list(paths(z))
+    p = LANGUAGE.denoiser(z[None])[0].exp()
+    middle = p.cumsum(-1) - p / 2
+    first = torch.zeros(len(found), L, dtype=torch.bool)
+    numbers = torch.rand(len(found), L, generator=torch.Generator().manual_seed(0)).double()
+    for row, (chosen, then, _) in enumerate(found):
+        for i in chosen:
+            first[row, i] = True
+            numbers[row, i] = middle[i, then[i]]
+    t = torch.full((len(found),), 0.5, dtype=torch.float64)
+    part = Part(z.expand(len(found), -1), t, (t, t), first, numbers)
+    target = two_step_target(exact_rows, part, MASK).view(len(found), -1, V)
+    assert len(found) == 64
+    for row, (chosen, then, _) in enumerate(found):
+        assert torch.allclose(target[row], left_behind(z, chosen, then)), chosen
+
+
+def test_one_revealed_token_leaves_the_mean_of_the_target_where_it_was():
+    """By the tower rule: E p(x | z, one more token) = p(x | z). With two it is not."""
+    z = torch.tensor([MASK, 1, MASK, MASK])
+    law = LANGUAGE.denoiser(z[None])[0][z == MASK].exp()
+    mean = {1: 0.0, 2: 0.0}
+    for chosen, then, p in paths(z):
+        if chosen in ((0,), (0, 2)):
+            mean[len(chosen)] += p * left_behind(z, chosen, then).exp()
+    assert torch.allclose(mean[1], law)
+    assert not torch.allclose(mean[2], law, atol=1e-3)
+
+
+def test_nothing_is_read_for_what_is_not_revealed():
+    """Each call asks for the rows it needs; texts without a reveal wait for the second."""
+    task, calls = oracle_task(64, steps=16), []
+
+    def rows(z, t, where):
+        calls.append((z, t, where))
+        return exact_rows(z, t, where)
+
+    part = task.part(0, torch.arange(64))
+    two_step_target(rows, part, MASK)
+    active = part.first.any(1)
+    assert 0 < active.sum() < 64
+    (z, t, where), (then, late, rest) = calls
+    assert torch.equal(z, part.z[active])
+    assert torch.equal(t, part.t[active])
+    assert torch.equal(where, part.first[active])
+    assert torch.equal(rest, (part.z == MASK) & ~part.first)
+    assert torch.equal(late, (part.t - 1 / 16).clamp(min=0))
+    assert torch.equal(then[~part.first], part.z[~part.first])
+    assert (then[part.first] < V).all()
+
+
+# Times
+
+
+def test_the_published_grid_is_late_and_reveals_less():
+    """At t = 1/2 and small dt it steps at 3/4 and 1/4; it agrees with the even one at t = 1."""
+    t = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    first, second = teacher_times(t, 1e-9, "published")
+    assert first.tolist() == pytest.approx([0.75, 1.0])
+    assert second.tolist() == pytest.approx([0.25, SMALLEST])
+    even = teacher_times(t, 0.25, "even")
+    assert [x.tolist() for x in even] == [[0.5, 1.0], [0.25, 0.75]]
+    chance = first_chance(LogLinear(0.0), torch.tensor([0.5, 0.2], dtype=torch.float64), 0.25)
+    assert chance.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("grid", ["even", "published"])
+def test_the_first_step_reveals_its_share_of_the_masks(grid):
+    """A mask of time t with probability dt / t, or dt / (t + (1 - t)(t - 2 dt)) as published.
+
+    By the count of some 40,000 masks, at the stated false-alarm rate; the other grid is refused.
+    """
+    task, dt = oracle_task(20_000, grid, steps=32), 1 / 32
+    part = task.part(0, torch.arange(20_000))
+    masked, t = part.z == MASK, part.t[:, None].expand(-1, L)
+
+    def surprise(time):
+        chance = (dt / time.clamp(min=SMALLEST)).clamp(max=1)[masked]
+        spread = (chance * (1 - chance)).sum().sqrt()
+        return (part.first[masked].double() - chance).sum().abs() / spread
+
+    found = {"even": surprise(t), "published": surprise(t + (1 - t) * (t - 2 * dt))}
+    limit = norm.isf(FALSE_ALARM / 2)
+    assert {name for name, z in found.items() if z < limit} == {grid}, found
+    assert not (part.first & ~masked).any()
+
+
+def test_texts_are_masked_to_their_times():
+    """By time, for a schedule that is not linear: the share of masks is 1 - alpha_t.
+
+    Five standard errors, in each of five bins: a false alarm has a chance of 3e-6.
+    """
+    task = oracle_task(20_000)
+    task.schedule = Cosine(0.0)
+    part = task.part(0, torch.arange(20_000))
+    for low in torch.arange(0, 1, 0.2):
+        here = (part.t >= low) & (part.t < low + 0.2)
+        expected = 1 - task.schedule.alpha(part.t[here]).mean()
+        share = (part.z[here] == MASK).double().mean()
+        assert abs(share - expected) < 5 * math.sqrt(0.25 / (here.sum() * L))
+
+
+# Distances
+
+
+def test_distances_are_those_of_their_definitions():
+    generator = torch.Generator().manual_seed(0)
+    target, student = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    p, q = Categorical(logits=target), Categorical(logits=student)
+    expected = {
+        "forward": kl_divergence(p, q),
+        "backward": kl_divergence(q, p),
+        "mse": torch.nn.functional.mse_loss(student, target, reduction="none").mean(-1),
+        # The largest difference of probability that any set of tokens has.
+        "tv": (p.probs - q.probs).clamp(min=0).sum(-1),
+    }
+    for kind, value in expected.items():
+        assert torch.allclose(distance(kind, target, student), value), kind
+        assert torch.equal(distance(kind, target, target), torch.zeros(5).double()), kind
+
+
+@pytest.mark.parametrize("kind", ["backward", "forward", "mse", "tv"])
+def test_the_loss_of_an_iteration_is_the_mean_distance_at_masks(kind):
+    data = Stream()
+    task = task_of({"divergence": kind}, references=data.rows)
+    part = task.part(0, torch.arange(12))
+    target = two_step_target(task.teacher, part, 5)
+    log_p = task.student_rows(part.z, part.t, part.z == 5)
+    expected = distance(kind, target, log_p).mean().item()
+    assert task.step(0)["loss"].item() == pytest.approx(expected, rel=1e-5)
+
+
+# Rounds
+
+
+def test_the_student_becomes_the_teacher_and_steps_double():
+    """In the first round the teacher is the teacher; then the student of the round before."""
+    data = Stream()
+    task = task_of(references=data.rows)
+    original, begin = weights(task.teacher_host.network), weights(task.student.network)
+    assert largest_difference([task.before.network], [task.student.network]) == 0
+    seen = []
+    for step in range(6):
+        taught = weights(task.student.network)
+        seen.append((task.dt(step), task.step(step)["student_steps"].item()))
+        if step % 2 == 0:
+            last = begin if step == 0 else taught
+        assert not moved(last, task.before.network), step
+        assert moved(taught, task.student.network) == taught.keys()
+    assert seen == [(1 / 16, 8)] * 2 + [(1 / 8, 4)] * 2 + [(1 / 4, 2)] * 2
+    assert not moved(original, task.teacher_host.network), "judges need it as it was"
+
+
+def test_who_teaches():
+    """A round's loss is that of the target of its own teacher."""
+    data = Stream()
+    task = task_of(references=data.rows)
+    for step in range(4):
+        part = task.part(step, torch.arange(12))
+        rows = [task.teacher, task.student_rows][step // 2]
+        if step % 2 == 0:
+            target = two_step_target(rows, part, 5)
+            log_p = task.student_rows(part.z, part.t, part.z == 5)
+            expected = distance("backward", target, log_p).mean().item()
+        loss = task.step(step)["loss"].item()
+        if step % 2 == 0:
+            assert loss == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.parametrize("saved", [2, 3, 4])
+def test_resuming_is_exact_at_the_end_of_a_round_and_within(saved):
+    data = Stream()
+    through = task_of(references=data.rows)
+    numbers = []
+    for step in range(6):
+        if step == saved:
+            state = {name: t.clone() for name, t in through.tensors().items()}
+        numbers.append(through.step(step))
+    other = task_of(student=small_network(7), references=data.rows)
+    other.prepare_to_load()
+    assert other.tensors().keys() == state.keys()
+    with torch.no_grad():
+        for name, tensor in other.tensors().items():
+            tensor.copy_(state[name])
+    for step in range(saved, 6):
+        again = other.step(step)
+        assert all(torch.equal(again[n], numbers[step][n]) for n in again)
+    ours = through.tensors()
+    assert all(torch.equal(t, ours[name]) for name, t in other.tensors().items())
+
+
+def test_the_optimizer_goes_on_through_rounds():
+    task = task_of(references=Stream().rows)
+    for step in range(4):
+        task.step(step)
+    counts = [t for n, t in task.tensors().items() if "optimizer/step" in n]
+    assert counts
+    assert all(int(t) == 4 for t in counts)
+
+
+# Parts, windows, what does not fit
+
+
+def test_passes_share_a_batch_as_they_like():
+    data = Stream()
+    found = []
+    for size in (12, 5):
+        task = task_of(changes={"train": {"micro_batch": size}}, references=data.rows)
+        found.append([task.step(step) for step in range(3)])
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name].item() == pytest.approx(other[name].item(), rel=1e-4), name
+    assert "path_entropy" not in one, "the student draws nothing, so nothing can collapse"
+
+
+def test_every_text_is_read_once():
+    data = Stream()
+    task = task_of(changes={"train": {"micro_batch": 4}}, references=data.rows)
+    for step in range(3):
+        task.step(step)
+    assert [i for asked in data.asked for i in asked] == list(range(3 * 12))
+
+
+@pytest.mark.parametrize("given", ["data", "online"])
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_ends_and_prompts_are_never_masked(given, prompt):
+    """Each text has a window of its own: 0 ends it."""
+    own = {"length": 8, "end_id": 0, "lengths": (0, 3, 5, 0, 0, 4, 1, 0, 2)}
+    data = Stream()
+    task = task_of(
+        changes={"prompt": prompt, "data": {"source": "stream"}},
+        teacher=small_network(0, **own),
+        student=small_network(1, **own),
+        data=data,
+        references=data.rows if given == "data" else None,
+    )
+    for step in range(3):
+        part = task.part(step, torch.arange(12))
+        x = task.references(12 * step, 12)
+        written = before_end(x, 0) & (torch.arange(8) >= prompt)
+        assert torch.equal(part.z[~written], x[~written])
+        assert not ((part.z == 5) & ~written).any()
+        assert not (part.first & (part.z != 5)).any()
+        assert all(value.isfinite() for value in task.step(step).values())
+
+
+def test_rounds_are_whole_and_not_too_many():
+    with pytest.raises(UserError, match=r"train.steps is 7.*rounds of sdtt.iterations, 2"):
+        settings("sdtt", {"sdtt": {"iterations": 2}, "train": {"steps": 7}})
+    with pytest.raises(UserError, match=r"sdtt.steps is 16, which 5 rounds.*use 4 rounds at most"):
+        settings("sdtt", {"sdtt": {"steps": 16, "iterations": 2}, "train": {"steps": 10}})
+    with pytest.raises(UserError, match="sdtt.steps is 1: use 2 or more"):
+        settings("sdtt", {"sdtt": {"steps": 1}})
+    with pytest.raises(UserError, match="name it with --set data.source"):
+        parse(DistillConfig, {"method": "sdtt", "reference": {"source": "data"}}, where="test")
+
+
+def test_a_student_with_several_masks_is_refused():
+    student = add_masks(small_network(1), 3, seed=0, spread=1.0)
+    with pytest.raises(UserError, match="has 3 masks, which sdtt does not know"):
+        task_of(student=student)
+
+
+def test_the_papers_schedule():
+    """Seven rounds of 10,000 iterations, from 1,024 steps to 8."""
+    config = load_recipe(DistillConfig, "owt-169m-sdtt")
+    assert (config.sdtt.iterations, config.train.steps) == (10_000, 70_000)
+    assert config.sdtt.steps / 2 ** (config.train.steps // config.sdtt.iterations) == 8
+    assert (config.sdtt.divergence, config.sdtt.grid) == ("backward", "even")

@@ -1,0 +1,224 @@
+"""Weights in fewer bytes: what comes back is near, whole and checked before it is read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.errors import UserError
+from didi_instruct.models import quantised
+from didi_instruct.models.build import build_model
+from didi_instruct.models.checkpoint import load_model, save_model
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.quantised import quantise
+
+from .plain_networks import randomise
+from .test_model_checkpoint import TOKENS, WORDS, edit, error_of, rewrite
+
+CONFIG = ModelConfig(
+    layers=1, hidden=64, heads=2, cond_dim=8, vocab_size=70, length=12, learned_positions=True,
+    schedule=ScheduleConfig(eps=0.0),
+)  # fmt: skip
+EIGHT_BITS = {
+    "vocab_embed.embedding", "blocks.0.attn_qkv.weight", "blocks.0.attn_out.weight",
+    "blocks.0.mlp.0.weight", "blocks.0.mlp.2.weight", "output_layer.linear.weight",
+    "sigma_map.mlp.0.weight",
+}  # fmt: skip
+"""Some of the matrices of at least 2,048 numbers."""
+
+
+def network(seed=0):
+    return randomise(build_model(CONFIG), seed).eval()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Matrices of a tiny network are large enough here."""
+    monkeypatch.setattr(quantised, "SMALLEST_MATRIX", 2048)
+
+
+@pytest.fixture
+def folder(tmp_path, small):
+    return save_model(
+        tmp_path / "m", network(), CONFIG, WORDS, randomise(Discriminator(CONFIG), 7),
+        storage="int8",
+    )  # fmt: skip
+
+
+def test_rows_are_rounded_to_within_half_a_step():
+    """Ordinary rows are not clipped by more than they gain: the error is that of rounding.
+
+    Uniform rounding with step s has mean square s² / 12 at most where nothing is clipped, and
+    least squares may only be better than the scale that clips nothing.
+    """
+    matrix = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))
+    numbers, scale = quantise(matrix)
+    assert numbers.dtype == torch.int8
+    assert scale.shape == (200,)
+    assert int(numbers.min()) >= -127
+    plain = matrix.abs().amax(1, keepdim=True) / 127
+    largest = ((matrix / plain).round() * plain - matrix).square().sum(1)
+    found = (numbers * scale[:, None] - matrix).square().sum(1)
+    assert (found <= largest * (1 + 1e-5)).all()
+    assert found.sum() < 0.995 * largest.sum()
+
+
+def test_the_scale_is_the_best_one_for_the_numbers():
+    """No other scale of a row is nearer to it: the derivative of the squared error vanishes."""
+    matrix = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).double()
+    numbers, scale = quantise(matrix.float())
+    slope = ((matrix - numbers * scale[:, None].double()) * numbers).sum(1)
+    assert slope.abs().max() < 1e-4 * numbers.double().square().sum(1).max()
+
+
+def test_a_row_with_one_large_number_is_clipped():
+    """Of 2,000 numbers ±1 and one of 2.6 × 127: to clip costs less than to lose the many."""
+    row = torch.ones(1, 2000) * torch.tensor([1.0, -1.0]).repeat(1000)
+    row[0, 0] = 2.6 * 127
+    numbers, scale = quantise(row)
+    error = (numbers * scale[:, None] - row).square().sum()
+    step = row.max() / 127
+    plain = ((row / step).round().clamp(-127, 127) * step - row).square().sum()
+    assert plain == pytest.approx(1999)  # each ±1 is nearer to 0 than to a step of 2.6
+    assert error < plain * 2
+
+
+def test_rows_of_nothing_and_of_next_to_nothing():
+    matrix = torch.tensor([[0.0, 0.0], [1e-42, -1e-42], [1e30, -1e30], [2.0, -1.0]])
+    numbers, scale = quantise(matrix)
+    back = numbers * scale[:, None]
+    assert back.isfinite().all()
+    assert torch.equal(back[0], matrix[0])
+    step = matrix.abs().amax(1, keepdim=True) / 127
+    assert ((back - matrix).abs() <= step)[[0, 2, 3]].all()
+
+
+def test_grids_survive_exactly(tmp_path, small):
+    """Whole numbers times a power of two are what 8 bits hold: nothing is lost."""
+    model = network()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                whole = torch.randint(-127, 128, parameter.shape, generator=generator).float()
+                whole[:, 0] = 127
+                parameter.copy_(whole * 2.0**-9)
+    save_model(tmp_path, model, CONFIG, storage="int8")
+    loaded = load_model(tmp_path)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(
+            loaded.model.state_dict()[name], tensor, rtol=1e-6, atol=0, msg=name
+        )
+
+
+@torch.no_grad()
+def test_a_network_comes_back_near_and_in_float32(folder):
+    """Each matrix within 1% of its norm; vectors and buffers to the bit."""
+    loaded = load_model(folder)
+    pairs = [(loaded.model, network()), (loaded.discriminator, randomise(Discriminator(CONFIG), 7))]
+    for found, expected in pairs:
+        parameters = dict(found.named_parameters())
+        assert {p.dtype for p in parameters.values()} == {torch.float32}
+        for name, tensor in expected.state_dict().items():
+            if name in parameters and tensor.ndim == 2 and tensor.numel() >= 2048:
+                assert 0 < (parameters[name] - tensor).norm() < 0.01 * tensor.norm(), name
+            elif not name.endswith(("weight_u", "weight_v")):  # drawn at random in each
+                assert torch.equal(found.state_dict()[name], tensor), name
+    exact = network()(TOKENS)
+    assert (loaded.model(TOKENS) - exact).norm() < 0.1 * exact.norm()
+    assert loaded.tokenizer.hash == WORDS.hash
+    half = load_model(folder, dtype=torch.bfloat16).model
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_the_file_says_what_it_holds(folder):
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name for name in tensors if name.endswith(".scale")}
+    eight = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+    assert {name.removesuffix(".scale") for name in scales} == eight
+    assert set(tensors) - scales == set(network().state_dict())
+    assert eight >= EIGHT_BITS
+    assert json.loads((folder / "config.json").read_text())["storage"] == "int8"
+    # Read by hand, they are the weights.
+    name = "blocks.0.mlp.0.weight"
+    product = tensors[name] * tensors[f"{name}.scale"][:, None]
+    assert torch.equal(product, load_model(folder).model.state_dict()[name])
+
+
+def test_16_bits_are_read_as_32(tmp_path):
+    save_model(tmp_path, network(), CONFIG, storage="bfloat16")
+    found = load_model(tmp_path).model.state_dict()
+    for name, parameter in network().named_parameters():
+        assert torch.equal(found[name], parameter.bfloat16().float()), name
+    assert load_model(tmp_path, dtype=torch.bfloat16).model.state_dict()[name].element_size() == 2
+
+
+def test_what_has_no_storage_is_written_and_read_as_ever(tmp_path, folder):
+    plain = save_model(tmp_path / "plain", network(), CONFIG)
+    assert "storage" not in json.loads((plain / "config.json").read_text())
+    again = save_model(tmp_path / "again", load_model(folder).model, CONFIG, storage="float32")
+    kept = load_model(again).model.state_dict()
+    assert all(torch.equal(kept[n], t) for n, t in load_model(folder).model.state_dict().items())
+    sizes = [(f / "model.safetensors").stat().st_size for f in (folder, plain)]
+    assert sizes[0] < 0.4 * sizes[1]
+
+
+def test_storing_twice_loses_nothing_more(tmp_path, folder):
+    """What is on a row's grid already is found there again."""
+    once = load_model(folder).model
+    save_model(tmp_path / "twice", once, CONFIG, storage="int8")
+    twice = load_model(tmp_path / "twice").model.state_dict()
+    for name, tensor in once.state_dict().items():
+        torch.testing.assert_close(twice[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_an_unknown_storage_is_refused_in_one_line(folder):
+    edit(folder, lambda c: c.update(storage="int4"))
+    message = error_of(folder)
+    assert "stored as 'int4', but this didi reads float32, bfloat16, int8: upgrade it." in message
+    edit(folder, lambda c: c.update(storage={"bits": 4}))
+    assert "stored as {'bits': 4}" in error_of(folder)
+
+
+def test_integers_are_weights_only_where_that_is_said(folder):
+    edit(folder, lambda c: c.pop("storage"))
+    assert "holds I8, not real numbers" in error_of(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, name: t.pop(f"{name}.scale"),
+        lambda t, name: t.update({f"{name}.scale": t[f"{name}.scale"][:-1]}),
+        lambda t, name: t.update({f"{name}.scale": t[f"{name}.scale"].double()}),
+        lambda t, name: t.update({name: t[name][0]}),
+    ],
+)
+def test_scales_that_do_not_fit_are_named_before_anything_is_read(folder, monkeypatch, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, "blocks.0.attn_out.weight")
+    rewrite(folder, "model.safetensors", tensors)
+    monkeypatch.setattr(quantised, "in_groups", pytest.fail)
+    assert "blocks.0.attn_out.weight has 8 bits without a scale" in error_of(folder)
+
+
+def test_scales_of_nothing_and_wrong_shapes_are_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["blocks.0.norm1.weight.scale"] = torch.ones(64)
+    tensors["blocks.0.attn_out.weight"] = tensors["blocks.0.attn_out.weight"][:, :8].contiguous()
+    rewrite(folder, "model.safetensors", tensors)
+    message = error_of(folder)
+    assert "1 tensor unexpected (blocks.0.norm1.weight.scale)" in message
+    assert "blocks.0.attn_out.weight (64, 8) for (64, 64)" in message
+
+
+def test_what_is_not_finite_is_not_stored(tmp_path, small):
+    model = network()
+    with torch.no_grad():
+        model.vocab_embed.embedding[3, 3] = torch.nan
+    with pytest.raises(UserError, match="vocab_embed.embedding holds numbers that are not finite"):
+        save_model(tmp_path / "m", model, CONFIG, storage="int8")
+    assert not (tmp_path / "m").exists()
