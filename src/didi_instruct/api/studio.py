@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,8 @@ def texts_of(
 
 def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
     started = time.perf_counter()
-    done, config = model.request(wish), model.config
+    done, with _fast_products():
+     config = model.request(wish), model.config
     drawn = done.samples
     tokens = drawn.tokens.cpu()  # waits for the device
     # Measuring the path of a model with several masks takes passes that sampling does not.
@@ -170,6 +172,20 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
     log_prob = None if drawn.log_prob is None else drawn.log_prob.cpu()
     texts, lengths = texts_of(model.tokenizer, tokens, until_eot, config.end_id)
     return SampleSet(origin, tokens, texts, log_prob, lengths)
+
+
+@contextmanager
+def _fast_products() -> Iterator[None]:
+    """Within, GPUs multiply float32 matrices as TensorFloat-32, several times faster.
+
+    It rounds the model's logits; samples and their probabilities are exact for the rounded ones.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _options(sampler: Sampler, given: Mapping[str, Any]) -> dict[str, Any]:
