@@ -141,8 +141,8 @@ def texts_of(
 
 def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
     started = time.perf_counter()
-    done, with _fast_products():
-     config = model.request(wish), model.config
+    with _fast_products():
+        done, config = model.request(wish), model.config
     drawn = done.samples
     tokens = drawn.tokens.cpu()  # waits for the device
     # Measuring the path of a model with several masks takes passes that sampling does not.
