@@ -2,13 +2,18 @@
 
 import torch
 
-from didi_instruct.process.lengths import LengthLaw, before_end, window
+from didi_instruct.process.lengths import LengthLaw, before_end, goes_on, window
 
 
 def test_before_end_stops_at_the_first_end():
     tokens = torch.tensor([[5, 6, 0, 0], [0, 7, 0, 1], [5, 6, 7, 8]])
     expected = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
     assert torch.equal(before_end(tokens, end_id=0), expected)
+
+
+def test_rows_that_go_on_after_an_end_are_told():
+    assert not goes_on(torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]]), end_id=0)
+    assert goes_on(torch.tensor([[5, 6, 0, 0], [5, 0, 7, 0]]), end_id=0)
 
 
 def test_window_has_masks_then_ends():

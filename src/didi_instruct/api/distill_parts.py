@@ -32,7 +32,7 @@ from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.masked_lm import MaskedLM
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.lengths import goes_on
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -158,15 +158,10 @@ def open_texts(
         settings, folder, world, progress, length=teacher.config.length, seed=config.train.seed
     )
     check_data(teacher.config, teacher.tokenizer.hash if teacher.tokenizer else None, data)
-    if end_id is not None and _is_stream(data, end_id):
+    first = min(ROWS_LOOKED_AT, data.num_sequences or ROWS_LOOKED_AT)
+    if end_id is not None and goes_on(data.ordered(0, first), end_id):
         raise UserError(_stream(source))
     return data, valid
-
-
-def _is_stream(data: TokenSource, end_id: int) -> bool:
-    """Whether something follows an end in the first rows."""
-    rows = data.ordered(0, min(ROWS_LOOKED_AT, data.num_sequences or ROWS_LOOKED_AT))
-    return bool((~before_end(rows, end_id) & (rows != end_id)).any())
 
 
 def _stream(source: str) -> str:

@@ -23,7 +23,7 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.lengths import before_end, goes_on
 from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
 from didi_instruct.training.pretrain import PretrainTask
 from didi_instruct.training.reporting import Reporter, SilentReporter
@@ -105,19 +105,14 @@ def _model_of(config: PretrainConfig, data: TokenSource) -> ModelConfig:
     counts = torch.zeros(model.length + 1, dtype=torch.long)
     for first in range(0, data.num_sequences, ROWS_AT_ONCE):
         rows = data.ordered(first, min(ROWS_AT_ONCE, data.num_sequences - first))
+        if goes_on(rows, end_id):
+            raise UserError(
+                "model.own_window needs rows of one text each: prepare the data with --rows "
+                "document (data.rows=document), or leave it out."
+            )
         counts += before_end(rows, end_id).sum(1).bincount(minlength=len(counts))
-    if not counts[1:].any() or _is_stream(data, end_id):
-        raise UserError(
-            "model.own_window needs rows of one text each: prepare the data with --rows document "
-            "(data.rows=document)."
-        )
-    return replace(model, end_id=end_id, lengths=tuple(counts.tolist()))
-
-
-def _is_stream(data: TokenSource, end_id: int) -> bool:
-    """Whether something follows an end in the first rows."""
-    rows = data.ordered(0, min(ROWS_AT_ONCE, data.num_sequences or ROWS_AT_ONCE))
-    return bool((~before_end(rows, end_id) & (rows != end_id)).any())
+    lengths = tuple(counts.tolist()) if model.kind == "mdlm" else ()  # an AR model ends by itself
+    return replace(model, end_id=end_id, lengths=lengths)
 
 
 def _notes(

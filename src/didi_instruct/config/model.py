@@ -101,6 +101,8 @@ class ModelConfig:
             raise UserError(
                 f"model.end_id is {self.end_id}: use a token's id, of a model that is not `duo`."
             )
+        if self.kind == "ar" and self.lengths:
+            raise UserError("model.lengths are given, but an `ar` model ends texts by itself.")
         if self.kind == "mdlm" and (
             len(self.lengths) != self.length + 1
             or min(self.lengths) < 0

@@ -242,7 +242,7 @@ class DiMOTask(CriticTask):
         x = torch.cat([drawn.x for drawn in draws])
         written = torch.cat([part.start for part in parts]) == self.mask_id
         gathered = self.world.gather(x), self.world.gather(written)
-        return {"drawn_entropy": self._entropy(draws), "unique_4gram": unique_ngrams(*gathered)}
+        return {"path_entropy": self._entropy(draws), "unique_4gram": unique_ngrams(*gathered)}
 
     def _sum(self, numbers: list[Tensor]) -> Tensor:
         """A sum over parts and processes, 1 at least where it counts."""

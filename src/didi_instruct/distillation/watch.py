@@ -5,8 +5,12 @@ from collections.abc import Callable, Mapping
 from didi_instruct.distillation.task import ENOUGH_TEXTS, StudentTask
 
 HALF = 0.5
-HOLD = {"didi": "didi.kl_weight", "token-matching": "token_matching.anchor"}
-"""The weight of the KL to the teacher."""
+HOLD = {
+    "didi": "didi.kl_weight",
+    "token-matching": "token_matching.anchor",
+    "dimo": "dimo.random",
+}
+"""What holds a student back: the weight of the KL to the teacher, the chance in its start."""
 
 
 class Watcher:

@@ -20,6 +20,11 @@ def before_end(tokens: Tensor, end_id: int) -> Tensor:
     return (tokens == end_id).cumsum(1) == 0
 
 
+def goes_on(tokens: Tensor, end_id: int) -> bool:
+    """Whether something other than ends follows an end: such rows are not of one text each."""
+    return bool((~before_end(tokens, end_id) & (tokens != end_id)).any())
+
+
 def window(length: int, mask_id: int, end_id: int, count: Tensor) -> Tensor:
     """Windows with masks for texts of `count` (B,) tokens, and ends behind: (B, L)."""
     positions = torch.arange(length, device=count.device)
