@@ -10,7 +10,7 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import find_recipe, load_recipe, recipe_names
 from didi_instruct.errors import UserError
 
-DISTILLATIONS = [name for name in recipe_names() if not name.endswith("-teacher")]
+DISTILLATIONS = [n for n in recipe_names() if not n.endswith(("-teacher", "-ar"))]
 
 
 def refused(values):

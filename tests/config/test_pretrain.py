@@ -6,7 +6,7 @@ from didi_instruct.config.recipes import load_recipe, recipe_names
 from didi_instruct.errors import UserError
 
 
-@pytest.mark.parametrize("name", [n for n in recipe_names() if n.endswith("-teacher")])
+@pytest.mark.parametrize("name", [n for n in recipe_names() if n.endswith(("-teacher", "-ar"))])
 def test_every_shipped_teacher_recipe_parses_and_says_what_it_reproduces(name):
     recipe = load_recipe(PretrainConfig, name)
     assert recipe.reproduces
