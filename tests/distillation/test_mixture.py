@@ -8,6 +8,7 @@ import torch
 from didi_instruct.distillation.mixture import MixtureTask, add_masks
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import with_code
+from didi_instruct.process.orders import turns
 
 from .small import (
     FALSE_ALARM,
@@ -88,6 +89,35 @@ def test_texts_are_masked_as_before_a_step_and_the_step_reveals_the_rest(prompt)
     assert {s for s in seen if isinstance(s, float)} == {1.0, 0.75, 0.5, 0.25}
     last = part.t == 0.25
     assert torch.equal(part.revealed[last], hidden[last])
+
+
+def test_streams_reveal_in_their_turn():
+    """States and steps are those of the plan; every text is before a step of its budget."""
+    task = task_of({"budgets": [4, 8]}, {"order": "streams", "train": {"batch_size": 64}})
+    part = task.part(0, torch.arange(64))
+    plans = [turns(torch.ones(1, task.length, dtype=torch.bool), n)[0] for n in (4, 8)]
+    for z, revealed in zip(part.z, part.revealed, strict=True):
+        masked = z == task.mask_id
+        fits = [
+            torch.equal(masked, plan >= n) and torch.equal(revealed, plan == n)
+            for plan in plans
+            for n in range(int(plan.max()) + 1)
+        ]
+        assert any(fits)
+
+
+def test_a_share_of_the_texts_may_keep_the_random_order():
+    streams = {"order": "streams", "train": {"batch_size": 64}}
+    parts = {
+        share: task_of({"random": share}, streams).part(0, torch.arange(64))
+        for share in (0.0, 0.5, 1.0)
+    }
+    plain = task_of({}, {"train": {"batch_size": 64}}).part(0, torch.arange(64))
+    assert torch.equal(parts[1.0].z, plain.z)
+    assert torch.equal(parts[1.0].revealed, plain.revealed)
+    kept = (parts[0.5].z == parts[0.0].z).all(1)
+    assert 10 < int(kept.sum()) < 54
+    assert torch.equal(parts[0.5].z[~kept], plain.z[~kept])
 
 
 def test_every_text_is_read_once():

@@ -209,6 +209,9 @@ class MixtureConfig:
     each step reveals."""
     budgets: tuple[int, ...] = (4, 8)
     """Step counts N whose steps the student learns."""
+    random: float = 0.0
+    """Share of the texts that are revealed in random order whatever `order` is, as in pretraining:
+    keeps the likelihood of a student that learns another order."""
     learning: int = 2
     """Codes of each text that learn, drawn from their posterior."""
     spread: float = 3.0
@@ -218,6 +221,8 @@ class MixtureConfig:
         """Refuse settings that cannot train."""
         if not self.budgets or min(self.budgets) < 1:
             raise UserError(f"mixture.budgets is {list(self.budgets)}: step counts, 1 or more.")
+        if not 0 <= self.random <= 1:
+            raise UserError(f"mixture.random is {self.random}: it is a share, 0 to 1.")
         _at_least("mixture", self, 1, ["codes"])
         _at_least("mixture", self, 0, ["spread"])
         _at_least("mixture", self, 1, ["learning"])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import Order
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.hosting import law
 from didi_instruct.distillation.monitor import Totals
@@ -134,13 +135,27 @@ class MixtureTask(DistillTask):
         noise = self.noise(step, 0, indices)
         seed = mix(self.config.train.seed, "budgets", step)
         strata = stratified_times(batch, torch.Generator().manual_seed(seed)).to(x.device)
-        order = self.config.order
-        _, t, after, budget = path_times(self.config.mixture.budgets, strata[indices], order)
         written = self.starts.open(x)
-        numbers = order_of(order, noise, written, budget, self.config.mixture.budgets)
+        t, after, numbers = self._place(self.config.order, noise, strata[indices], written)
+        if self.config.mixture.random:
+            other = self._place("random", noise, strata[indices], written)
+            chosen = noise.uniforms(1, Purpose.SELECT) < self.config.mixture.random
+            t, after = (
+                torch.where(chosen.squeeze(1), b, a)
+                for a, b in zip((t, after), other[:2], strict=True)
+            )
+            numbers = torch.where(chosen, other[2], numbers)
         low, high = revealed_shares(self.schedule, torch.stack([t, after]))
         z = x.masked_fill((numbers >= low[:, None]) & written, self.mask_id)
         return Part(x, z, t, revealed_between(numbers, low, high) & written)
+
+    def _place(
+        self, order: Order, noise: Noise, where: Tensor, written: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
+        budgets = self.config.mixture.budgets
+        _, t, after, budget = path_times(budgets, where, order)
+        return t, after, order_of(order, noise, written, budget, budgets)
 
     @torch.no_grad()
     def log_likelihoods(self, part: Part) -> Tensor:
