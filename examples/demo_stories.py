@@ -118,7 +118,7 @@ def _error(values: Tensor) -> float:
 def tell(console: Console, stories: int, steps: int, most: int) -> list[Row]:
     """Write, measure and print; return what was found."""
     started = time.perf_counter()
-    student, teacher = didi.load("stories"), didi.load("stories/teacher")
+    student, teacher = (didi.load(name, device="cpu") for name in ("stories", "stories/teacher"))
     console.print(f"Loaded student and teacher in {time.perf_counter() - started:.2f} s")
     student.sample(num=1, steps=1)  # the first pass of a process is slower
     rows = []

@@ -707,11 +707,12 @@ def test_bad_input_touches_nothing(run, models, tmp_path):
         (recipe(), "file", {}, "is a file"),
         (recipe(), "new", {"resume": True}, "holds no run to resume"),
         ("oracle-didi", "new", {"overrides": ["didi.group_sise=2"]}, "Did you mean `group_size`"),
-        ("oracle-didi", "new", {"method": "sdtt"}, "choose one of didi, token-matching"),
+        ("oracle-didi", "new", {"method": "magic"}, "choose one of didi, token-matching"),
+        ("oracle-didi", "new", {"method": "sdtt"}, "not a whole number of rounds"),
         ("oracle-dido", "new", {}, "neither a recipe file nor a shipped recipe"),
         (recipe(), "new", {"device": "cuda:77x"}, "not a device"),
         (recipe(data={"source": "nowhere.txt"}), "new", {}, "nowhere.txt"),
-        (DistillConfig(method="sdtt"), "new", {}, "choose one of didi, token-matching"),
+        (DistillConfig(method="magic"), "new", {}, "choose one of didi, token-matching"),
         ({"method": "magic"}, "new", {}, "choose one of didi, token-matching"),
         (17, "new", {}, "A recipe is a name"),
         ("oracle-didi", "new", {"overrides": "train.steps=3"}, "give a list"),
@@ -826,7 +827,7 @@ def test_settings_already_made_take_overrides_and_a_method(run, tmp_path):
     assert result.outcome.step == 2
     assert didi.load(tmp_path / "run", device="cpu").discriminator is None
     with pytest.raises(UserError, match="choose one of didi, token-matching"):
-        run(recipe(), "other", method="sdtt")
+        run(recipe(), "other", method="magic")
 
 
 def test_a_bank_may_be_shared_between_seeds(run, tmp_path, draws):

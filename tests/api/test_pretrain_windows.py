@@ -55,6 +55,18 @@ def test_a_masked_model_knows_how_long_texts_are(tmp_path):
     assert torch.isfinite(model.nelbo(rows))
 
 
+def test_a_gap_at_the_end_is_as_long_as_texts_are(tmp_path):
+    """Its length follows the law of lengths given what there is; the window is filled with ends."""
+    pretrain(recipe(prepared(tmp_path, "document")), out=tmp_path / "run", device="cpu")
+    model = didi.load(tmp_path / "run", device="cpu")
+    texts = model.generate(num=400, steps=2, infill="a___", gap="auto:1-7")
+    lengths = torch.tensor([len(text) for text in texts]).bincount(minlength=9)
+    # Of lengths 2 to 8, 7 + 14 + 7 texts and one more each: 15 of 35 have 3; 5 errors are 50.
+    assert abs(int(lengths[3]) - 400 * 15 / 35) < 50
+    middle = model.generate(num=5, steps=2, infill="a___b", gap="auto:1-3")
+    assert all(text[0] == "a" and text[-1] == "b" for text in middle)
+
+
 def test_a_left_to_right_model_learns_nothing_after_the_end(tmp_path):
     """Its likelihood of a text does not depend on how far the window goes on."""
     pretrain(recipe(prepared(tmp_path, "document"), "ar"), out=tmp_path / "run", device="cpu")

@@ -5,9 +5,11 @@ import torch
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.rollout import Noise, order_of, walk
+from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.errors import UserError
-from didi_instruct.process.orders import shares
-from didi_instruct.process.schedule import LogLinear
+from didi_instruct.process.masking import revealed_shares
+from didi_instruct.process.orders import shares, stream_times
+from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
 
@@ -49,12 +51,13 @@ def test_samples_follow_the_enumerated_law(steps):
     torch.testing.assert_close(result.log_prob, law[index(result.tokens, 3)])
 
 
+@pytest.mark.parametrize("schedule", [LogLinear(0.0), LogLinear(0.1), Cosine(0.0)])
 @pytest.mark.parametrize("steps", [2, 3, 4])
-def test_a_walk_of_a_distillation_has_the_same_law_and_probabilities(steps):
-    """False alarms 1e-5."""
+def test_a_walk_of_a_distillation_has_the_same_law_and_probabilities(steps, schedule):
+    """Under every schedule: false alarms 1e-5."""
     noise, count = Noise(3, torch.arange(20_000)), 20_000
     start, budget = torch.full((1, 4), 3), torch.full((20_000,), steps)
-    times = torch.tensor([1 - share for share in shares(steps)], dtype=torch.float64)
+    times = torch.tensor(stream_times(schedule, steps), dtype=torch.float64)
 
     def rows(z, t, where):
         return LANGUAGE.denoiser(z)[where]
@@ -62,7 +65,7 @@ def test_a_walk_of_a_distillation_has_the_same_law_and_probabilities(steps):
     owner = torch.zeros(count, dtype=torch.long)
     order = order_of("streams", noise, (start == 3)[owner], budget, (2, 3, 4))
     times = times.expand(count, -1)
-    walked = walk(rows, LogLinear(0.0), start, owner, times, noise, 3, order)
+    walked = walk(rows, schedule, start, owner, times, noise, 3, order)
     law = exact_law(steps)
     assert_follows(walked.z, law.exp(), 3)
     torch.testing.assert_close(walked.log_prob, law[index(walked.z, 3)])
@@ -74,6 +77,20 @@ def test_one_token_at_a_time_knows_its_exact_probability():
     result = ancestral(LANGUAGE.denoiser, LogLinear(0.0), canvas, steps=64, order="streams")
     torch.testing.assert_close(result.log_prob, LANGUAGE.log_prob(result.tokens))
     assert result.passes <= 4.01
+
+
+@pytest.mark.parametrize("steps", [3, 8, 16])
+def test_training_and_sampling_stand_at_the_same_times(steps):
+    """What is masked at the times of sampling is what the walks of distillation mask then."""
+    for schedule in (LogLinear(1e-3), Cosine(0.0)):
+        where = torch.arange(steps, dtype=torch.float64) / steps + 1e-6
+        _, t, after, _ = path_times((steps,), where, "streams", schedule)
+        expected = torch.tensor(stream_times(schedule, steps), dtype=torch.float64)
+        torch.testing.assert_close(
+            torch.stack([t, after]), torch.stack([expected[:-1], expected[1:]])
+        )
+        shares_then = revealed_shares(schedule, expected)
+        torch.testing.assert_close(shares_then.tolist(), list(shares(steps)))
 
 
 def test_a_grid_beside_streams_is_refused():

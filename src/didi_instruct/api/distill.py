@@ -94,6 +94,11 @@ def distill(
     folder, source = Path(out), str(teacher)
     more = [] if method is None else [f"method={method}"]
     config = configure(DistillConfig, recipe, [*overrides, *more] if more else overrides)
+    if config.method == "dimo" and config.watch.budgets:
+        raise UserError(
+            f"watch.budgets is {list(config.watch.budgets)}, but a quick evaluation starts from "
+            "masks alone, and a student of method=dimo does not: use watch.budgets=[]."
+        )
     verb = f"didi distill RECIPE --teacher {source}"
     check_folder(folder, config, resume, verb=verb)
     loaded = open_source(source, tokenizer=tokenizer)
@@ -160,7 +165,10 @@ class _Run:
             budgets = ", ".join(map(str, self.config.watch.budgets))
             self.reporter.say(f"Measuring the teacher at {budgets} steps")
             before = self.test.measure(self.task.teacher)
-        outcome = self.loop.run(start, before if self.config.student is None else None)
+        # The first point of the student's curve, if it begins as the teacher and is drawn alike.
+        model = self.task.model_config
+        alike = self.config.student is None and (model.masks, model.order) == (1, "random")
+        outcome = self.loop.run(start, before if alike else None)
         curves = None
         if outcome.signal is None:
             facts = _provenance(self.config, self.teacher, outcome, before, self.found)

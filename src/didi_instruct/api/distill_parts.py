@@ -78,6 +78,11 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{source}: the teacher has {teacher.config.masks} masks (mixture steps): distil what "
             "it was distilled from."
         )
+    if teacher.config.order != "random":
+        raise UserError(
+            f"{source}: the teacher reveals positions in {teacher.config.order}, as students do: "
+            "distil what it was distilled from, and go on from it with --set student=..."
+        )
     if config.student is not None:
         network = _other_student(config, config.student, teacher, source)
     # Copied tensors: those of a loaded model are views of its file.

@@ -24,6 +24,7 @@ from didi_instruct.sampling.chain import (
 )
 from didi_instruct.sampling.noise import uniforms
 from didi_instruct.sampling.prompts import (
+    Ending,
     Gap,
     Template,
     fit,
@@ -174,7 +175,8 @@ def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) 
     length = config.length if request.length is None else request.length
     if length > config.length:
         raise UserError(f"length is {length}: this model writes 1 to {config.length} tokens.")
-    law = LengthLaw(config.lengths) if config.lengths and request.length is None else None
+    ending = _ending(config)
+    law = ending.law if ending and request.length is None else None
     prompts = [request.prompt] if isinstance(request.prompt, str) else (request.prompt or [""])
     after = _encode(request.suffix or "", tokenizer)
     for k, text in enumerate(prompts):
@@ -194,14 +196,15 @@ def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) 
         drawn = zip(samples.tolist(), lengths.tolist(), log_prob.tolist(), strict=True)
         for sample, count, log_p in drawn:
             masks = [mask_symbol(config)] * (count - given)
-            yield Row(sample, _ended([*before, *masks, *after], config), log_p)
+            row = [*before, *masks, *after]
+            yield Row(sample, ending.fill(row) if ending else row, log_p)
 
 
-def _ended(row: list[int], config: ModelConfig) -> list[int]:
-    """A row with its end, where a masked model's texts have windows of their own."""
+def _ending(config: ModelConfig) -> Ending | None:
+    """How a masked model's texts end, where they have windows of their own."""
     if config.end_id is None or config.kind != "mdlm":
-        return row
-    return row + [config.end_id] * (config.length - len(row))
+        return None
+    return Ending(LengthLaw(config.lengths), config.end_id, config.length)
 
 
 def _filled(
@@ -223,11 +226,12 @@ def _filled(
     samples = torch.arange(request.num, device=device)
     eot_id = None if tokenizer is None else tokenizer.eot_id
     mask_id = mask_symbol(config)
+    ending = _ending(config)
     chosen, passes = gap_lengths(
-        template, denoiser, mask_id, request.seed, samples, eot_id, config.masks
+        template, denoiser, mask_id, request.seed, samples, eot_id, config.masks, ending
     )
-    laid_out = [lay_out(template, lengths, mask_id) for lengths in chosen]
-    return [Row(i, _ended(row, config)) for i, row in enumerate(laid_out)], passes
+    rows = [lay_out(template, lengths, mask_id) for lengths in chosen]
+    return [Row(i, ending.fill(row) if ending else row) for i, row in enumerate(rows)], passes
 
 
 def _template(infill: str, gap: Gap, tokenizer: Tokenizer | None) -> Template:

@@ -139,7 +139,9 @@ class Model:
         guide = None
         if self.discriminator is not None:
             guide = NetworkGuide(self.discriminator, self.schedule)
-        eot_id = self.tokenizer.eot_id if self.tokenizer else None
+        eot_id = self.config.end_id
+        if eot_id is None and self.tokenizer is not None:
+            eot_id = self.tokenizer.eot_id
         engine = Engine(
             self.network, self.schedule, self._as_denoiser(), guide, eot_id, self.config.order
         )

@@ -1,12 +1,12 @@
 """What an evaluation asks for: what to draw, and what to measure."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from didi_instruct.api.generation import Request
 from didi_instruct.api.model import Model
-from didi_instruct.api.samplers import SAMPLERS
+from didi_instruct.api.samplers import SAMPLERS, find_sampler
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.frontier import sweep
@@ -90,7 +90,8 @@ def plan_of_baseline(plan: Plan, model: Model) -> Plan:
     plan = replace(plan, steps=tuple(sorted(budgets)))
     sampler = None if plan.sampler is None else SAMPLERS.get(plan.sampler)
     if sampler is None:
-        return plan
+        known = {option.name for option in fields(find_sampler(None, model.config.kind).options)}
+        return plan if set(plan.options) <= known else replace(plan, options={})
     guided = sampler.name == "rgas" and model.discriminator is None
     if guided or sampler.kind != model.config.kind:
         return replace(plan, sampler=None, options={})

@@ -1,7 +1,7 @@
 """Samplers by name: which models they are for, their options, how they are called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -77,8 +77,21 @@ class NoOptions:
     """Nothing to set."""
 
 
+class _Revealing:
+    """Options that say which positions a step reveals."""
+
+    __slots__ = ()
+
+    def resolve(self, order: Order) -> Any:
+        """The same with nothing left open, for a model with an order of its own."""
+        options: Any = self
+        order = options.order or order
+        grid = "uniform" if options.grid is None and order == "random" else options.grid
+        return replace(options, order=order, grid=grid)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AncestralOptions:
+class AncestralOptions(_Revealing):
     """Options of `ancestral`."""
 
     grid: str | tuple[float, ...] | None = None
@@ -91,7 +104,7 @@ class AncestralOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GuidedOptions(Guidance):
+class GuidedOptions(Guidance, _Revealing):
     """Options of `rgas`."""
 
     grid: str | tuple[float, ...] | None = None
@@ -155,17 +168,18 @@ class TailOptions:
 
 
 def _ancestral(call: Call, options: AncestralOptions) -> Samples:
-    settings = asdict(options) | {"order": options.order or call.engine.order}
-    return ancestral(steps=call.steps, **settings, **call.reverse)
+    options = options.resolve(call.engine.order)
+    return ancestral(steps=call.steps, **asdict(options), **call.reverse)
 
 
 def _guided(call: Call, options: GuidedOptions) -> Samples:
+    options = options.resolve(call.engine.order)
     return rgas(
         steps=call.steps,
         guide=call.engine.guide,
         guidance=options,
         grid=options.grid,
-        order=options.order or call.engine.order,
+        order=options.order or "random",
         **call.reverse,
     )
 
@@ -194,7 +208,9 @@ def _remasking(call: Call, options: RemaskingOptions) -> Samples:
 
 def _blocks(call: Call, options: BlockOptions) -> Samples:
     denoiser = call.engine.denoiser
-    inner: Callable[..., Samples] = partial(ancestral, denoiser, call.engine.schedule)
+    inner: Callable[..., Samples] = partial(
+        ancestral, denoiser, call.engine.schedule, order=call.engine.order
+    )
     if options.inner != "ancestral":
         inner = partial(ordered, denoiser, order=options.inner)
     return blocks(inner, block_length=options.block_length, steps=call.steps, **call.shared)

@@ -63,7 +63,8 @@ class Studio:
             # The batch size changes no token, but what the tokens cost, which is kept with them.
             settings = asdict(wish) | {
                 "sampler": sampler.name,
-                "options": _options(sampler, wish.options),
+                "options": _options(sampler, wish.options, model),
+                "device": model.device.type,  # GPUs round otherwise
                 "measure_path": wish.measure_path or model.config.masks == 1,  # free with one
             }
             name = key(VERSION, weights, tokens, settings, until_eot)
@@ -164,7 +165,7 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
         length=tokens.shape[1],
         until_eot=until_eot,
         seconds=seconds,
-        options=_options(sampler, wish.options),
+        options=_options(sampler, wish.options, model),
         batch_size=wish.batch_size,
         device=_name(model.device),
         own_window=config.end_id is not None and config.kind == "mdlm" and wish.length is None,
@@ -188,9 +189,11 @@ def _fast_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _options(sampler: Sampler, given: Mapping[str, Any]) -> dict[str, Any]:
+def _options(sampler: Sampler, given: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """All options of a sampler, those that nobody gave too, as JSON has them."""
     options: Any = parse(sampler.options, dict(given), where=f"sampler {sampler.name}")
+    if hasattr(options, "resolve"):
+        options = options.resolve(model.config.order)
     told: dict[str, Any] = json.loads(json.dumps(asdict(options)))
     return told
 

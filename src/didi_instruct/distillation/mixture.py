@@ -113,9 +113,14 @@ class MixtureTask(DistillTask):
         count = self.world.sum(counts).clamp(min=1)
         totals = Totals()
         for indices, part in zip(self.parts(), parts, strict=True):
+            last = part is parts[-1]
+            if self.config.mixture.codes == 1:
+                alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
+                totals.add(loss=self._loss(part, alone, count, sync=last))
+                continue
             each = self.log_likelihoods(part)
             code = self._posterior_codes(each, self.noise(step, 0, indices))
-            loss = self._loss(part, code, count, sync=part is parts[-1])
+            loss = self._loss(part, code, count, sync=last)
             mixture = each.logsumexp(1) - math.log(each.shape[1])
             posterior = each.log_softmax(1)
             totals.add(
@@ -154,7 +159,7 @@ class MixtureTask(DistillTask):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
         budgets = self.config.mixture.budgets
-        _, t, after, budget = path_times(budgets, where, order)
+        _, t, after, budget = path_times(budgets, where, order, self.schedule)
         return t, after, order_of(order, noise, written, budget, budgets)
 
     @torch.no_grad()

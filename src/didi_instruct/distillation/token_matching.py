@@ -32,7 +32,8 @@ from didi_instruct.distillation.task import CriticTask, Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy, kl
 from didi_instruct.process.masking import revealed_shares, stratified_times
-from didi_instruct.process.orders import shares
+from didi_instruct.process.orders import stream_times
+from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
@@ -101,12 +102,16 @@ def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def path_times(
-    budgets: tuple[int, ...], where: Tensor, order: Order = "random"
+    budgets: tuple[int, ...],
+    where: Tensor,
+    order: Order = "random",
+    schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Walks to a random step of a random budget, chosen by `where` (U,) in [0, 1).
 
-    Steps are equally long, or as the order asks for. Returns the times of the walks (U, K + 1), K
-    the same for all; start and end of the step that follows, (U,) each; and the budgets (U,).
+    Steps are equally long, or as the order asks for under the schedule. Returns the times of the
+    walks (U, K + 1), K the same for all; start and end of the step that follows, (U,) each; and the
+    budgets (U,).
     """
     place = where * len(budgets)
     which = place.long().clamp(max=len(budgets) - 1)
@@ -114,7 +119,7 @@ def path_times(
     done = ((place - which) * budget).long().clamp(max=budget - 1)
     steps = torch.arange(max(budgets), device=where.device)
     size = max(budgets) + 1
-    rows = [_times(count, order) for count in budgets]
+    rows = [_times(count, order, schedule) for count in budgets]
     padded = [row + [0.0] * (size - len(row)) for row in rows]
     table = torch.tensor(padded, dtype=torch.float64, device=where.device)[which]
     times = table.gather(1, torch.minimum(steps, done[:, None]))
@@ -122,10 +127,11 @@ def path_times(
     return times, t, after, budget
 
 
-def _times(steps: int, order: Order) -> list[float]:
+def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:
     """Times of a path in as many steps, from 1 to 0."""
     if order == "streams":
-        return [1 - share for share in shares(steps)]
+        assert schedule is not None, "how much is masked at a time depends on the schedule"
+        return stream_times(schedule, steps)
     return [1 - n / steps for n in range(steps + 1)]
 
 
@@ -209,7 +215,8 @@ class TokenMatchingTask(CriticTask):
             self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
         ).to(self.world.device)
         order = self.config.order
-        times, t, after, budget = path_times(settings.budgets, strata[states.indices], order)
+        place = strata[states.indices]
+        times, t, after, budget = path_times(settings.budgets, place, order, self.schedule)
         first = (step * settings.aux_steps + turn) * len(strata)
         start, owner = self.starts(states, self.prompts(first, states.indices))
         open = (start == self.mask_id)[owner]

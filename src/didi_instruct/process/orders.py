@@ -2,10 +2,10 @@
 
 Tokens that a step reveals are drawn independently, so neighbours revealed together do not know of
 each other, and that is most of what few steps cost. `streams` keeps them apart. With N steps every
-N-th position begins a stream, and each step writes the next token of every stream, to the right of
-one that is known. At the beginning nothing is known, so the first tokens of the streams take two
-steps, every other one first; near the end most is known, so the last step writes two tokens of each
-stream, each between two that are known.
+N-th position begins a stream, and a step writes the next token of every stream, to the right of one
+that is known. At the beginning nothing is known, so the first tokens of the streams take two steps,
+every other one first; near the end most is known, so the last token but one comes early, and the
+last step writes the two beside it. (With 2 steps there are too few for that.)
 
 No token has a say in it, so the probability of a path is exact; nor has chance, so a text has one
 path, and the path KL is the KL itself.
@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from didi_instruct.process.schedule import Schedule
 
 
 @functools.cache
@@ -41,6 +43,14 @@ def shares(steps: int) -> tuple[float, ...]:
     """
     plan = streams(steps)
     return tuple(sum(turn < n for turn in plan) / len(plan) for n in range(steps + 1))
+
+
+def stream_times(schedule: Schedule, steps: int) -> list[float]:
+    """Times of the steps of `streams`, from 1 to 0: as much is masked then as they leave."""
+    left = 1 - torch.tensor(shares(steps), dtype=torch.float64)
+    alpha_1 = schedule.alpha(torch.ones((), dtype=torch.float64))
+    times: list[float] = schedule.time(1 - left * (1 - alpha_1)).tolist()
+    return [1.0, *times[1:-1], 0.0]
 
 
 def numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.process.lengths import LengthLaw
 from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_at, masked_share
 from didi_instruct.sampling.noise import uniforms
@@ -30,6 +31,20 @@ class Gap:
         """Refuse gaps that cannot be."""
         if not 1 <= self.shortest <= self.longest:
             raise UserError(f"A gap of {self.shortest} to {self.longest} tokens cannot be.")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How texts end that have windows of their own."""
+
+    law: LengthLaw
+    end_id: int
+    length: int
+    """Of a window."""
+
+    def fill(self, row: list[int]) -> list[int]:
+        """A window: the row, and ends behind it."""
+        return row + [self.end_id] * (self.length - len(row))
 
 
 Template = list[list[int] | Gap]
@@ -105,6 +120,7 @@ def gap_lengths(
     samples: Tensor,
     eot_id: int | None = None,
     masks: int = 1,
+    ending: Ending | None = None,
 ) -> tuple[list[list[int]], int]:
     """Lengths of a template's gaps, for each sample, and the forward passes that took.
 
@@ -112,14 +128,19 @@ def gap_lengths(
     p(length) proportional to the probability of the first given tokens after it, all masked in one
     pass per candidate: text that comes too early or too late is improbable where it stands. After
     a last gap that token is the end of text; without one the length is drawn evenly. Where a model
-    has several masks, the probability is that of their mixture.
+    has several masks, the probability is that of their mixture. Where texts have windows of their
+    own, `ending` fills them, and how long texts are has a say in every chosen length.
     """
+    if ending is not None:
+        eot_id = None  # it is never written: the law of lengths stands for it
     if isinstance(template[-1], Gap) or not template[-1]:
         template = [*(part for part in template if part), [] if eot_id is None else [eot_id]]
     gaps = [part for part in template if isinstance(part, Gap)]
     drawn = uniforms(seed, samples, (Purpose.START,), len(gaps)).tolist()
     device = samples.device
-    laws = [_length_law(template, k, denoiser, mask_id, masks, device) for k in range(len(gaps))]
+    laws = [
+        _length_law(template, k, denoiser, mask_id, masks, device, ending) for k in range(len(gaps))
+    ]
     asks = (gap.chosen and _witnesses(template, k) for k, gap in enumerate(gaps))
     asked = [law for law, asks_it in zip(laws, asks, strict=True) if asks_it and len(law) > 1]
     passes = masks * sum(map(len, asked))
@@ -140,6 +161,7 @@ def _length_law(
     mask_id: int,
     masks: int,
     device: torch.device,
+    ending: Ending | None,
 ) -> Tensor:
     """Cumulative probabilities of the lengths of one gap, the others at their middle."""
     gaps = [part for part in template if isinstance(part, Gap)]
@@ -148,11 +170,18 @@ def _length_law(
     middle = [(g.shortest + g.longest) // 2 for g in gaps]
     witnesses = _witnesses(template, which)
     scores = torch.zeros(len(candidates), dtype=torch.float64)
+    if gap.chosen and ending is not None:
+        given = sum(len(part) for part in template if not isinstance(part, Gap))
+        others = sum(middle) - middle[which]
+        totals = torch.tensor([given + others + length for length in candidates])
+        scores = ending.law.log_prob(totals)
     if gap.chosen and witnesses and len(candidates) > 1:
         rows, selected, truth = [], [], []
         for length in candidates:
             lengths = [*middle[:which], length, *middle[which + 1 :]]
             row = lay_out(template, lengths, mask_id)
+            if ending is not None:
+                row = ending.fill(row)
             start = _end_of_gap(template, which, lengths)
             hidden = range(start, start + witnesses)
             truth += [row[i] for i in hidden]
@@ -166,7 +195,7 @@ def _length_law(
             coded = with_code(z, mask_id, code)
             log_p = logits_at(denoiser, coded, time, where).double().log_softmax(-1).cpu()
             each.append(log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1))
-        scores = torch.stack(each).logsumexp(0)
+        scores = scores + torch.stack(each).logsumexp(0)
     return scores.softmax(0).cumsum(0)
 
 

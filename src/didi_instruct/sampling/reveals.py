@@ -6,7 +6,7 @@ from torch import Tensor
 from didi_instruct.config.model import Order
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import reveal_probability
-from didi_instruct.process.orders import shares, turns
+from didi_instruct.process.orders import stream_times, turns
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Chain, Purpose
 from didi_instruct.sampling.grids import Grid, time_grid
@@ -23,10 +23,7 @@ class Reveals:
             if grid is not None:
                 raise UserError("order=streams has steps of its own: leave out grid.")
             self._turns = turns(chain.open, chain.steps)
-            # Masked is what is not revealed, so these are the times of a plain schedule.
-            left = 1 - torch.tensor(shares(chain.steps), dtype=torch.float64)
-            alpha_end = schedule.alpha(torch.ones((), dtype=torch.float64))
-            self.times: list[float] = schedule.time(1 - left * (1 - alpha_end)).tolist()
+            self.times = stream_times(schedule, chain.steps)
         elif order == "random":
             self.times = time_grid("uniform" if grid is None else grid, chain.steps)
         else:

@@ -37,7 +37,8 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 class Objective(Protocol):
     """A loss in nats per position: an upper bound of -log p(x) / L, or that itself.
 
-    Where each text has a window of its own, what follows its end costs nothing.
+    Where each text has a window of its own, what follows its end costs nothing, but its positions
+    count: `evaluation.likelihood` tells nats per token of text.
     """
 
     head_fraction: float

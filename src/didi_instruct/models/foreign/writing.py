@@ -69,6 +69,9 @@ def _refuse(loaded: LoadedModel, layout: str, critic: nn.Module | None) -> None:
         raise UserError(f"`{layout}` has rotary positions alone, no `learned_positions`.")
     if config.masks > 1:
         raise UserError(f"`{layout}` has one mask, and the model {config.masks} (mixture steps).")
+    if config.end_id is not None or config.order != "random":
+        name = "order" if config.end_id is None else "end_id"
+        raise UserError(f"`{layout}` has no words for `{name}: {getattr(config, name)}`.")
     if layout == "duo-hub" and not config.time_conditioning:
         raise UserError("`duo-hub` models see the time, and this has `time_conditioning: false`.")
     if critic is None:
