@@ -2,12 +2,13 @@
 # The models and tables of docs/results.md, stage by stage, on one GPU:
 #   DATA=prepared/ SOURCE=stories15m/ OUT=runs/stories experiments/stories.sh teacher
 # DATA is a folder of `didi data prepare --rows document --length 256 --tokenizer bpe:4096`, SOURCE
-# the causal LM whose stories they are. FEW=1 makes everything tiny, to see that it runs.
+# the causal LM whose stories they are. STEPS=4,8 are the budgets that `compare` and `plain` look at.
+# FEW=1 makes everything tiny, to see that it runs.
 set -euo pipefail
 : "${DATA:?}" "${OUT:=runs/stories}" "${SEED:=0}"
 DIDI="${DIDI:-didi}"
 data=(--set "data.source=$DATA")
-shape=() tiny=() num=1024 steps=2,4,8,16,32,64,128 most=256
+shape=() tiny=() num=1024 steps="${STEPS:-2,4,8,16,32,64,128}" most=256
 if [[ -n "${FEW:-}" ]]; then
   tiny=(--set train.steps=4 --set train.batch_size=16 --set train.eval_sequences=8)
   shape=(--set model.layers=1 --set model.hidden=32 --set model.heads=2 "${tiny[@]}")
@@ -34,10 +35,11 @@ case "$1" in
     for model in "${@:2}"; do
       $DIDI eval "$OUT/$model" --metrics nelbo --data "$DATA" --sequences $((num * 4)) --batch-size 256 --json "$OUT/nelbo-$model.json"
     done ;;
-  compare) # students beside the teacher, each at its best temperature and top-p
+  compare | plain) # students beside the teacher, each at its best temperature and top-p; or at T 1
+    sweep=(--frontier) && [[ "$1" == compare ]] || sweep=()
     sources=() && for model in "${@:2}"; do sources+=("$OUT/$model"); done
     $DIDI eval "${sources[@]}" --against "$OUT/teacher" --most-steps "$most" --steps "$steps" --num "$num" \
-      --metrics ppl,entropy,path-kl,unique-4gram,self-bleu --frontier "${judge[@]}" --batch-size 512 \
-      --out "$OUT/compare" --json "$OUT/compare.json" ;;
+      --metrics ppl,entropy,path-kl,unique-4gram,self-bleu "${sweep[@]}" "${judge[@]}" --batch-size 512 \
+      --out "$OUT/compare" --json "$OUT/$1.json" ;;
   *) echo "unknown stage $1" >&2; exit 2 ;;
 esac
