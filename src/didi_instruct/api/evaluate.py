@@ -26,7 +26,7 @@ from didi_instruct.evaluation.describing import complete
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.evaluation.provenance import commit
 from didi_instruct.models.masked_network import MaskedLM
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.lengths import goes_on
 
 PACKAGES = ("numpy", "transformers", "mauve-text")
 """Other packages on which numbers depend, where they are installed."""
@@ -176,7 +176,7 @@ def _check_ends(source: str, model: Model, rows: TokenSource, count: int) -> Non
         return
     for first in range(0, count, ROWS_AT_ONCE):
         tokens = rows.ordered(first, min(ROWS_AT_ONCE, count - first))
-        if bool((~before_end(tokens, end_id) & (tokens != end_id)).any()):
+        if goes_on(tokens, end_id):
             raise UserError(
                 f"{source} reads one text a row, and the rows go on after an end of text: give "
                 "text, or data prepared with `didi data prepare --rows document`."

@@ -63,7 +63,7 @@ class QuickTest:
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices, masks=masks)
             how: Any = {"steps": steps, "settings": Draw(seed=self.seed), "order": order}
-            parts.append(ancestral(_Denoiser(rows), self.schedule, canvas, **how))
+            parts.append(ancestral(RowsDenoiser(rows), self.schedule, canvas, **how))
         return join(parts)
 
     def measure(
@@ -105,13 +105,14 @@ class QuickTest:
         return replace(samples, log_prob=samples.log_prob + self.start_log_prob)
 
 
-class _Denoiser:
+class RowsDenoiser:
     """Rows as the denoiser that samplers take."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
     def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+        """Give logits of all positions: never asked for, since there are `rows`."""
         raise NotImplementedError("samplers ask for the rows that they need")
 
 

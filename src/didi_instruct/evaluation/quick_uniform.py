@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from didi_instruct.distillation.monitor import unique_ngrams
 from didi_instruct.distillation.rollout import Rows
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.likelihood import perplexity
-from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, nothing
+from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, RowsDenoiser, nothing
 from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
 from didi_instruct.sampling.uniform_state import uniform_state
 
@@ -39,10 +38,8 @@ class UniformQuickTest(QuickTest):
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices)
-            settings = Draw(seed=self.seed)
-            parts.append(
-                uniform_state(_Rows(rows), self.schedule, canvas, steps=steps, settings=settings)
-            )
+            how: Any = {"steps": steps, "settings": Draw(seed=self.seed)}
+            parts.append(uniform_state(RowsDenoiser(rows), self.schedule, canvas, **how))
         return join(parts)
 
     def measure(
@@ -64,13 +61,3 @@ class UniformQuickTest(QuickTest):
             if self.also is not None:
                 found |= {f"{name}_{end}": value for name, value in self.also(tokens).items()}
         return found
-
-
-class _Rows:
-    """Rows as the denoiser that samplers take."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
-        raise NotImplementedError("samplers ask for the rows that they need")
