@@ -19,18 +19,19 @@ fi
 judge=(--judge "${SOURCE:-}" --judge-temperature 0.8 --judge-collapse-spaces --judge-end "<s>" --judge-beyond uniform)
 
 pretrain() { $DIDI pretrain "$1" "${data[@]}" "${shape[@]}" "${@:3}" --out "$OUT/$2"; }
-distil() { $DIDI distill "$1" --teacher "$OUT/teacher" "${@:3}" --set "train.seed=$SEED" --out "$OUT/$2"; }
+distil() { # recipe, name, teacher
+  $DIDI distill "$1" --teacher "$OUT/$3" "${data[@]}" "${tiny[@]}" "${@:4}" --set "train.seed=$SEED" --out "$OUT/$2"
+}
 case "$1" in
   teacher) pretrain stories-teacher teacher "${@:2}" ;;
   teacher30)
     pretrain stories-teacher teacher30 --set model.layers=8 --set model.hidden=512 --set model.heads=8 "${@:2}" ;;
   ar) pretrain stories-ar ar "${@:2}" ;;
   path) # likelihood along the student's own paths
-    distil stories-path "path-$SEED" "${data[@]}" --set reference.source=data "${tiny[@]}" "${@:2}" ;;
+    distil stories-path "path-$SEED" teacher --set reference.source=data "${@:2}" ;;
   matching) # token-level matching from there
-    distil stories-token-matching "matching-$SEED" "${data[@]}" --set "student=$OUT/path-0" "${tiny[@]}" "${@:2}" ;;
-  didi)
-    distil stories-didi "didi-$SEED" "${data[@]}" "${tiny[@]}" "${@:2}" ;;
+    distil stories-token-matching "matching-$SEED" "path-$SEED" "${@:2}" ;;
+  didi) distil stories-didi "didi-$SEED" teacher "${@:2}" ;;
   likelihood)
     for model in "${@:2}"; do
       $DIDI eval "$OUT/$model" --metrics nelbo --data "$DATA" --sequences $((num * 4)) --batch-size 256 --json "$OUT/nelbo-$model.json"

@@ -280,3 +280,17 @@ def test_a_student_from_elsewhere_takes_the_teachers_lengths(run, tmp_path):
     other = save_teacher(tmp_path / "other", seed=1, lengths=(0,) * 12 + (1,))
     result = run(of("token-matching", student=str(other), train={"steps": 1}))
     assert didi.load(result.folder, device="cpu").config.lengths == LENGTHS
+
+
+def test_a_student_of_streams_teaches_token_matching_alone(run, models):
+    """What it knows of a text does not depend on the order that it writes in."""
+    save_teacher(models / "stream", order="streams")
+    watch = {"budgets": [3], "samples": 16}
+    found = run(of("token-matching", order="streams", watch=watch), teacher="stream")
+    first = entries(found.folder)[0]
+    assert first["step"] == 0
+    assert first["path_kl_3"] == found.teacher["path_kl_3"]
+    other = run(of("token-matching", order="streams", watch=watch), "other")
+    assert other.teacher["path_kl_3"] != found.teacher["path_kl_3"]
+    with pytest.raises(UserError, match="reveals positions in streams"):
+        run(of("didi"), "third", teacher="stream")

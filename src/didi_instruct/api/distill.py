@@ -161,13 +161,14 @@ class _Run:
     def __call__(self, changes: Sequence[Change], resume: bool) -> DistillResult:
         start = start_of(self.loop, self.config, changes, resume)
         before: dict[str, float] = {}
+        order = self.teacher.network.config.order
         if self.config.watch.budgets:
             budgets = ", ".join(map(str, self.config.watch.budgets))
             self.reporter.say(f"Measuring the teacher at {budgets} steps")
-            before = self.test.measure(self.task.teacher)
+            before = self.test.measure(self.task.teacher, order=order)
         # The first point of the student's curve, if it begins as the teacher and is drawn alike.
         model = self.task.model_config
-        alike = self.config.student is None and (model.masks, model.order) == (1, "random")
+        alike = self.config.student is None and (model.masks, model.order) == (1, order)
         outcome = self.loop.run(start, before if alike else None)
         curves = None
         if outcome.signal is None:

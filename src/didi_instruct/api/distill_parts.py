@@ -78,7 +78,8 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{source}: the teacher has {teacher.config.masks} masks (mixture steps): distil what "
             "it was distilled from."
         )
-    if teacher.config.order != "random":
+    if teacher.config.order != "random" and config.method != "token-matching":
+        # Token-level matching asks the teacher what belongs where, and never to write a text.
         raise UserError(
             f"{source}: the teacher reveals positions in {teacher.config.order}, as students do: "
             "distil what it was distilled from, and go on from it with --set student=..."
