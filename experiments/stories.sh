@@ -32,6 +32,9 @@ case "$1" in
   matching) # token-level matching from there
     distil stories-token-matching "matching-$SEED" "path-$SEED" "${@:2}" ;;
   didi) distil stories-didi "didi-$SEED" teacher "${@:2}" ;;
+  streams) # the teacher again, sampled in another order
+    cp -r "$OUT/teacher" "$OUT/teacher-streams"
+    sed -i 's/"order": "random"/"order": "streams"/' "$OUT/teacher-streams/config.json" ;;
   likelihood)
     for model in "${@:2}"; do
       $DIDI eval "$OUT/$model" --metrics nelbo --data "$DATA" --sequences $((num * 4)) --batch-size 256 --json "$OUT/nelbo-$model.json"

@@ -63,7 +63,7 @@ def draw(rows: dict[Key, dict[str, Any]], out: Path) -> None:
     left.axhline(many["ppl"], color="#777777", linestyle=":", linewidth=1)
     right.plot(many["entropy"], many["ppl"], "*", color="black", markersize=12)
     right.annotate(
-        f"teacher, {MANY} steps", (many["entropy"], many["ppl"]), xytext=(8, 8),
+        f"teacher, {MANY} steps", (many["entropy"], many["ppl"]), xytext=(-8, 8), ha="right",
         textcoords="offset points",
     )  # fmt: skip
     left.set(xscale="log", yscale="log", xlabel="steps", ylabel="perplexity under the source")
