@@ -12,6 +12,8 @@ from didi_instruct.config.parse import parse
 from didi_instruct.distillation.didi import DidiTask, smooth_bce
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
+from didi_instruct.process.orders import stream_times
+from didi_instruct.process.schedule import LogLinear
 
 from .small import (
     Stream,
@@ -50,6 +52,12 @@ def run(changes, steps=2, **options):
     for step in range(steps):
         check_numbers(task.step(step))
     return task
+
+
+def stops(part):
+    """Where each text of the student stopped on its way: (B,)."""
+    last = part.rollout.jumps[-1]
+    return last.t[last.owner]
 
 
 def moves(changes, **options):
@@ -185,13 +193,27 @@ def test_a_reference_of_the_teacher_depends_on_its_number_alone(steps):
 # What is compared
 
 
+def test_in_streams_texts_stop_on_the_path_and_are_compared_where_chance_says():
+    """Of eight steps: the last stop before τ, which is where a text is compared."""
+    didi = {"rollout_steps": 8, "score_steps": "last"}
+    part = task_of({"didi": didi, "order": "streams"}).compare(0, 0, torch.arange(BATCH))
+    path = torch.tensor(stream_times(LogLinear(1e-3), 8)[:-1], dtype=torch.float64)
+    drawn = task_of({"didi": didi}).compare(0, 0, torch.arange(BATCH)).t
+    assert torch.equal(part.t, drawn)
+    gap = (stops(part)[:, None] - path).abs().amin(1)
+    assert float(gap.max()) < 1e-9
+    assert bool((stops(part) >= part.t).all())
+    assert len(torch.unique(stops(part))) > 2
+    assert bool((part.rollout.x < MASK).all())
+
+
 def test_coupled_times_are_the_same_and_uncoupled_ones_are_not():
     indices = torch.arange(BATCH)
     coupled = task_of().compare(0, 0, indices)
-    assert torch.equal(coupled.t, coupled.tau)
+    assert torch.equal(coupled.t, stops(coupled))
     apart = task_of({"didi": {"coupled_time": False}}).compare(0, 0, indices)
-    assert not (apart.t == apart.tau).any()
-    assert torch.equal(apart.tau, coupled.tau)
+    assert not (apart.t == stops(apart)).any()
+    assert torch.equal(stops(apart), stops(coupled))
     assert torch.equal(apart.t_reference, apart.t)
 
 
@@ -206,11 +228,11 @@ def test_what_the_members_of_a_group_share(grouping):
         groups = values.view(BATCH // 4, 4, *values.shape[1:])
         return bool((groups == groups[:, :1]).all())
 
-    assert alike(part.tau) == (grouping != "batch")
+    assert alike(stops(part)) == (grouping != "batch")
     assert alike(last.z[last.owner]) == (grouping == "state")
     assert alike(part.z == MASK) == (grouping == "state")
     assert not alike(part.rollout.x)
-    assert len(torch.unique(part.tau)) == (BATCH if grouping == "batch" else BATCH // 4)
+    assert len(torch.unique(stops(part))) == (BATCH if grouping == "batch" else BATCH // 4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"didi": STATE}], ids=["batch", "state"])
@@ -278,7 +300,7 @@ def test_the_students_loss_and_gradient_by_hand(didi, timed):
 
     losses = []
     for text in range(BATCH):
-        x, tau, last = part.rollout.x[text], part.tau[text], part.rollout.jumps[-1]
+        x, tau, last = part.rollout.x[text], stops(part)[text], part.rollout.jumps[-1]
         z_tau = last.z[last.owner[text]]
         path = [(torch.full((L,), MASK), torch.ones(()).double(), z_tau), (z_tau, tau, x)]
         if didi.score_steps == "last":

@@ -4,6 +4,7 @@ Chi-square tests have a false-alarm rate of `FALSE_ALARM` each.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -228,6 +229,34 @@ def test_every_text_has_the_tau_it_was_given():
     for half, t in enumerate((0.2, 0.7)):
         law = texts_of(law_of(table, MASKS[0], [1.0, t], [1 - t, 1.0]))
         assert p_value(index(result.x[half::2], V), law) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("tau", "turns"), [(0.9, [(0, 1, 2)]), (0.6, [(0,), (1, 2)]), (0.3, [(0,), (2,), (1,)])]
+)
+def test_in_streams_a_rollout_stops_on_the_path(tau, turns):
+    """Three steps write the first, the last and the middle of three; τ cuts that short.
+
+    A quarter of a whole round is revealed in each of the first two steps, so the path stops at 1,
+    0.75 and 0.5. The law is a product of conditionals, and the path's probability is exact.
+    """
+    table, n = Table(seed=2), 20_000
+    result = rollout(
+        table.rows, LogLinear(0.0), MASKS, zeros(n), tau_of(n, tau), noise_of(n, 5), V,
+        steps=3, order="streams",
+    )  # fmt: skip
+    law = torch.zeros(V**L, dtype=torch.float64)
+    texts = torch.cartesian_prod(*[torch.arange(V)] * L)
+    for place, text in enumerate(texts):
+        z, log_p = MASKS[0].clone(), 0.0
+        for step, positions in enumerate(turns):
+            laws = table(z[None], torch.tensor([1.0, 0.75, 0.5][step : step + 1]).double())[0]
+            log_p += sum(float(restrict(laws[i][None])[0, text[i]]) for i in positions)
+            z = torch.where(torch.isin(torch.arange(L), torch.tensor(positions)), text, z)
+        law[place] = math.exp(log_p)
+    assert float(law.sum()) == pytest.approx(1)
+    assert p_value(index(result.x, V), law) > FALSE_ALARM
+    torch.testing.assert_close(result.log_prob.exp(), law[index(result.x, V)], rtol=1e-9, atol=0)
 
 
 # Groups that share a state

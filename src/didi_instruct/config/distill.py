@@ -49,7 +49,8 @@ class DidiConfig:
     coupled_time: bool = True
     """Compare texts at the τ the student passed through; without it, at a time of their own."""
     rollout_steps: int = 1
-    """Student steps from all masks to z_τ; K = 1 in the paper."""
+    """Student steps from all masks to z_τ; K = 1 in the paper. In `order=streams`, those of the
+    whole path, on which z_τ is the last stop before τ."""
     score_steps: Literal["all", "last"] = "all"
     """Steps whose log-probability is trained: all, or only the jump from z_τ to text."""
     log_prob: Literal["mean", "sum"] = "mean"
@@ -268,8 +269,8 @@ class DistillConfig:
     """The number to expect."""
     method: Method = "didi"
     order: Order = "random"
-    """Of token-matching and mixture: the order in which the student reveals positions, here and
-    when it is sampled (`process.orders`)."""
+    """Of didi, token-matching and mixture: the order in which the student reveals positions, here
+    and when it is sampled (`process.orders`)."""
     student: str | None = None
     """A model to start from; by default a copy of the teacher."""
     prompt: int = 0
@@ -321,9 +322,9 @@ class DistillConfig:
 
     def _check_method(self) -> None:
         """Refuse what a method does not know."""
-        if self.order != "random" and self.method not in ("token-matching", "mixture"):
+        if self.order != "random" and self.method in ("sdtt", "dimo", "duo"):
             raise UserError(
-                f"order is {self.order}, which method={self.method} does not know: use "
+                f"order is {self.order}, which method={self.method} does not know: use didi, "
                 "token-matching or mixture, or sample its student with --option order=streams."
             )
         if self.method == "sdtt":

@@ -36,10 +36,8 @@ class Compared:
     """Student texts of a part, and reference texts, at the same noise level."""
 
     rollout: Rollout
-    tau: Tensor
-    """(B,) where the student stopped on its way."""
     t: Tensor
-    """(B,) where it is compared; τ itself if the times are coupled."""
+    """(B,) where it is compared; where it stopped on its way, if the times are coupled."""
     z: Tensor
     """(B, L) the student's texts at t."""
     t_reference: Tensor
@@ -130,7 +128,6 @@ class DidiTask(CriticTask):
         other = of_reference.uniforms(self.length, Purpose.REMASK, 1)
         return Compared(
             texts,
-            tau,
             t,
             self._corrupt(texts.x, texts.written, t, numbers),
             t_reference,
@@ -153,6 +150,7 @@ class DidiTask(CriticTask):
             self.mask_id,
             steps=didi.rollout_steps,
             shared=shared,
+            order=self.config.order,
         )
 
     @torch.no_grad()

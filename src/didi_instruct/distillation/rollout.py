@@ -17,7 +17,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import Order
 from didi_instruct.process.masking import revealed_shares
-from didi_instruct.process.orders import numbers
+from didi_instruct.process.orders import numbers, stream_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chain import PART_ELEMENTS, Purpose
@@ -192,8 +192,11 @@ def rollout(
     *,
     steps: int = 1,
     shared: int = 1,
+    order: Order = "random",
 ) -> Rollout:
     """Go from `start` to z_τ in `steps` steps, then draw all that is left at once (Algorithm 1).
+
+    In `streams`, `steps` are those of the whole path, and the stop is the last one before τ.
 
     Without τ there is no stop: one step from the start to text ("w/o score decomposition"). With
     `shared` > 1 the members of each group of that many texts stand at the same z_τ, and only their
@@ -208,14 +211,30 @@ def rollout(
         log_prob = torch.zeros(len(owner), dtype=torch.float64, device=start.device)
     else:
         own = noise.of_groups(shared) if shared > 1 else noise
-        fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=tau.device)
-        times = 1 + (tau[::shared, None] - 1) * fractions
-        path = walk(rows, schedule, start, owner[::shared], times, own, mask_id)
+        times, turn = _way_to(tau[::shared], steps, order, schedule, own, written[::shared])
+        path = walk(rows, schedule, start, owner[::shared], times, own, mask_id, turn)
         group = torch.arange(len(owner), device=start.device) // shared
-        last = Jump(path.z, tau[::shared], group, (path.z == mask_id)[group])
+        last = Jump(path.z, times[:, -1], group, (path.z == mask_id)[group])
         before, log_prob = path.jumps, path.log_prob[group]
     numbers = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
     token, log_p = draw_jump(rows, last, numbers)
     x = last.z[last.owner].masked_scatter(last.where, token)
     log_prob = log_prob.index_add(0, last.where.nonzero()[:, 0], log_p)
     return Rollout(x, (*before, last), log_prob, written)
+
+
+def _way_to(
+    tau: Tensor, steps: int, order: Order, schedule: Schedule, noise: Noise, open: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Times (W, K + 1) of the walks to τ (W,), and when each position has its turn (W, L)."""
+    count = torch.full((len(tau),), steps, device=tau.device)
+    turn = order_of(order, noise, open, count, (steps,))
+    if order == "streams":
+        stops = torch.tensor(
+            stream_times(schedule, steps)[:-1], dtype=torch.float64, device=tau.device
+        )
+        passed = (stops >= tau[:, None]).sum(1, keepdim=True).clamp(min=1)
+        # A walk stands still once it has arrived.
+        return torch.maximum(stops, stops[passed - 1].view(-1, 1)), turn
+    fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=tau.device)
+    return 1 + (tau[:, None] - 1) * fractions, turn
