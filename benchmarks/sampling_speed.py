@@ -3,8 +3,8 @@
     didi pretrain oracle-teacher --out runs/oracle
     python benchmarks/sampling_speed.py runs/oracle [--num 256] [--json FILE]
 
-The reference does what published code does: every step runs the whole network on every sample,
-draws a token at every position from float64 probabilities, and then throws the coins. Both are
+The reference is `benchmarking.naive`, which does what published code does: every step runs the
+whole network on every sample and draws at every position from float64 probabilities. Both are
 timed in one run, in turns, after a warm-up; medians. Law: mean exact -log p of both sample sets
 under the oracle, which must agree within their standard errors.
 """
@@ -19,28 +19,23 @@ from pathlib import Path
 import torch
 
 import didi_instruct as didi
+from didi_instruct.benchmarking.naive import naive_ancestral
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.process.masking import posterior
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.network import NetworkDenoiser
 
 
-@torch.no_grad()
 def dense(model: didi.Model, num: int, length: int, steps: int, seed: int) -> torch.Tensor:
-    """Draw z_s from the full posterior over V + 1 states at every position of every step."""
-    generator = torch.Generator().manual_seed(seed)
-    mask_id = model.mask_symbol
-    z = torch.full((num, length), mask_id)
-    times = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    alphas = model.schedule.alpha(times)
-    alphas[-1] = 1
-    for n in range(steps):
-        p_x = model.denoiser(z, float(times[n])).double().softmax(-1)
-        law = posterior(z, p_x, alphas[n + 1].view(1, 1), alphas[n].view(1, 1), mask_id)
-        draw = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view_as(z)
-        z = torch.where(z == mask_id, draw, z)
-    return z
+    """Draw the plain way."""
+    return naive_ancestral(
+        model.denoiser,
+        model.schedule,
+        torch.full((num, length), model.mask_symbol),
+        model.mask_symbol,
+        steps=steps,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def seconds(work: Callable[[], object]) -> float:

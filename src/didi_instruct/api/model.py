@@ -19,9 +19,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import Trunk
+from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
+from didi_instruct.models.graphs import GraphedDiT, say_once, why_not
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
@@ -46,6 +47,27 @@ class Model:
         self.schedule = make_schedule(config.schedule)
         if isinstance(network, Trunk):
             network.fold_modulation()
+        self._graphs: GraphedDiT | None = None
+        self._guide: NetworkGuide | None = None
+
+    def accelerate(self) -> bool:
+        """Sample by compiled passes and CUDA graphs from now on; return whether that is possible.
+
+        The first passes of each shape then take some seconds longer, all later ones are faster, and
+        samples have the same law. Weights that change later are noticed; the discriminator's take
+        no gradients any more.
+        """
+        if reason := why_not(self.network):
+            say_once(f"Sampling is not accelerated: {reason}.")
+            return False
+        assert isinstance(self.network, DiT)
+        self._graphs, self._guide = GraphedDiT(self.network), None
+        return True
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether `accelerate` succeeded."""
+        return self._graphs is not None
 
     @property
     def mask_id(self) -> int | None:
@@ -136,14 +158,16 @@ class Model:
 
     def request(self, request: Request, *, callback: Callback | None = None) -> Generated:
         """Draw what a request asks for; the callback sees every step."""
-        guide = None
-        if self.discriminator is not None:
-            guide = NetworkGuide(self.discriminator, self.schedule)
         eot_id = self.config.end_id
         if eot_id is None and self.tokenizer is not None:
             eot_id = self.tokenizer.eot_id
         engine = Engine(
-            self.network, self.schedule, self._as_denoiser(), guide, eot_id, self.config.order
+            self.network,
+            self.schedule,
+            self._as_denoiser(),
+            self._as_guide(),
+            eot_id,
+            self.config.order,
         )
         return generate(
             request, self.config, self.tokenizer, engine, device=self.device, callback=callback
@@ -162,8 +186,16 @@ class Model:
 
     def _as_denoiser(self) -> Denoiser:
         if isinstance(self.network, Denoising):
-            return NetworkDenoiser(self.network, self.schedule)
+            return NetworkDenoiser(self.network, self.schedule, self._graphs)
         return self.denoiser
+
+    def _as_guide(self) -> NetworkGuide | None:
+        if self.discriminator is None:
+            return None
+        if self._guide is None or self._guide.discriminator is not self.discriminator:
+            fast = self._graphs is not None
+            self._guide = NetworkGuide(self.discriminator, self.schedule, fast=fast)
+        return self._guide
 
     def save(self, folder: str | Path, *, license: str | None = None) -> None:
         """Write the model in the layout that `didi.load` reads, with a model card.
@@ -207,6 +239,7 @@ def load(
     family: Family | None = None,
     tokenizer: str | Path | None = None,
     trust_remote_code: bool = False,
+    fast: bool = False,
 ) -> Model:
     """Open any SOURCE: a folder of ours, a foreign checkpoint, a Hugging Face id.
 
@@ -214,7 +247,8 @@ def load(
     tells its student the real time although the teacher was trained without. `dtype` casts the
     weights. The others are for foreign models: which of a training run's `weights` to take, the
     `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
-    that brings none, and whether code in a folder may run.
+    that brings none, and whether code in a folder may run. `fast` as `Model.accelerate`: worth
+    the compiling where much is sampled on a GPU.
     """
     loaded = open_source(
         source,
@@ -231,7 +265,10 @@ def load(
         if loaded.discriminator is not None:
             trunk = loaded.discriminator
             _tell_time(trunk, trunk.config, time_conditioning)
-    return Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
+    model = Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
+    if fast:
+        model.accelerate()
+    return model
 
 
 def _tell_time(network: nn.Module, config: ModelConfig, wanted: bool) -> ModelConfig:

@@ -53,6 +53,13 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            "--fast/--no-fast",
+            help="On a GPU: compile first, then sample faster; for many samples.",
+        ),
+    ] = False,
     tokenizer: Annotated[
         str | None, typer.Option(help="For a foreign model that brings none: folder, file, hub id.")
     ] = None,
@@ -86,7 +93,7 @@ def command(
         measure_path=as_json,
     )  # fmt: skip
     choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer}
-    model = load(source, device=device, trust_remote_code=trust_remote_code, **choices)
+    model = load(source, device=device, trust_remote_code=trust_remote_code, fast=fast, **choices)
     name = find_sampler(sampler, model.config.kind).name
     if model.tokenizer is None:
         raise UserError(

@@ -7,6 +7,9 @@ import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 WRONG = "triton.mix_order_reduction"
+MOST_VERSIONS = 64
+"""Of one function, for all networks, shapes and gradient modes; beyond it torch no longer compiles,
+and its own 8 are what one iteration of distillation takes."""
 
 
 def compiled(function: Function, *, dynamic: bool | None = None) -> Function:
@@ -16,8 +19,10 @@ def compiled(function: Function, *, dynamic: bool | None = None) -> Function:
     Where layer norms one after the other are modulated by vectors that all rows share, as ours
     are, the vectors' gradients come out as garbage (pytorch issue 193061), so it is turned off.
     """
-    from torch import _inductor
+    from torch import _dynamo, _inductor
 
+    limits: Any = _dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_VERSIONS)
     options: dict[str, Any] = {WRONG: False} if WRONG in _inductor.list_options() else {}
     result: Any = torch.compile(function, dynamic=dynamic, options=options or None)
     return result  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from didi_instruct.config.model import Order
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Callback, Canvas, Chain, Denoiser, Draw, Purpose, Samples
 from didi_instruct.sampling.grids import Grid
+from didi_instruct.sampling.planned import can_plan, planned
 from didi_instruct.sampling.reveals import Reveals
 
 
@@ -34,6 +35,8 @@ def ancestral(
     """
     chain = Chain(denoiser, canvas, settings or Draw(), steps=steps, callback=callback)
     reveals = Reveals(chain, schedule, grid, order)
+    if can_plan(denoiser, canvas):
+        return planned(denoiser, chain, reveals, greedy_tail=greedy_tail)  # type: ignore[arg-type]
     for n in range(steps):
         reveal = reveals(n)
         if reveal.any():

@@ -23,13 +23,17 @@ PAD = -1
 """In z: nothing is here, neither text nor mask. Never attended, never written."""
 PART_ELEMENTS = 2**24
 """Entries held at a time of float64 laws over the vocabulary, where every mask needs one."""
+NOISE_ELEMENTS = 2**21
+"""Random numbers of coming steps that are made at once: a step alone is all small launches."""
 
 
 class Denoiser(Protocol):
     """(z (B, L), t (B,)) -> logits (B, L, V) over the real tokens.
 
     A denoiser may also have `rows(z, t, where) -> logits (R, V)`, those of the positions that the
-    mask `where` (B, L) selects, in order, for less than the price of all.
+    mask `where` (B, L) selects, in order, for less than the price of all; and
+    `draw(logits (R, V), uniforms (R,)) -> tokens, log-probabilities`, a way of its own to draw
+    from the law of its logits as it is.
     """
 
     def __call__(self, z: Tensor, t: Tensor, /) -> Tensor:
@@ -61,6 +65,11 @@ class Draw:
     measure_path: bool = True
     """Sum a step's code out of its log-probability, where a model has codes: a pass for each of
     them, which is not counted. Without it the log-probability of such a model is not known."""
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether tokens are drawn from the denoiser's own law."""
+        return self.temperature == 1 and self.top_p == 1 and self.top_k is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,8 @@ class Chain:
         self.passes = 0.0
         self._index = 0
         self._times = torch.zeros(batch, device=self.z.device)
+        self._ahead: dict[int, tuple[int, Tensor]] = {}
+        """By purpose: the first step that numbers were made for, and they (N, B, L)."""
 
     @property
     def masked(self) -> Tensor:
@@ -182,8 +193,22 @@ class Chain:
 
     def uniforms(self, *stream: int) -> Tensor:
         """(B, L) numbers in [0, 1) for a purpose, a step, …."""
+        if len(stream) == 2 and self.z.is_cuda:
+            return self._one_of_many(*stream)
         stream = (*self.canvas.stream, *stream)
         return uniforms(self.settings.seed, self.canvas.samples, stream, self.z.shape[1])
+
+    def _one_of_many(self, purpose: int, step: int) -> Tensor:
+        """The same numbers, made for this step and the next ones together."""
+        first, numbers = self._ahead.get(purpose, (step, None))
+        if numbers is None or not first <= step < first + len(numbers):
+            count = max(1, min(self.steps - step, NOISE_ELEMENTS // max(1, self.z.numel())))
+            steps = torch.arange(step, step + count, device=self.z.device)[:, None]
+            stream: tuple[int | Tensor, ...] = (*self.canvas.stream, purpose, steps)
+            samples, length = self.canvas.samples, self.z.shape[1]
+            first, numbers = step, uniforms(self.settings.seed, samples, stream, length)
+            self._ahead[purpose] = first, numbers
+        return numbers[step - first]
 
     @property
     def code(self) -> Tensor:
@@ -209,7 +234,9 @@ class Chain:
     def _run(self, code: Tensor, where: Tensor) -> tuple[Tensor, int]:
         """Logits (R, V) of the selected positions under codes (B,), and the rows that ran."""
         active = where.any(1)
-        z, times, code, where = self.z[active], self._times[active], code[active], where[active]
+        z, times = self.z, self._times
+        if not active.all():  # choosing all would wait for the GPU four times
+            z, times, code, where = z[active], times[active], code[active], where[active]
         if len(z) > 1 and bool((z == z[:1]).all() & (times == times[:1]).all()):
             # The same text in every row, such as all masks: one row for each code serves all.
             codes, which = torch.unique(code, return_inverse=True)
@@ -230,15 +257,27 @@ class Chain:
 
     def write(self, where: Tensor, logits: Tensor, *stream: int, greedy: bool = False) -> None:
         """Draw a token for each selected position, in order, from the law of logits (R, V)."""
-        tokens, log_ps = [], []
-        for part, numbers in in_parts(logits, self.uniforms(*stream)[where]):
-            log_p = restrict(part, temperature=0.0) if greedy else self.law(part)
-            tokens.append(draw(log_p, numbers))
-            log_ps.append(log_p.gather(-1, tokens[-1][:, None]).squeeze(-1))
-        token, log_p = torch.cat(tokens), torch.cat(log_ps)
+        token, log_p = self.draw(logits, self.uniforms(*stream)[where], greedy=greedy)
         if self.canvas.masks > 1 and self.settings.measure_path:
             self._sum_out_code(where, token, log_p, greedy=greedy)
         self.put(where, token, log_p)
+
+    def draw(
+        self, logits: Tensor, numbers: Tensor, *, greedy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (R,) and their log-probabilities (R,) from logits (R, V) and numbers (R,)."""
+        tokens, log_ps = [], []
+        own = None if greedy or not self.settings.as_it_is else getattr(self.denoiser, "draw", None)
+        for part, part_numbers in in_parts(logits, numbers):
+            if own is not None:
+                token, log_p = own(part, part_numbers)
+            else:
+                law = restrict(part, temperature=0.0) if greedy else self.law(part)
+                token = draw(law, part_numbers)
+                log_p = law.gather(-1, token[:, None]).squeeze(-1)
+            tokens.append(token)
+            log_ps.append(log_p)
+        return torch.cat(tokens), torch.cat(log_ps)
 
     def _sum_out_code(self, where: Tensor, token: Tensor, log_p: Tensor, *, greedy: bool) -> None:
         """Correct the path's log-probability from the drawn code's to that of the mixture."""
@@ -265,6 +304,12 @@ class Chain:
         self.z = self.z.masked_scatter(where, token)
         self.log_prob.index_add_(0, where.nonzero()[:, 0], log_p)
         self.confidence = self.confidence.masked_scatter(where, log_p.exp())
+
+    def put_at(self, place: Tensor, token: Tensor, log_p: Tensor) -> None:
+        """`put` at positions by their numbers (R,) in (B * L), which needs no wait for a GPU."""
+        self.z = self.z.flatten().scatter(0, place, token).view_as(self.z)
+        self.log_prob.index_add_(0, place // self.z.shape[1], log_p)
+        self.confidence = self.confidence.flatten().scatter(0, place, log_p.exp()).view_as(self.z)
 
     def erase(self, where: Tensor) -> None:
         """Mask positions that were written."""

@@ -3,17 +3,28 @@
 import torch
 from torch import Tensor
 
+from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.graphs import GraphedDiT
+from didi_instruct.models.layers import upcast
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
+from didi_instruct.sampling.chunks import draw_compiled
 
 
 class NetworkDenoiser:
-    """A network and its schedule as a denoiser; padding (`PAD` in z) is never attended."""
+    """A network and its schedule as a denoiser; padding (`PAD` in z) is never attended.
 
-    def __init__(self, network: Denoising, schedule: Schedule) -> None:
-        self.network, self.schedule = network, schedule
+    `graphs` are the same network's captured passes, used where nothing is padding.
+    """
+
+    def __init__(
+        self, network: Denoising, schedule: Schedule, graphs: GraphedDiT | None = None
+    ) -> None:
+        self.network, self.schedule, self.graphs = network, schedule, graphs
+        self.draw = None if graphs is None else draw_compiled
+        self.at = None if graphs is None else self._at
 
     @torch.no_grad()
     def __call__(self, z: Tensor, t: Tensor) -> Tensor:
@@ -26,14 +37,29 @@ class NetworkDenoiser:
     def rows(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
         """Logits (R, V) at the selected positions: the output layer runs on those alone."""
         tokens, attended = split_padding(z)
+        if self.graphs is not None and attended is None:
+            return self.graphs.logits(tokens, self.schedule.sigma(t), where)
         return selected_logits(self.network, tokens, self.schedule.sigma(t), where, attended)
+
+    @torch.no_grad()
+    def _at(self, z: Tensor, t: float, place: Tensor) -> Tensor:
+        """Logits (R, V) at positions by their numbers in (B * L); z has no padding."""
+        assert self.graphs is not None
+        sigma = self.schedule.sigma(torch.full((len(z),), t, device=z.device))
+        return self.graphs.logits_at(z, sigma, place)
 
 
 class NetworkGuide:
-    """A discriminator as a guide: log-ratios of teacher over student from embeddings."""
+    """A discriminator as a guide: log-ratios of teacher over student from embeddings.
 
-    def __init__(self, discriminator: Discriminator, schedule: Schedule) -> None:
+    `fast` compiles its trunk; its weights then take no gradients, which would be computed in vain.
+    """
+
+    def __init__(
+        self, discriminator: Discriminator, schedule: Schedule, *, fast: bool = False
+    ) -> None:
         self.discriminator, self.schedule = discriminator.eval(), schedule
+        self._run = compiled(discriminator.requires_grad_(False)._run) if fast else None
 
     @property
     def embedding(self) -> Tensor:
@@ -46,10 +72,11 @@ class NetworkGuide:
 
     def score(self, embeddings: Tensor, z: Tensor, t: Tensor) -> Tensor:
         """Log-ratio (B, L) at every position; z tells which ones are padding."""
-        attended = split_padding(z)[1]
-        return self.discriminator(
-            None, self.schedule.sigma(t), embeddings=embeddings, attention_mask=attended
-        )
+        attended, sigma = split_padding(z)[1], self.schedule.sigma(t)
+        if self._run is None:
+            return self.discriminator(None, sigma, embeddings=embeddings, attention_mask=attended)
+        hidden = self._run(None, self.discriminator.condition(sigma), attended, embeddings)
+        return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)
 
 
 def selected_logits(

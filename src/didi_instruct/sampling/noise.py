@@ -12,20 +12,22 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniforms(seed: int, samples: Tensor, stream: tuple[int, ...], count: int) -> Tensor:
+def uniforms(seed: int, samples: Tensor, stream: tuple[int | Tensor, ...], count: int) -> Tensor:
     """Uniform float64 numbers in [0, 1) with 53 random bits.
 
-    `stream` says what the numbers are for: (purpose, step, …), any whole numbers.
+    `stream` says what the numbers are for: (purpose, step, …), any whole numbers; or tensors of
+    them, such as (N, 1) for N steps at once.
 
-    Shapes: samples (B,) int64, the index of each sample -> (B, count).
+    Shapes: samples (B,) int64, the index of each sample -> (B, count), or (N, B, count).
     """
     device = samples.device
     key = _hash(torch.tensor(_signed(seed), device=device))
     key = _hash(key + _GOLDEN * (samples + 1))
     for number in stream:
-        key = _hash(key + _signed(_GOLDEN * (number + 1)))
+        turn = _GOLDEN * (number + 1)
+        key = _hash(key + (turn if isinstance(turn, Tensor) else _signed(turn)))
     position = torch.arange(1, count + 1, device=device)
-    bits = _hash(key[:, None] + _GOLDEN * position)
+    bits = _hash(key[..., None] + _GOLDEN * position)
     return _shift(bits, 11).to(torch.float64) * 2.0**-53
 
 

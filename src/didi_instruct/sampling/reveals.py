@@ -18,11 +18,12 @@ class Reveals:
     def __init__(self, chain: Chain, schedule: Schedule, grid: Grid | None, order: Order) -> None:
         """Plan the steps."""
         self.chain = chain
-        self._turns: Tensor | None = None
+        self.turns: Tensor | None = None
+        """(B, L) the step that reveals each position, where chance has no say in it."""
         if order == "streams":
             if grid is not None:
                 raise UserError("order=streams has steps of its own: leave out grid.")
-            self._turns = turns(chain.open, chain.steps)
+            self.turns = turns(chain.open, chain.steps)
             self.times = stream_times(schedule, chain.steps)
         elif order == "random":
             self.times = time_grid("uniform" if grid is None else grid, chain.steps)
@@ -32,8 +33,8 @@ class Reveals:
 
     def __call__(self, step: int, *stream: int) -> Tensor:
         """(B, L) masks that a step reveals; `stream` tells throws of the same step apart."""
-        if self._turns is not None:
-            return self.chain.masked & (self._turns == step)
+        if self.turns is not None:
+            return self.chain.masked & (self.turns == step)
         coins = self.chain.uniforms(Purpose.REVEAL, step, *stream)
         return self.chain.masked & (coins < self.chances[step])
 

@@ -1,0 +1,87 @@
+"""Left-to-right decoding at its best: static cache, one captured pass per token.
+
+The rival that few-step samplers are told against. Every pass has one shape, attends to the whole
+cache behind a mask and draws its tokens exactly, so that it is one CUDA graph.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from didi_instruct.models.ar import ARModel
+from didi_instruct.models.graphs import capture, pad_output
+from didi_instruct.models.layers import Block, upcast
+from didi_instruct.sampling.categorical import draw
+from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.noise import uniforms
+
+STREAM = (int(Purpose.TOKEN), 0)
+"""The random numbers of `sampling.autoregressive`, so that both draw the same tokens."""
+
+
+class StaticDecoder:
+    """Draws sequences of one length in batches of one size."""
+
+    def __init__(self, model: ARModel, batch: int, length: int) -> None:
+        config = model.config
+        self.model, self.batch, self.length = model, batch, length
+        weight = model.output_layer.linear.weight
+        shape = (config.layers, 2, batch, config.heads, length, config.hidden // config.heads)
+        self._cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self._columns = torch.arange(length, device=weight.device)
+        with torch.no_grad():
+            self._output = pad_output(weight, model.output_layer.linear.bias, config.num_tokens)
+        tokens = torch.full((batch,), config.vocab_size - 1, device=weight.device)
+        numbers = torch.zeros(batch, dtype=torch.float64, device=weight.device)
+        self._begin = tokens.clone()
+        position = self._columns[:1].clone()
+        self._step = capture(self._next, (tokens, numbers, position))
+
+    @torch.no_grad()
+    def sample(self, seed: int) -> Tensor:
+        """Draw (batch, length) tokens."""
+        samples = torch.arange(self.batch, device=self._columns.device)
+        numbers = uniforms(seed, samples, STREAM, self.length)
+        tokens, drawn = self._begin, []
+        for column in range(self.length):
+            # A copy: the next pass writes its result to the same place.
+            position = self._columns[column : column + 1]
+            tokens = self._step(tokens, numbers[:, column], position).clone()
+            drawn.append(tokens)
+        return torch.stack(drawn, 1)
+
+    def _next(self, tokens: Tensor, numbers: Tensor, position: Tensor) -> Tensor:
+        """Tokens (B,) after `tokens` (B,), which stand at `position` (1,)."""
+        model = self.model
+        x = upcast(model.vocab_embed(tokens[:, None]))
+        if model.position_embed is not None:
+            x = x + upcast(model.position_embed.embedding[position])
+        cos = model.rotary_emb.cos[position][:, None, None]
+        sin = model.rotary_emb.sin[position][:, None, None]
+        seen = (self._columns <= position)[None, None, None]
+        for layer, block in enumerate(model.blocks):
+            x = self._read(block, layer, x, cos, sin, seen, position)
+        weight, bias = self._output
+        x = model.output_layer.norm_final(x[:, 0]).to(weight.dtype)
+        return draw(F.linear(x, weight, bias).double().log_softmax(-1), numbers)
+
+    def _read(
+        self,
+        block: torch.nn.Module,
+        layer: int,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        seen: Tensor,
+        position: Tensor,
+    ) -> Tensor:
+        assert isinstance(block, Block)
+
+        def extend(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = self._cache[layer]
+            keys.index_copy_(2, position, k)
+            values.index_copy_(2, position, v)
+            return keys, values
+
+        out: Tensor = block(x, cos, sin, mask=seen, extend=extend)
+        return out

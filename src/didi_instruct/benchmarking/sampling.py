@@ -1,0 +1,137 @@
+"""What a sampler is timed against: bare passes, the plain way, left to right."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from didi_instruct.benchmarking.decoding import StaticDecoder
+from didi_instruct.benchmarking.naive import naive_ancestral, naive_rgas
+from didi_instruct.benchmarking.timing import Case
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.ar import ARModel
+from didi_instruct.models.denoising import Denoising
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.dit import DiT
+from didi_instruct.models.graphs import capture
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.autoregressive import autoregressive
+from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.guided import Guidance
+from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
+from didi_instruct.seeding import mix
+
+
+def floor_case(network: Denoising, start: Tensor, steps: int, *, fast: bool) -> Case:
+    """As many passes of the trunk alone as there are steps, on the whole batch: `trunk`.
+
+    Compiled and captured if `fast`. No sampler that runs every pass can be faster.
+    """
+    sigma = torch.ones(len(start), device=start.device)
+    passes: list[Callable[[], Tensor]] = []
+
+    @torch.no_grad()
+    def run(_: int) -> None:
+        if not passes:  # in the warm-up
+            passes.append(_captured_trunk(network, start, sigma) if fast else plain)
+        for _ in range(steps):
+            passes[0]()
+
+    def plain() -> Tensor:
+        return network.trunk(start, sigma)
+
+    return _case("trunk", run, start, steps, network)
+
+
+def _captured_trunk(network: Denoising, start: Tensor, sigma: Tensor) -> Callable[[], Tensor]:
+    assert isinstance(network, DiT), "others are not captured"
+    c = network.condition(sigma)
+    inputs = (start,) if network.is_folded else (start, c)
+
+    def trunk(tokens: Tensor, c: Tensor | None = None) -> Tensor:
+        return network._run(tokens, c, None, None)
+
+    return functools.partial(capture(trunk, inputs), *inputs)
+
+
+def naive_case(
+    network: Denoising,
+    schedule: Schedule,
+    start: Tensor,
+    mask_id: int,
+    steps: int,
+    discriminator: Discriminator | None = None,
+    guidance: Guidance | None = None,
+) -> Case:
+    """The plain way, unguided or guided by a discriminator: `naive`."""
+    denoiser = NetworkDenoiser(network, schedule)
+    guide = None if discriminator is None else NetworkGuide(discriminator, schedule)
+
+    def run(seed: int) -> None:
+        generator = torch.Generator(start.device).manual_seed(mix("naive", seed))
+        if guide is None:
+            naive_ancestral(denoiser, schedule, start, mask_id, steps=steps, generator=generator)
+        else:
+            naive_rgas(
+                denoiser, schedule, guide, start, mask_id, steps=steps, generator=generator,
+                guidance=guidance,
+            )  # fmt: skip
+
+    networks = (network,) if guide is None else (network, guide.discriminator)
+    return _case("naive", run, start, steps, *networks)
+
+
+def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: bool) -> Case:
+    """A left-to-right model of the same shape with random weights, a pass per token: `ar`.
+
+    With a static cache and a CUDA graph if `fast`, else with a cache that grows.
+    """
+    batch, length = start.shape
+    model = ARModel(left_to_right(config))
+    fill(model)
+    model.to(start.device, dtype).eval()
+    decoders: list[StaticDecoder] = []
+
+    def run(seed: int) -> None:
+        if fast:
+            if not decoders:  # in the warm-up
+                decoders.append(StaticDecoder(model, batch, length))
+            decoders[0].sample(seed)
+        else:
+            canvas = Canvas.blank(batch, length, model.config.vocab_size - 1, device=start.device)
+            autoregressive(model, canvas, settings=Draw(seed=seed))
+
+    return _case("ar", run, start, length, model)
+
+
+def left_to_right(config: ModelConfig) -> ModelConfig:
+    """The shape of an AR model with the trunk and the tokens of another."""
+    return replace(
+        config,
+        kind="ar",
+        masks=1,
+        vocab_size=config.num_tokens + 1,
+        order="random",
+        end_id=None,
+        lengths=(),
+        time_conditioning=False,
+    )
+
+
+@torch.no_grad()
+def fill(network: torch.nn.Module, seed: int = 0) -> None:
+    """Give weights that start at zero small random values: GPUs run faster on zeros."""
+    generator = torch.Generator().manual_seed(mix("weights", seed))
+    for parameter in network.parameters():
+        if not parameter.any():
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def _case(
+    name: str, run: Callable[[int], object], start: Tensor, steps: int, *networks: object
+) -> Case:
+    modules = tuple(n for n in networks if isinstance(n, torch.nn.Module))
+    batch, length = start.shape
+    return Case(name=name, run=run, batch=batch, length=length, steps=steps, networks=modules)

@@ -1,0 +1,136 @@
+"""Cases timed in turns, so that whatever slows the machine slows all of them alike."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+Progress = Callable[[str, int, int], None]
+"""Told the case that runs next, and how many of how many runs are done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Something to time."""
+
+    name: str
+    run: Callable[[int], object]
+    """Do it once; the number is a seed."""
+    batch: int
+    length: int
+    steps: int
+    networks: tuple[nn.Module, ...] = ()
+    """What it needs in memory whatever it does."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """What was measured of a case."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak: int | None = None
+    """Bytes of GPU memory: its networks, what it keeps between runs, the most a run adds."""
+    held: int = 0
+    """Bytes that it keeps between runs."""
+    failure: str | None = None
+    """Why it did not run, in a line."""
+
+    @property
+    def median(self) -> float | None:
+        """Of the seconds, if it ran."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+def time_cases(
+    cases: Sequence[Case],
+    repeat: int,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    warm_up: int | None = None,
+) -> list[Timing]:
+    """Warm each case up, then time rounds of all of them.
+
+    What compiles does so in the warm-up; by default twice on a GPU, since the shapes of a second
+    run may be new, and once elsewhere. A case that fails (memory, most of the time) is left out of
+    what follows, and says why.
+    """
+    timings = [Timing() for _ in cases]
+    warm_up = warm_up or (2 if device.type == "cuda" else 1)
+    total, done = len(cases) * (warm_up + repeat), 0
+    for turn in range(-warm_up, repeat):
+        for case, timing in zip(cases, timings, strict=True):
+            if progress is not None:
+                progress(case.name, done, total)
+            done += 1
+            if timing.failure is None:
+                _take_turn(case, timing, turn, device)
+    if progress is not None:
+        progress("done", total, total)
+    return timings
+
+
+def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> None:
+    """Run a case once; turns below 0 are the warm-up."""
+    try:
+        if turn < -1:
+            timing.held += _kept(case, turn, device)
+            return
+        seconds, peak = _timed(case, turn, device)
+    except RuntimeError as error:
+        timing.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+        timing.seconds.clear()
+        timing.peak = None
+    if timing.failure is not None:
+        empty(device)  # out here nothing holds the tensors of the failed run any more
+    elif turn >= 0:  # in the turn before, memory that was given back is taken again
+        timing.seconds.append(seconds)
+        if device.type == "cuda":
+            timing.peak = max(timing.peak or 0, _weights(case) + timing.held + peak)
+
+
+def _timed(case: Case, seed: int, device: torch.device) -> tuple[float, int]:
+    """Seconds of a run, and the bytes it added at most."""
+    cuda = device.type == "cuda"
+    before = 0
+    if cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    started = time.perf_counter()
+    case.run(seed)
+    if cuda:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - started
+    peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
+    return seconds, peak
+
+
+def _kept(case: Case, seed: int, device: torch.device) -> int:
+    """Run untimed; return the bytes that stay with the case.
+
+    By what is reserved: the memory inside of a CUDA graph is no longer counted as allocated.
+    """
+    empty(device)
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_reserved(device) if cuda else 0
+    case.run(seed)
+    empty(device)
+    return max(0, torch.cuda.memory_reserved(device) - before) if cuda else 0
+
+
+def _weights(case: Case) -> int:
+    tensors = {id(t): t for n in case.networks for t in (*n.parameters(), *n.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def empty(device: torch.device) -> None:
+    """Give back what nobody holds on a GPU."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,233 @@
+"""Passes at the floor of the hardware: compiled, captured as CUDA graphs, replayed.
+
+A graph is one launch for a whole pass, at one shape, on buffers of its own. So batches are rounded
+up to few sizes, and what a pass gives is to be used before the next one. No number changes but by
+rounding: every row is computed from itself alone, whatever stands beside it.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from didi_instruct.models.compiling import compiled
+from didi_instruct.models.dit import DiT, _changes
+from didi_instruct.models.layers import NEVER, Affine, Block, first_weight, upcast
+
+WARM_UP = 3
+"""Passes before a capture: the first ones compile and choose kernels, which no graph may hold."""
+MOST_GRAPHS = 16
+"""Shapes that are kept; the oldest goes first."""
+ALIGN = 64
+"""GPUs multiply matrices whose width is a multiple of it, others are slow."""
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Tell the user something that need not be told again."""
+    logging.getLogger("didi_instruct").warning(text)
+
+
+def why_not(network: nn.Module) -> str | None:
+    """Why a network's passes cannot be captured; None: they can."""
+    if not isinstance(network, DiT):
+        return "only networks of the DiT family are compiled"
+    if network.vocab_embed.embedding.device.type != "cuda":
+        return "CUDA graphs need a GPU, and the model is on the CPU"
+    return None
+
+
+class Captured:
+    """A function as one CUDA graph; inputs may have fewer rows than the graph."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: Any = None
+    ) -> None:
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        device = self.inputs[0].device
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    function(*self.inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.output = function(*self.inputs)
+
+    def __call__(self, *values: Tensor) -> Tensor:
+        """Run; the result is overwritten by the next call."""
+        for buffer, value in zip(self.inputs, values, strict=True):
+            buffer[: len(value)].copy_(value)
+        self.graph.replay()
+        return self.output[: len(values[0])]
+
+
+def capture(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: Any = None
+) -> Callable[..., Tensor]:
+    """Return a function at the shapes of these inputs, as fast as this machine runs it.
+
+    Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, which
+    is said once. Gradients are off.
+    """
+    if not inputs[0].is_cuda:
+        return function
+    for name, attempt in (("compiled", compiled(function, dynamic=False)), ("captured", function)):
+        try:
+            with torch.no_grad():
+                return Captured(attempt, inputs, pool)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler, the driver or its libraries raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            say_once(f"A pass cannot be {name} here, so it runs slower: {reason}")
+    return function
+
+
+class GraphedDiT:
+    """A denoiser whose trunk is replayed; its output layer sees the chosen positions alone.
+
+    So does the MLP of the last block. Modulations are folded where they are constant.
+    """
+
+    def __init__(self, network: DiT) -> None:
+        self.network = network
+        self._graphs: dict[tuple[int, int], Callable[..., Tensor]] = {}
+        self._pool: Any = None
+        self._folded: Tensor | None = None
+        self._place = 0
+        self._output: tuple[Tensor, Tensor] | None = None
+        self._output_state = (0, 0)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, sigma: Tensor, where: Tensor) -> Tensor:
+        """Logits (R, V) of the selected positions: tokens (B, L), sigma (B,), where (B, L)."""
+        return self.logits_at(tokens, sigma, where.flatten().nonzero().squeeze(1))
+
+    @torch.no_grad()
+    def logits_at(self, tokens: Tensor, sigma: Tensor, place: Tensor) -> Tensor:
+        """The same of positions by their numbers (R,) in (B * L): no wait for the GPU."""
+        c = self.network.condition(sigma)
+        self._forget_if_changed()
+        hidden = self._read(tokens, c).flatten(0, 1)[place]
+        if len(c) > 1:
+            c = c[place // tokens.shape[1]]
+        return self._head(finish(self.network, hidden, c), c)
+
+    def _head(self, hidden: Tensor, c: Tensor) -> Tensor:
+        """Logits (R, V) of states (R, d), by an output layer that is cut and padded once."""
+        layer, config = self.network.output_layer, self.network.config
+        weight, bias = layer.linear.weight, layer.linear.bias
+        state = (weight.data_ptr(), _changes(list(layer.linear.parameters())))
+        if self._output is None or state != self._output_state:
+            self._output = pad_output(weight, bias, config.num_tokens, config.end_id)
+            self._output_state = state
+        own = layer.folded if c is self.network.folded_condition else None
+        affine = layer.affine(c, hidden.ndim) if own is None else own.unbind()
+        x = layer.norm_final(hidden, *affine).to(weight.dtype)
+        return F.linear(x, *self._output)[:, : config.num_tokens]
+
+    def _read(self, tokens: Tensor, c: Tensor) -> Tensor:
+        """State (B, L, d) before the last MLP, by a graph of the next size."""
+        network = self.network
+        rows, length = tokens.shape
+        size = self._size(rows, length)
+        values = (tokens,) if c is network.folded_condition else (tokens, c)
+        if (size, length) not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            if self._pool is None and tokens.is_cuda:
+                self._pool = torch.cuda.graph_pool_handle()
+            inputs = tuple(grown(v, size) if len(v) == rows else v for v in values)
+            self._graphs[size, length] = capture(self._begin, inputs, self._pool)
+        return self._graphs[size, length](*values)
+
+    def _begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
+        return begin(self.network, tokens, c)
+
+    def _size(self, rows: int, length: int) -> int:
+        """Rows of the graph to use: one that is there and not much too large, or a new one."""
+        there = [s for s, n in self._graphs if n == length and rows <= s <= 2 * rows]
+        return min(there, default=round_up(rows))
+
+    def _forget_if_changed(self) -> None:
+        """Drop graphs that hold other modulations, or weights that lay somewhere else."""
+        network, place = self.network, self.network.vocab_embed.embedding.data_ptr()
+        if network.folded_condition is not self._folded or place != self._place:
+            self._graphs.clear()
+            self._folded, self._place, self._pool = network.folded_condition, place, None
+
+
+def begin(network: DiT, tokens: Tensor, c: Tensor | None = None) -> Tensor:
+    """State (B, L, d) of the trunk before the MLP of its last block; all positions attended.
+
+    Without c the modulations are the folded ones.
+    """
+    x = upcast(network.embed(tokens))
+    if network.position_embed is not None:
+        x = network.position_embed(x)
+    cos, sin = network.rotary_emb(x.shape[1])
+    block = last_block(network)
+    for lower in list(network.blocks)[:-1]:
+        x = lower(x, cos, sin, c)
+    m = affine(block, c, x.ndim)
+    branch = block.attend(block.norm1(x, m.weight1, m.bias1), cos, sin, None, False, None)
+    return block.residual(x, branch, m.gate1)
+
+
+def finish(network: DiT, x: Tensor, c: Tensor) -> Tensor:
+    """From states of `begin` at some positions (R, d) to those after the last block.
+
+    c is one row for all, or one for each position.
+    """
+    block = last_block(network)
+    m = affine(block, None if c is network.folded_condition else c, x.ndim)
+    branch = block.norm2(x, m.weight2, m.bias2).to(first_weight(block.mlp).dtype)
+    return block.residual(x, block.mlp(branch), m.gate2)
+
+
+def pad_output(
+    weight: Tensor, bias: Tensor, num: int, never: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias of an output layer for the first `num` ids, in a width that GPUs like.
+
+    The columns that are added have probability 0, and so has the id `never`.
+    """
+    extra = -num % ALIGN
+    bias = F.pad(bias[:num], (0, extra), value=-torch.inf).clone()  # never the layer's own
+    if never is not None:
+        bias[never] = NEVER
+    return F.pad(weight[:num], (0, 0, 0, extra)), bias
+
+
+def last_block(network: DiT) -> Block:
+    """The block that ends the trunk."""
+    block = network.blocks[-1]
+    assert isinstance(block, Block)
+    return block
+
+
+def affine(block: Block, c: Tensor | None, ndim: int) -> Affine:
+    """What modulates a block: from the condition, or as folded."""
+    if c is not None:
+        return Affine(*block.affine(c, ndim))
+    assert block.folded is not None, "a condition is needed where nothing is folded"
+    return Affine(*block.folded.unbind())
+
+
+def grown(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor with its first row repeated until there are so many rows."""
+    return torch.cat([tensor, tensor[:1].expand(rows - len(tensor), *tensor.shape[1:])])
+
+
+def round_up(rows: int) -> int:
+    """The next of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ...: few, and none much too large."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power

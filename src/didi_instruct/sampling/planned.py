@@ -1,0 +1,103 @@
+"""Ancestral sampling that never waits for the GPU.
+
+Which positions a step reveals does not depend on any token, so it is settled for all steps before
+the first pass. Then the CPU knows every size, queues step after step, and the GPU never idles. The
+noise, and so the tokens, are those of a chain of steps; only the first pass is shared by samples
+that are alike, where a chain would look again.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from didi_instruct.sampling.chain import PAD, Canvas, Chain, Denoiser, Purpose, Samples
+from didi_instruct.sampling.reveals import Reveals
+
+
+class Placed(Protocol):
+    """A denoiser that is told positions by their numbers in (B * L)."""
+
+    def at(self, z: Tensor, t: float, place: Tensor) -> Tensor:
+        """Logits (R, V) of the positions `place` (R,) of texts z (B, L) without padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What each step does."""
+
+    turns: Tensor
+    """(B, L) the step that writes each position; -1: none does."""
+    places: tuple[Tensor, ...]
+    """Of each step: the positions it writes, by their numbers in (B * L), in order."""
+    rows: tuple[Tensor, ...]
+    """Of each step: the samples that it writes something in."""
+    alike: bool
+    """Whether all samples that the first pass is for start from the same text."""
+
+
+def can_plan(denoiser: Denoiser, canvas: Canvas) -> bool:
+    """Whether `planned` can replace a chain of steps: one wait for the GPU."""
+    placed = getattr(denoiser, "at", None) is not None
+    return placed and canvas.masks == 1 and not bool((canvas.tokens == PAD).any())
+
+
+def make_plan(chain: Chain, reveals: Reveals) -> Plan:
+    """Settle all steps; the last waits for the GPU."""
+    steps, z = chain.steps, chain.z
+    turns = reveals.turns if reveals.turns is not None else _turns_by_chance(chain, reveals)
+    turns = torch.where(chain.masked, turns, -1)
+    counts = torch.zeros(len(z), steps + 1, dtype=torch.long, device=z.device)
+    counts.scatter_add_(1, turns + 1, torch.ones_like(turns))
+    active = (counts[:, 1:] > 0).T
+    first = torch.where(turns >= 0, turns, steps).min()
+    begins = (turns == first).any(1)
+    leader = z.index_select(0, begins.long().argmax()[None])
+    alike = ((z == leader).all(1) | ~begins).all()[None].long()
+    # One transfer for all sizes.
+    sizes = torch.cat([counts.sum(0), active.sum(1), alike]).tolist()
+    order = torch.argsort(turns.flatten(), stable=True)
+    return Plan(
+        turns,
+        torch.split(order, sizes[: steps + 1])[1:],
+        torch.split(active.nonzero()[:, 1], sizes[steps + 1 : -1]),
+        bool(sizes[-1]),
+    )
+
+
+def _turns_by_chance(chain: Chain, reveals: Reveals) -> Tensor:
+    """The first step of which a position's coin falls below the chance: (B, L)."""
+    turns = torch.full_like(chain.z, -1)
+    for n, chance in enumerate(reveals.chances):
+        falls = chain.uniforms(Purpose.REVEAL, n) < chance
+        turns = torch.where((turns < 0) & falls, n, turns)
+    return turns
+
+
+def planned(
+    denoiser: Placed, chain: Chain, reveals: Reveals, *, greedy_tail: bool = False
+) -> Samples:
+    """Take all steps of a chain."""
+    plan = make_plan(chain, reveals)
+    batch, length = chain.z.shape
+    untouched = plan.alike
+    for n, (place, rows) in enumerate(zip(plan.places, plan.rows, strict=True)):
+        if len(place):
+            if untouched and len(rows) > 1:
+                # The same text in every row, such as all masks: one row serves all.
+                z, local = chain.z[rows[:1]], place % length
+            elif len(rows) == batch:
+                z, local = chain.z, place
+            else:
+                z = chain.z[rows]
+                local = torch.searchsorted(rows, place // length) * length + place % length
+            # Numbers first: making them begins with a wait, which costs nothing before the pass.
+            numbers = chain.uniforms(Purpose.TOKEN, n).flatten()[place]
+            logits = denoiser.at(z, reveals.times[n], local)
+            chain.passes += len(z) / batch
+            greedy = greedy_tail and n == chain.steps - 1
+            chain.put_at(place, *chain.draw(logits, numbers, greedy=greedy))
+            untouched = False
+        chain.tell(reveals.times[n], plan.turns == n)
+    return chain.samples(nfe=chain.steps)

@@ -1,0 +1,81 @@
+"""What a sampler is told against is what it claims to be."""
+
+import pytest
+import torch
+
+from didi_instruct.benchmarking.decoding import StaticDecoder
+from didi_instruct.benchmarking.sampling import ar_case, fill, floor_case, left_to_right
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.ar import ARModel
+from didi_instruct.models.dit import DiT
+from didi_instruct.sampling.autoregressive import autoregressive
+from didi_instruct.sampling.chain import Canvas, Draw
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+def shape(**changes):
+    settings = {"layers": 2, "hidden": 32, "heads": 2, "cond_dim": 8, "vocab_size": 38}
+    return ModelConfig(**(settings | {"length": 12} | changes))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("changes", [{}, {"learned_positions": True}])
+def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, device):
+    """In float64, from the same numbers; twice, so that nothing is left of the first time."""
+    torch.manual_seed(0)
+    model = ARModel(left_to_right(shape(**changes)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model = model.to(device).double().eval()
+    decoder = StaticDecoder(model, batch=5, length=9)
+    for seed in (3, 4):
+        canvas = Canvas.blank(5, 9, model.config.vocab_size - 1, device=device)
+        expected = autoregressive(model, canvas, settings=Draw(seed=seed))
+        assert torch.equal(decoder.sample(seed), expected.tokens)
+    assert len(expected.tokens.unique()) > 10
+
+
+def test_the_rival_has_the_trunk_and_the_tokens_of_the_model():
+    config = shape(masks=4, order="streams", time_conditioning=True)
+    rival = left_to_right(config)
+    assert rival.num_tokens == config.num_tokens == 34
+    same = ("layers", "hidden", "heads", "length")
+    assert [getattr(rival, n) for n in same] == [getattr(config, n) for n in same]
+    windows = shape(end_id=0, lengths=(0, *[1] * 12))
+    assert left_to_right(windows).end_id is None
+
+
+def test_the_floor_runs_as_many_passes_as_there_are_steps(monkeypatch):
+    network = DiT(shape()).eval()
+    seen = []
+    plain = network.trunk
+    monkeypatch.setattr(network, "trunk", lambda z, s: seen.append(z.shape) or plain(z, s))
+    case = floor_case(network, torch.full((3, 12), 37), 5, fast=False)
+    case.run(0)
+    assert seen == [(3, 12)] * 5
+    assert (case.name, case.batch, case.length, case.steps) == ("trunk", 3, 12, 5)
+
+
+def test_a_rival_takes_a_step_per_token():
+    case = ar_case(shape(), torch.full((3, 12), 37), torch.float32, fast=False)
+    assert (case.name, case.steps, case.batch) == ("ar", 12, 3)
+    case.run(0)
+
+
+def test_no_weights_are_left_at_zero():
+    network = DiT(shape())
+    before = [p.clone() for p in network.parameters()]
+    fill(network)
+    for old, new in zip(before, network.parameters(), strict=True):
+        assert new.any()
+        assert not old.any() or torch.equal(old, new)

@@ -1,0 +1,87 @@
+"""What is timed, in which order, and what becomes of it."""
+
+import json
+
+import pytest
+import torch
+
+from didi_instruct.benchmarking import timing
+from didi_instruct.benchmarking.report import Bench, make_rows, notes, table
+from didi_instruct.benchmarking.timing import Case, Timing, time_cases
+
+CPU = torch.device("cpu")
+
+
+def case(name, run=lambda seed: None, **shape):
+    return Case(name=name, run=run, **({"batch": 2, "length": 8, "steps": 4} | shape))
+
+
+def test_rounds_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
+    """A clock that each run moves by a known amount; the first run of each takes a year."""
+    now, seen = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def runs(name, seconds):
+        def run(seed):
+            seen.append((name, seed))
+            now[0] += seconds[seed] if seed >= 0 else 3e7
+
+        return case(name, run)
+
+    told = []
+    found = time_cases(
+        [runs("a", [3.0, 1.0, 2.0]), runs("b", [5.0, 5.0, 6.0])],
+        3,
+        CPU,
+        lambda name, done, total: told.append((done, total)),
+    )
+    assert [name for name, _ in seen] == ["a", "b"] * 4
+    assert [seed for _, seed in seen] == [-1, -1, 0, 0, 1, 1, 2, 2]
+    assert [t.seconds for t in found] == [[3.0, 1.0, 2.0], [5.0, 5.0, 6.0]]
+    assert [t.median for t in found] == [2.0, 5.0]
+    assert told[0] == (0, 8)
+    assert told[-1] == (8, 8)
+    assert found[0].peak is None
+
+
+def test_what_fails_is_left_out_and_says_why():
+    tries = []
+
+    def run(seed):
+        tries.append(seed)
+        raise RuntimeError("CUDA out of memory.\nTried to allocate 20.00 GiB")
+
+    cases = [case("fits"), case("large", run)]
+    found = time_cases(cases, 3, CPU)
+    assert tries == [-1]
+    rows = make_rows(cases, found)
+    assert rows[0]["note"] is None
+    assert rows[1]["note"] == "CUDA out of memory."
+    assert rows[1]["seconds_median"] is rows[1]["ratio_to_first"] is None
+    assert notes(Bench("m", rows)) == ["large did not run: CUDA out of memory."]
+    assert table(Bench("m", rows)).row_count == 2
+
+
+def test_rows_are_the_contract(tmp_path):
+    cases = [case("ours"), case("other", batch=4, length=10, steps=2)]
+    found = [Timing([0.2, 0.1, 0.4], 2**29), Timing([1.0])]
+    rows = make_rows(cases, found)
+    contract = ["name", "batch", "length", "steps", "seconds_median", "tokens_per_second"]
+    contract += ["ms_per_step", "peak_memory_gib", "ratio_to_first"]
+    assert {name: rows[0][name] for name in contract} == {
+        "name": "ours",
+        "batch": 2,
+        "length": 8,
+        "steps": 4,
+        "seconds_median": 0.2,
+        "tokens_per_second": pytest.approx(80),
+        "ms_per_step": pytest.approx(50),
+        "peak_memory_gib": 0.5,
+        "ratio_to_first": 1.0,
+    }
+    assert rows[1]["ratio_to_first"] == pytest.approx(5)
+    assert rows[1]["tokens_per_second"] == pytest.approx(40)
+    assert rows[1]["peak_memory_gib"] is None
+    Bench("m", rows, {"device": "CPU"}).write(tmp_path / "b.json")
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert report == {"model": "m", "rows": rows, "device": "CPU"}

@@ -1,0 +1,204 @@
+"""Captured passes give what plain ones give. Without a GPU all but the capture itself is tested."""
+
+import logging
+
+import pytest
+import torch
+
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.models import graphs
+from didi_instruct.models.dit import DiT
+from didi_instruct.models.graphs import GraphedDiT, capture, pad_output, round_up, why_not
+from didi_instruct.sampling.network import selected_logits
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+KINDS = {
+    "plain": {},
+    "timed": {"time_conditioning": True},
+    "positions": {"learned_positions": True},
+    "windows": {"end_id": 3, "lengths": (0, *[1] * 16)},
+    "codes": {"masks": 4},
+}
+
+
+class Buffered:
+    """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
+
+    def __init__(self, function, inputs, pool=None):
+        self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
+        self.output = function(*self.inputs)
+
+    def __call__(self, *values):
+        for buffer, value in zip(self.inputs, values, strict=True):
+            buffer[: len(value)].copy_(value)
+        self.output.copy_(self.function(*self.inputs))
+        return self.output[: len(values[0])]
+
+
+def uncompiled(monkeypatch):
+    """Capture functions as they are: compiling takes most of the time, and a few tests do it."""
+    monkeypatch.setattr(graphs, "compiled", lambda function, dynamic=None: function)
+
+
+def make(device="cpu", dtype=torch.float64, fold=True, **changes):
+    config = ModelConfig(
+        layers=3, hidden=32, heads=2, cond_dim=8, vocab_size=70, length=16,
+        schedule=ScheduleConfig(eps=1e-3), **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = DiT(config)
+    for parameter in network.parameters():  # modulations and the output layer start at zero
+        torch.nn.init.normal_(parameter, std=0.3)
+    network = network.to(device, dtype).eval()
+    if fold:
+        network.fold_modulation()
+    return network
+
+
+def inputs(network, rows, length=16, seed=0):
+    """Texts, one time for each, and some positions of each."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(network.config.vocab_size, (rows, length), generator=generator)
+    sigma = torch.rand(rows, generator=generator, dtype=torch.float64) * 3
+    where = torch.rand(rows, length, generator=generator) < 0.3
+    device = next(network.parameters()).device
+    return tokens.to(device), sigma.to(device), where.to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.no_grad()
+def test_logits_are_those_of_plain_passes(kind, fold, device, monkeypatch):
+    """In float64; other batches in between, larger and smaller than the graphs that exist."""
+    if not fold or kind not in ("plain", "timed"):
+        uncompiled(monkeypatch)
+    network = make(device, fold=fold, **KINDS[kind])
+    fast = GraphedDiT(network)
+    for seed, (rows, length) in enumerate([(5, 16), (1, 16), (4, 16), (5, 9), (7, 16), (5, 16)]):
+        tokens, sigma, where = inputs(network, rows, length, seed)
+        expected = selected_logits(network, tokens, sigma, where)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(fast.logits(tokens, sigma, where), expected)
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.no_grad()
+def test_batches_that_share_a_graph_do_not_disturb_each_other(kind, fold, monkeypatch):
+    """Rows that are left over in a buffer, and results that the next pass overwrites."""
+    monkeypatch.setattr(graphs, "capture", Buffered)
+    network = make(fold=fold, **KINDS[kind])
+    fast = GraphedDiT(network)
+    found, expected = [], []
+    for seed, (rows, length) in enumerate([(5, 16), (1, 16), (4, 16), (5, 9), (7, 16), (6, 16)]):
+        tokens, sigma, where = inputs(network, rows, length, seed)
+        found.append(fast.logits(tokens, sigma, where))
+        expected.append(selected_logits(network, tokens, sigma, where))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert sorted(fast._graphs) == [(1, 16), (6, 9), (6, 16), (8, 16)]
+
+
+@torch.no_grad()
+def test_only_so_many_graphs_are_kept(monkeypatch):
+    monkeypatch.setattr(graphs, "capture", Buffered)
+    network = make()
+    fast = GraphedDiT(network)
+    for length in range(1, 17):
+        fast.logits(*inputs(network, 2, length))
+    assert len(fast._graphs) == graphs.MOST_GRAPHS
+    fast.logits(*inputs(network, 4, 16))
+    assert len(fast._graphs) == graphs.MOST_GRAPHS
+    assert (2, 1) not in fast._graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_graphs_are_replayed_and_few():
+    """Captured for real; batches of nearby sizes share one, and nothing is captured twice."""
+    network = make("cuda", torch.bfloat16)
+    fast = GraphedDiT(network)
+    for _ in range(2):
+        for rows in (1, 16, 12, 9, 16, 1):
+            tokens, sigma, where = inputs(network, rows)
+            plain = selected_logits(network, tokens, sigma, where).float()
+            gap = (fast.logits(tokens, sigma, where).float() - plain).abs().mean()
+            assert gap < 0.05 * plain.std()
+    assert sorted(fast._graphs) == [(1, 16), (16, 16)]
+    assert all(isinstance(graph, graphs.Captured) for graph in fast._graphs.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_weights_that_change_are_noticed(device, monkeypatch):
+    """In place, by loading, and by a move; the padded output layer and the modulations too."""
+    uncompiled(monkeypatch)
+    network = make(device)
+    fast = GraphedDiT(network)
+    tokens, sigma, where = inputs(network, 4)
+    before = fast.logits(tokens, sigma, where)
+    changes = [
+        lambda: network.output_layer.linear.weight.mul_(2),
+        lambda: network.output_layer.linear.bias.add_(1),
+        lambda: network.blocks[0].adaLN_modulation.bias.add_(0.5),
+        lambda: network.blocks[1].attn_qkv.weight.mul_(1.5),
+        lambda: network.load_state_dict({k: 1.1 * v for k, v in network.state_dict().items()}
+                                        | {"rotary_emb.inv_freq": network.rotary_emb.inv_freq}),
+        lambda: network.fold_modulation(),
+        lambda: network.float(),
+    ]  # fmt: skip
+    for change in changes:
+        change()
+        after = fast.logits(tokens, sigma, where)
+        torch.testing.assert_close(after, selected_logits(network, tokens, sigma, where))
+    assert not torch.allclose(after.double(), before)
+
+
+def test_sizes_are_few_and_close():
+    sizes = [round_up(rows) for rows in range(1, 300)]
+    assert sorted(set(sizes)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
+    assert all(rows <= size < 1.5 * rows or size == rows for rows, size in enumerate(sizes, 1))
+
+
+def test_a_graph_that_exists_serves_smaller_batches():
+    fast = GraphedDiT(make())
+    fast._graphs = {(16, 8): None, (24, 8): None, (64, 9): None}
+    assert [fast._size(rows, 8) for rows in (1, 7, 8, 16, 17, 24, 40)] == [1, 8, 16, 16, 24, 24, 48]
+
+
+def test_a_padded_output_layer_never_writes_the_padding():
+    weight, bias = torch.randn(70, 4), torch.randn(70)
+    wide, biases = pad_output(weight, bias, 69, never=3)
+    assert wide.shape == (128, 4)
+    p = torch.nn.functional.linear(torch.randn(5, 4), wide, biases).softmax(-1)
+    assert not p[:, 69:].any()
+    assert not p[:, 3].any()
+    assert torch.equal(biases[:3], bias[:3])
+
+
+def test_on_a_cpu_nothing_is_captured():
+    def double(x):
+        return 2 * x
+
+    assert capture(double, (torch.ones(2),)) is double
+    assert "on the CPU" in why_not(make())
+    assert "DiT family" in why_not(torch.nn.Linear(2, 2))
+
+
+def test_a_remark_is_made_once(caplog):
+    graphs.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="didi_instruct"):
+        graphs.say_once("It is slow.")
+        graphs.say_once("It is slow.")
+    assert [record.getMessage() for record in caplog.records] == ["It is slow."]
