@@ -69,7 +69,7 @@ def measure(
     peak = torch.cuda.max_memory_allocated() / 2**30
 
     noise = task.objective.draw(batch, torch.Generator().manual_seed(0))
-    one = task._batch(0, slice(0, batch), noise)
+    one = task._batch(task.objective, 0, slice(0, batch), noise)
 
     def trunk() -> None:
         with torch.no_grad(), task.autocast():
