@@ -28,7 +28,7 @@ case "$1" in
     pretrain stories-teacher teacher30 --set model.layers=8 --set model.hidden=512 --set model.heads=8 "${@:2}" ;;
   ar) pretrain stories-ar ar "${@:2}" ;;
   path) # likelihood along the student's own paths
-    distil stories-path "path-$SEED" teacher --set reference.source=data "${@:2}" ;;
+    distil stories-path "path-$SEED" teacher "${@:2}" ;;
   matching) # token-level matching from there
     distil stories-token-matching "matching-$SEED" "path-$SEED" "${@:2}" ;;
   didi) distil stories-didi "didi-$SEED" teacher "${@:2}" ;;

@@ -294,3 +294,5 @@ def test_a_student_of_streams_teaches_token_matching_alone(run, models):
     assert other.teacher["path_kl_3"] != found.teacher["path_kl_3"]
     with pytest.raises(UserError, match="reveals positions in streams"):
         run(of("didi"), "third", teacher="stream")
+    with pytest.raises(UserError, match="add --set order=streams"):
+        run(of("token-matching"), "third", teacher="stream")

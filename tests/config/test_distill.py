@@ -36,6 +36,9 @@ def same_training(one, other):
 
 # Shipped recipes
 
+TEXT = ["data.source=some.txt"]
+"""What recipes that learn from real text ask for."""
+
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_for_one_verb(name):
@@ -43,7 +46,7 @@ def test_a_recipe_is_for_one_verb(name):
     own, other = PretrainConfig, DistillConfig
     if name in DISTILLATIONS:
         own, other = other, own
-    load_recipe(own, name)
+    load_recipe(own, name, TEXT)
     verb = "didi distill" if own is DistillConfig else "didi pretrain"
     with pytest.raises(UserError, match=f"{name}.yaml is a recipe for `{verb}`"):
         load_recipe(other, name)
@@ -51,7 +54,7 @@ def test_a_recipe_is_for_one_verb(name):
 
 @pytest.mark.parametrize("name", DISTILLATIONS)
 def test_a_recipe_says_what_it_is_and_what_to_expect(name):
-    recipe = load_recipe(DistillConfig, name)
+    recipe = load_recipe(DistillConfig, name, TEXT)
     own = read_yaml(find_recipe(name))
     assert find_recipe(name).read_text(encoding="utf-8").startswith("# ")
     assert recipe.reproduces == own["reproduces"] != ""
@@ -555,3 +558,15 @@ def test_a_mixture_needs_neither_groups_nor_a_warm_up():
         where="test",
     )
     assert (config.group_size, config.warmup) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout_steps": 1, "score_steps": "last"}, "rollout_steps is 1"),
+        ({"rollout_steps": 8, "score_steps": "all"}, "score_steps is all"),
+    ],
+)
+def test_didi_in_streams_scores_the_jump_from_a_stop(changes, words):
+    with pytest.raises(UserError, match=words):
+        parse(DistillConfig, {"method": "didi", "order": "streams", "didi": changes})

@@ -64,3 +64,14 @@ def test_a_full_disk_is_one_clear_line_and_other_errors_stay(tmp_path: Path) -> 
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), files.no_space_as_user_error(tmp_path):
         raise PermissionError(errno.EACCES, "no")
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, what in (("folder", "a folder"), ("pipe", "a device or a pipe")):
+        with pytest.raises(UserError, match=f"is {what}, which a file would replace"):
+            files.write_atomic(tmp_path / name, b"new")
+    assert (tmp_path / "folder").is_dir()
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]

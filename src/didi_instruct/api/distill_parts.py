@@ -84,6 +84,11 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{source}: the teacher reveals positions in {teacher.config.order}, as students do: "
             "distil what it was distilled from, and go on from it with --set student=..."
         )
+    if teacher.config.order != config.order and teacher.config.order != "random":
+        raise UserError(
+            f"order is {config.order}, but {source} reveals positions in {teacher.config.order}: "
+            f"add --set order={teacher.config.order}."
+        )
     if config.student is not None:
         network = _other_student(config, config.student, teacher, source)
     # Copied tensors: those of a loaded model are views of its file.

@@ -327,6 +327,8 @@ class DistillConfig:
                 f"order is {self.order}, which method={self.method} does not know: use didi, "
                 "token-matching or mixture, or sample its student with --option order=streams."
             )
+        if self.order != "random" and self.method == "didi":
+            self._check_streams()
         if self.method == "sdtt":
             self.sdtt.check_rounds(self.train.steps)
         if self.method == "duo":
@@ -335,6 +337,19 @@ class DistillConfig:
                 raise UserError(
                     f"prompt is {self.prompt}, but method=duo learns whole texts: leave it out."
                 )
+
+    def _check_streams(self) -> None:
+        """Refuse settings of didi that mean nothing on a path of fixed steps."""
+        if self.didi.rollout_steps < 2:
+            raise UserError(
+                f"didi.rollout_steps is {self.didi.rollout_steps}, but order={self.order} stops on "
+                "the way of a path of that many steps: use 2 or more (8, if 8 are to be sampled)."
+            )
+        if self.didi.score_steps != "last":
+            raise UserError(
+                f"didi.score_steps is {self.didi.score_steps}, but in order={self.order} only the "
+                "jump from the stop to text is scored: use last."
+            )
 
     @property
     def _part(self) -> str:

@@ -127,6 +127,16 @@ class ModelConfig:
 ARCHITECTURES: dict[str, ModelConfig] = {
     "small": ModelConfig(),
     "medium": ModelConfig(layers=24, hidden=1024, heads=16),
+    "stories": ModelConfig(
+        layers=10,
+        hidden=256,
+        heads=4,
+        cond_dim=32,
+        vocab_size=4097,
+        length=256,
+        learned_positions=True,
+        schedule=ScheduleConfig(eps=0.0),
+    ),
 }
 """Architectures by name, as `didi info --arch` and `model.arch` in a recipe accept them."""
 

@@ -17,6 +17,7 @@ class AtomicFile:
     """A file that appears under its name, whole and on disk, only when `commit` is called."""
 
     def __init__(self, path: Path) -> None:
+        refuse_target(path)
         self.path = path
         # The process id keeps two writers of one file apart; open() honours the umask, which
         # tempfile would not.
@@ -40,6 +41,13 @@ class AtomicFile:
         with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses
             self._file.close()
         self._temporary.unlink(missing_ok=True)
+
+
+def refuse_target(path: Path) -> None:
+    """Refuse to replace what is no file: a folder, a device, a pipe."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a device or a pipe"
+        raise UserError(f"{path} is {what}, which a file would replace: choose another name.")
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -37,7 +37,8 @@ class Compared:
 
     rollout: Rollout
     t: Tensor
-    """(B,) where it is compared; where it stopped on its way, if the times are coupled."""
+    """(B,) where it is compared: if the times are coupled, where it stopped on its way (in streams,
+    before its next stop)."""
     z: Tensor
     """(B, L) the student's texts at t."""
     t_reference: Tensor

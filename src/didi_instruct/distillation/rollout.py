@@ -226,7 +226,7 @@ def rollout(
 def _way_to(
     tau: Tensor, steps: int, order: Order, schedule: Schedule, noise: Noise, open: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Times (W, K + 1) of the walks to τ (W,), and when each position has its turn (W, L)."""
+    """Times of the walks to τ (W,), one row each, and when each position has its turn (W, L)."""
     count = torch.full((len(tau),), steps, device=tau.device)
     turn = order_of(order, noise, open, count, (steps,))
     if order == "streams":
