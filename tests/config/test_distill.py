@@ -569,4 +569,4 @@ def test_a_mixture_needs_neither_groups_nor_a_warm_up():
 )
 def test_didi_in_streams_scores_the_jump_from_a_stop(changes, words):
     with pytest.raises(UserError, match=words):
-        parse(DistillConfig, {"method": "didi", "order": "streams", "didi": changes})
+        parse(DistillConfig, {"method": "didi", "order": "streams", "didi": changes}, where="x")
