@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
-ORDER += ["evaluation", "serving", "api", "cli"]
+ORDER += ["evaluation", "serving", "api", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "__version__"}
 
 
