@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from didi_instruct import __version__
-from didi_instruct.cli import bench, convert, data, distill, evaluate, generate, info, pretrain
+from didi_instruct.cli import (
+    bench,
+    convert,
+    data,
+    distill,
+    evaluate,
+    generate,
+    info,
+    pretrain,
+    reproduce,
+)
 from didi_instruct.errors import TrainingError, UserError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -28,6 +38,7 @@ app.command("distill")(distill.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
 app.command("bench")(bench.command)
+app.command("reproduce")(reproduce.command)
 app.command("convert")(convert.command)
 app.command("info")(info.command)
 

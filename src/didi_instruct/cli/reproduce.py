@@ -1,0 +1,215 @@
+"""`didi reproduce`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from didi_instruct.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from didi_instruct.reproduce.items import Item
+    from didi_instruct.reproduce.making import Outcome
+    from didi_instruct.reproduce.scale import Scale
+
+FAILED = 1
+WIDE = 160
+"""Columns of a table in a file; a terminal has its own."""
+
+
+def command(
+    item: Annotated[
+        str | None, typer.Argument(metavar="ITEM", help="As --list names it, or `all`.")
+    ] = None,
+    scale: Annotated[
+        str,
+        typer.Option(
+            metavar="toy|small|paper",
+            help="CPU and minutes; one GPU and stories; the paper's own models and data.",
+        ),
+    ] = "toy",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of jobs and tables (default: reproduce/SCALE)."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text: at small, stories (prepared with the teacher's tokenizer, if you bring "
+            "one); at paper, OpenWebText (default: the hub)."
+        ),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="Who judges (default: at toy the oracle, at small a left-to-right model trained "
+            "on --data, at paper GPT-2 Large)."
+        ),
+    ] = None,
+    judge_temperature: Annotated[float, typer.Option(help="Divides the judge's logits.")] = 1.0,
+    judge_collapse_spaces: Annotated[
+        bool,
+        typer.Option(
+            "--judge-collapse-spaces", help="For judges that never saw two spaces in a row."
+        ),
+    ] = False,
+    judge_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID|TOKEN", help="What ends a text for a causal LM (default: its end-of-text)."
+        ),
+    ] = None,
+    judge_beyond: Annotated[
+        str,
+        typer.Option(
+            metavar="cut|uniform",
+            help="Tokens after a causal LM's context: not read, or each as likely as any other.",
+        ),
+    ] = "cut",
+    teacher: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="A teacher, instead of training one.")
+    ] = None,
+    corpora: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Files of the zero-shot corpora (default: the hub)."),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Students and draws of each row (toy 1, small 2, paper 1).")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List the jobs, check what they need, estimate GPU-hours."),
+    ] = False,
+    names: Annotated[bool, typer.Option("--list", help="Name all items.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+) -> None:
+    """Make tables and figures of the paper again, beside the paper's numbers.
+
+    What is done is kept: the same command goes on where it stopped.
+    """
+    from didi_instruct.reproduce.catalogue import ITEMS
+    from didi_instruct.reproduce.checks import check_given
+    from didi_instruct.reproduce.items import find_item
+    from didi_instruct.reproduce.scale import Given
+    from didi_instruct.reproduce.scales import find_scale
+
+    if names:
+        _list(list(ITEMS.values()))
+        return
+    if item is None:
+        raise UserError("Name an item, or `all`: `didi reproduce --list` names them.")
+    judging = _judging(judge_temperature, judge_collapse_spaces, judge_end, judge_beyond)
+    given = Given(
+        data=data,
+        judge=judge,
+        judge_options=judging,
+        teacher=teacher,
+        corpora=corpora,
+        seeds=seeds,
+    )
+    check_given(given)
+    chosen = find_scale(scale, given)
+    wanted = [i for i in ITEMS.values() if not i.planned]
+    items = wanted if item == "all" else [find_item(item, ITEMS)]
+    folder = out or Path("reproduce") / scale
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: is a file, give a folder.")
+    if dry_run:
+        sys.exit(_dry_run(items, chosen, folder))
+    sys.exit(_run(items, chosen, folder, device))
+
+
+def _judging(
+    temperature: float, collapse_spaces: bool, end: str | None, beyond: str
+) -> dict[str, Any]:
+    """How the judge reads, as far as it is not as usual."""
+    if beyond not in ("cut", "uniform"):
+        raise UserError(f"--judge-beyond {beyond}: use cut or uniform.")
+    given = (
+        ("temperature", temperature, 1.0),
+        ("collapse_spaces", collapse_spaces, False),
+        ("end", end, None),
+        ("beyond", beyond, "cut"),
+    )
+    return {name: value for name, value, usual in given if value != usual}
+
+
+def _list(items: "Sequence[Item]") -> None:
+    width = max(len(item.name) for item in items)
+    for item in items:
+        where = f" ({item.where})" if item.where else " (not in the paper)"
+        planned = f" PLANNED: {item.planned}" if item.planned else ""
+        typer.echo(f"{item.name.ljust(width)}  {item.title}{where}{planned}")
+
+
+def _run(items: "Sequence[Item]", scale: "Scale", folder: Path, device: str | None) -> int:
+    from didi_instruct.cli.board import ProgressBoard
+    from didi_instruct.reproduce.checks import require_gpu
+    from didi_instruct.reproduce.gpus import visible_gpus
+    from didi_instruct.reproduce.making import make
+    from didi_instruct.reproduce.running import StoppedError
+
+    require_gpu(scale)
+    gpus = visible_gpus() if device is None else ()
+    try:
+        with ProgressBoard() as board:
+            outcome = make(items, scale, folder, device=device, gpus=gpus, board=board)
+    except StoppedError as stopped:
+        typer.echo("Stopped; what is done is kept. The same command goes on.", err=True)
+        return 128 + stopped.signal
+    _show(outcome)
+    typer.echo(scale.says)
+    return 0 if outcome.whole else FAILED
+
+
+def _show(outcome: "Outcome") -> None:
+    from rich.console import Console
+
+    from didi_instruct.cli.tables import render
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDE
+    for made in outcome.made:
+        if made.table is not None:
+            console.print(render(made.table))
+        else:
+            typer.echo(f"{made.item.name}: {made.error}")
+    for made in outcome.made:
+        for path in made.files[:1]:
+            others = ", ".join(p.suffix for p in made.files[1:])
+            typer.echo(f"Wrote {path} ({others})")
+    for lost in outcome.failures:
+        typer.echo(f"{lost.state}: {lost.job.name}: {lost.note}", err=True)
+
+
+def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path) -> int:
+    from didi_instruct.reproduce.checks import checks, plan
+    from didi_instruct.reproduce.costs import SAMPLING_MFU, TRAINING_MFU
+
+    planned = plan(items, scale, folder)
+    width = max(len(one.job.name) for one in planned)
+    for one in planned:
+        state = "done" if one.is_done else "to do"
+        hours = "" if one.gpu_hours is None else f"{one.gpu_hours:10.3g} GPU-hours"
+        what = one.job.recipe or one.job.does.rpartition(":")[2]
+        typer.echo(f"{one.job.name.ljust(width)}  {state:5}  {hours:20}  {what}")
+    left = [one for one in planned if not one.is_done]
+    unknown = sum(one.gpu_hours is None for one in left)
+    total = sum(one.gpu_hours or 0.0 for one in left)
+    typer.echo(
+        f"{len(planned)} jobs, {len(left)} to do: about {total:.3g} GPU-hours on an H100, at "
+        f"{TRAINING_MFU:.0%} of its peak in training and {SAMPLING_MFU:.0%} in sampling (assumed)"
+        + (f"; {unknown} jobs of unknown cost are not in it" if unknown else "")
+    )
+    lacking = 0
+    for check in checks(items, scale, folder):
+        lacking += not check.is_there
+        typer.echo(
+            f"{'ok     ' if check.is_there else 'MISSING'} {check.what}"
+            + ("" if check.is_there else f": {check.remedy}")
+        )
+    return FAILED if lacking else 0

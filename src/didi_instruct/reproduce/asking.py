@@ -1,0 +1,123 @@
+"""Lines of a table of samples: which model is asked, how, and what the line is called."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from didi_instruct.reproduce.items import Results
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.measuring import QUALITY, quality_job
+from didi_instruct.reproduce.paper import Printed
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import ENTROPY, PATH_KL, PPL, Row, Shown
+
+ALL_TRICKS = "ablation-all-tricks"
+"""The paper's algorithm, with every trick of its ablations."""
+
+
+class Way(NamedTuple):
+    """A method of a table: its name there, and how its model is sampled."""
+
+    label: str
+    sampler: str | None = None
+
+
+METHODS: Mapping[str, Way] = {
+    "teacher": Way("MDLM, the teacher"),
+    "ar": Way("AR, the same trunk"),
+    "sdtt": Way("SDTT"),
+    "duo": Way("DUO distilled"),
+    "dimo": Way("DiMO", "dimo"),
+    "didi": Way("DiDi-Instruct", "rgas"),
+    "didi-plain": Way("DiDi-Instruct, unguided"),
+    "jump": Way("DiDi-Instruct, jump variant (ours)"),
+    "token-matching": Way("token matching (ours)"),
+}
+"""By role; each is asked only where a scale has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A job that measures, and what its rows are called."""
+
+    job: Job
+    labels: Mapping[str, Any]
+
+
+def ask_method(
+    scale: Scale,
+    role: str,
+    *,
+    steps: Sequence[int] | None = None,
+    metrics: Sequence[str] = (),
+    num: int | None = None,
+    does: str = QUALITY,
+    named: str = "measure",
+) -> Iterator[Ask]:
+    """Rows of one method at all budgets, for all seeds; none where the scale has no such model."""
+    if role not in ("teacher", "didi", "didi-plain") and not scale.has(role):
+        return
+    way = METHODS[role]
+    for seed in scale.seeds:
+        for model, budgets in _models(scale, role, seed, steps or scale.budgets):
+            yield Ask(
+                quality_job(
+                    scale,
+                    f"{named}-{role}-{budgets[0]}-seed{seed}",
+                    model,
+                    steps=budgets,
+                    seed=seed,
+                    metrics=metrics,
+                    num=num,
+                    sampler=way.sampler,
+                    does=does,
+                ),
+                {"method": way.label, "role": role},
+            )
+
+
+def _models(
+    scale: Scale, role: str, seed: int, steps: Sequence[int]
+) -> Iterator[tuple[Job | str, list[int]]]:
+    """The model for each budget; most methods have one for all."""
+    if role == "teacher":
+        yield scale.teacher, list(steps)
+    elif role in ("didi", "didi-plain"):
+        yield from ablated(scale, ALL_TRICKS, seed, steps)
+    else:
+        yield scale.model(role, seed), list(steps)
+
+
+def ablated(
+    scale: Scale, recipe: str, seed: int, steps: Sequence[int]
+) -> Iterator[tuple[Job, list[int]]]:
+    """Students of an ablation recipe, with the budgets that each is for."""
+    students: dict[str, tuple[Job, list[int]]] = {}
+    for nfe in steps:
+        student = scale.ablated(recipe, seed, nfe)
+        students.setdefault(student.key, (student, []))[1].append(nfe)
+    yield from students.values()
+
+
+def quality(scale: Scale) -> tuple[Shown, ...]:
+    """What tables of generation show; path KL where the judge may know the law of the data."""
+    return (PPL, ENTROPY) if scale.name == "paper" else (PPL, ENTROPY, PATH_KL)
+
+
+def answers(asks: Iterable[Ask], results: Results) -> list[Row]:
+    """Rows of all jobs that have a result, named."""
+    return [{**ask.labels, **row} for ask in asks for row in results.get(ask.job.key, ())]
+
+
+def printed(numbers: Mapping[str, Printed], names: Mapping[str, str]) -> list[Row]:
+    """Rows of the paper under the names that ours have."""
+    return [
+        {"method": names.get(key, line.label), "nfe": nfe, "ppl": cell.ppl, "entropy": cell.entropy}
+        for key, line in numbers.items()
+        for nfe, cell in line.cells.items()
+    ]
+
+
+def labels(*roles: str) -> dict[str, str]:
+    """Names of methods by role."""
+    return {role: METHODS[role].label for role in roles}

@@ -1,0 +1,132 @@
+"""Plot of the baselines: perplexity over entropy, a panel for each NFE, every sweep a thin line."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.report.drawing import (
+    FONT,
+    HUES,
+    INK,
+    MARKERS,
+    SOFT,
+    finite,
+    new_axis,
+    new_figure,
+    scale,
+)
+from didi_instruct.evaluation.rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 56, 26, 62, 16, 230
+"""Points: of a panel, beside, between and below panels, of a line of the legend and its width."""
+Look = tuple[str, str, bool]
+"""Colour, marker, and whether it is filled: open for what was not trained to take few steps."""
+
+
+def draw_baselines(rows: Sequence[Row], title: str = "") -> "Figure":
+    """Draw all rows that have perplexity and entropy.
+
+    Large marks are plain settings, small ones those of the sweep. Methods that take a step per
+    token are grey and the same in all panels.
+    """
+    usable = [row for row in rows if finite(row["ppl"]) and finite(row["entropy"])]
+    budgets = _budgets(usable)
+    if not budgets:
+        raise UserError("The baselines have no two methods at one NFE to draw.")
+    shown = [r for r in usable if r["own_steps"] or r["nfe"] in budgets]
+    looks = _looks(shown)
+    width = max(LEFT + len(budgets) * (PANEL + BETWEEN), 2 * WORDS + 20)
+    columns = int((width - 10) // WORDS)
+    legend = ENTRY * -(-len(looks) // columns) + 2 + (20 if title else 0)
+    height = FOOT + HEIGHT + 28 + legend
+    figure = new_figure(width, height)
+    entropies = [row["entropy"] for row in shown]
+    room = 0.06 * (max(entropies) - min(entropies)) or 0.1
+    for place, nfe in enumerate(budgets):
+        box = (LEFT + place * (PANEL + BETWEEN), FOOT, PANEL, HEIGHT)
+        axis = new_axis(figure, box, f"{nfe} NFE")
+        for method, look in reversed(looks.items()):  # the baseline, which is first, on top
+            mine = [
+                r for r in shown if r["method"] == method and (r["own_steps"] or r["nfe"] == nfe)
+            ]
+            _draw_method(axis, mine, look)
+        axis.set_xlim(min(entropies) - room, max(entropies) + room)
+        axis.locator_params(axis="x", nbins=5)
+        scale(axis, [row["ppl"] for row in shown])
+        if place:
+            axis.tick_params(labelleft=False)
+    _legend(figure, looks, shown, columns, 1 - (20 / height if title else 0))
+    words = "perplexity (up) over entropy in nats (across); large marks: plain sampling"
+    figure.text(8 / width, 10 / height, words, fontsize=FONT - 1, color=SOFT)
+    if title:
+        figure.text(8 / width, 1 - 15 / height, title, fontsize=FONT, color=INK, parse_math=False)
+    return figure
+
+
+def _budgets(rows: Sequence[Row]) -> list[int]:
+    """NFEs at which methods are compared."""
+    methods: dict[int, set[str]] = {}
+    for row in rows:
+        if not row["own_steps"]:
+            methods.setdefault(row["nfe"], set()).add(row["method"])
+    return sorted(nfe for nfe, found in methods.items() if len(found) > 1)
+
+
+def _looks(rows: Sequence[Row]) -> dict[str, Look]:
+    """The baseline in ink; what needs no training open, what is distilled filled."""
+    found: dict[str, Look] = {}
+    counts = {True: 0, False: 0}
+    for row in rows:
+        method, filled = row["method"], not row["role"].endswith("teacher")
+        if method in found:
+            continue
+        number = counts[filled]
+        if row["is_baseline"]:
+            found[method] = (INK, "o", True)
+        elif row["own_steps"]:
+            found[method] = (SOFT, "*" if row["role"] == "ar" else "P", True)
+        else:
+            marker = MARKERS[(number + number // len(HUES)) % len(MARKERS)]
+            found[method] = (HUES[number % len(HUES)], marker, filled)
+            counts[filled] += 1
+    return found
+
+
+def _draw_method(axis: "Axes", rows: Sequence[Row], look: Look) -> None:
+    """Sweeps of temperature (solid) and of top-p (dashed), which meet in the plain setting."""
+    colour, marker, filled = look
+    for name, other, style in (("temperature", "top_p", "-"), ("top_p", "temperature", ":")):
+        line = sorted((r for r in rows if r[other] == 1), key=lambda r, n=name: r[n])  # type: ignore[misc]
+        across, up = [r["entropy"] for r in line], [r["ppl"] for r in line]
+        axis.plot(across, up, style, color=colour, linewidth=1.0, marker=".", ms=3, alpha=0.55)
+    for row in rows:
+        if (row["temperature"], row["top_p"]) == (1, 1):
+            axis.plot(
+                row["entropy"], row["ppl"], marker, color=colour, markersize=8, zorder=3,
+                markerfacecolor=colour if filled else "white", markeredgewidth=1.6,
+            )  # fmt: skip
+
+
+def _legend(
+    figure: "Figure", looks: dict[str, Look], rows: Sequence[Row], columns: int, top: float
+) -> None:
+    from matplotlib.lines import Line2D
+
+    steps = {row["method"]: row["nfe"] for row in rows if row["own_steps"]}
+    handles = [
+        Line2D(
+            [], [], linestyle="none", color=colour, marker=marker, markersize=7,
+            markerfacecolor=colour if filled else "white", markeredgewidth=1.4,
+            label=f"{method} ({steps[method]} NFE)" if method in steps else method,
+        )
+        for method, (colour, marker, filled) in looks.items()
+    ]  # fmt: skip
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0, top), ncols=columns, frameon=False,
+        fontsize=FONT - 1.5, labelcolor=INK, borderaxespad=0.2, handletextpad=0.3,
+        columnspacing=1.0, labelspacing=0.35,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Functions that jobs call for the tables with many settings of one model.
+
+They are thin: what is measured is in `landscape`, `sensitivity`, `latency`, `zeroshot` and
+`baselines`; what comes back is plain rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from didi_instruct.reproduce.baselines import baseline_rows
+from didi_instruct.reproduce.equal_terms import Setting, Terms
+from didi_instruct.reproduce.jobs import Context
+from didi_instruct.reproduce.landscape import grid, guided_rows
+from didi_instruct.reproduce.latency import latency_rows
+from didi_instruct.reproduce.measuring import EVALS, judge_of
+from didi_instruct.reproduce.sensitivity import design, shares
+from didi_instruct.reproduce.toy_corpora import toy_models, write_corpora
+from didi_instruct.reproduce.zeroshot import zero_shot_rows
+from didi_instruct.training.world import pick_device
+
+HERE = "didi_instruct.reproduce.calls"
+Rows = list[dict[str, Any]]
+
+
+def terms_of(
+    context: Context,
+    *,
+    num: int,
+    seed: int,
+    batch_size: int,
+    until_eot: bool,
+    judging: Mapping[str, Any],
+    metrics: Sequence[str] = ("ppl", "entropy"),
+) -> Terms:
+    """What all rows of a job share."""
+    return Terms(
+        out=context.shared / EVALS,
+        judge=judge_of(context, judging),
+        metrics=tuple(metrics),
+        num=num,
+        seed=seed,
+        batch_size=batch_size,
+        until_eot=until_eot,
+        reference=context.inputs.get("reference"),
+        device=context.device,
+        progress=lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}"),
+    )
+
+
+def landscape(
+    context: Context,
+    *,
+    scales: Sequence[float],
+    candidates: Sequence[int],
+    steps: Sequence[int],
+    **common: Any,
+) -> Rows:
+    """RGAS over all pairs of h and M."""
+    terms = terms_of(context, **common)
+    return guided_rows(context.inputs["model"], grid(scales, candidates), steps, terms)
+
+
+def anova(
+    context: Context,
+    *,
+    points: int,
+    scales: Sequence[float],
+    candidates: Sequence[int],
+    steps: Sequence[int],
+    **common: Any,
+) -> dict[str, Rows]:
+    """RGAS over a Latin hypercube of h and M, and the share of the variance of each."""
+    ranges: Any = (tuple(scales), tuple(candidates))
+    terms = terms_of(context, **common)
+    strengths = design(points, common["seed"], *ranges)
+    rows = guided_rows(context.inputs["model"], strengths, steps, terms)
+    return {"rows": rows, "shares": shares(rows, *ranges, seed=common["seed"])}
+
+
+def latency(
+    context: Context,
+    *,
+    steps: Mapping[str, int],
+    labels: Mapping[str, str],
+    samplers: Mapping[str, str | None],
+    batch: int,
+    rounds: int,
+    machine: str,
+    **common: Any,
+) -> Rows:
+    """Time and quality of the models in `steps`, which are inputs by role; `machine` is told only.
+
+    On a GPU bfloat16 is timed, as in the paper.
+    """
+    fast = pick_device(context.device).type == "cuda"
+    settings = [
+        Setting(
+            method=labels[role],
+            source=context.inputs[role],
+            steps=None if role == "ar" else nfe,
+            sampler=samplers.get(role),
+            more={"role": role, "machine": machine},
+        )
+        for role, nfe in steps.items()
+    ]
+    dtype = torch.bfloat16 if fast else None
+    return latency_rows(
+        settings, terms_of(context, **common), batch=batch, rounds=rounds, dtype=dtype
+    )
+
+
+def zero_shot(
+    context: Context,
+    *,
+    labels: Mapping[str, str],
+    teachers: Mapping[str, str],
+    sequences: int,
+    seed: int,
+) -> Rows:
+    """Likelihood of the corpora under the models in `labels`, which are inputs by role."""
+    return zero_shot_rows(
+        {label: context.inputs[role] for role, label in labels.items()},
+        out=context.shared / EVALS,
+        teacher_of=teachers,
+        data=context.inputs.get("corpora"),
+        sequences=sequences,
+        seed=seed,
+        device=context.device,
+        progress=lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}"),
+    )
+
+
+def toy_zero_shot(
+    context: Context,
+    *,
+    labels: Mapping[str, str],
+    teachers: Mapping[str, str],
+    sequences: int,
+    seed: int,
+) -> Rows:
+    """The same where there is no corpus: stand-ins, and models of letters that can read them."""
+    corpora = context.folder / "corpora"
+    write_corpora(corpora)
+    found = toy_models(context.folder, device=context.device)
+    sources = {"teacher": found["teacher"], "didi": found["student"]}
+    return zero_shot_rows(
+        {label: sources[role] for role, label in labels.items()},
+        out=context.shared / EVALS,
+        teacher_of=teachers,
+        data=corpora,
+        sequences=sequences,
+        seed=seed,
+        device=context.device,
+    )
+
+
+def baselines(
+    context: Context,
+    *,
+    steps: Sequence[int],
+    most_steps: int,
+    temperatures: Sequence[float],
+    top_ps: Sequence[float],
+    machine: str,
+    **common: Any,
+) -> Rows:
+    """All ways to sample all models that are inputs, over temperature and top-p.
+
+    `machine` is told only: speeds are of one.
+    """
+    others = ("judge", "reference")
+    models = {role: source for role, source in context.inputs.items() if role not in others}
+    rows = baseline_rows(
+        models,
+        steps,
+        terms_of(context, **common),
+        temperatures=temperatures,
+        top_ps=top_ps,
+        most_steps=most_steps,
+    )
+    return [row | {"machine": machine} for row in rows]

@@ -1,0 +1,38 @@
+"""All items: what is made, and what is planned."""
+
+from collections.abc import Mapping
+
+from didi_instruct.reproduce.items import Item
+from didi_instruct.reproduce.items_ablations import ABLATION_ITEMS
+from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.items_generation import GENERATION_ITEMS
+from didi_instruct.reproduce.items_guidance import GUIDANCE_ITEMS
+from didi_instruct.reproduce.items_measures import MEASURE_ITEMS
+
+PLANNED = (
+    Item(
+        name="downstream",
+        title="Downstream tasks: MMLU, PubMed, MRPC",
+        where='Section 4.3, appendix "Downstream Task Evaluation"',
+        planned="didi does not fine-tune on tasks, and has no reader for MMLU and MRPC.",
+    ),
+    Item(
+        name="proteins",
+        title="Protein sequences: pLDDT and diversity",
+        where="Section 4.5 and its appendix",
+        planned="pLDDT needs a structure predictor (ESMFold) and clusters need MMseqs2: neither is "
+        "part of didi.",
+    ),
+)
+
+ITEMS: Mapping[str, Item] = {
+    item.name: item
+    for item in (
+        *GENERATION_ITEMS,
+        *ABLATION_ITEMS,
+        *MEASURE_ITEMS,
+        *GUIDANCE_ITEMS,
+        *BASELINE_ITEMS,
+        *PLANNED,
+    )
+}

@@ -1,0 +1,168 @@
+"""What a job costs, in FLOPs: parameters times tokens, and how many passes a method makes of them.
+
+An estimate to plan with, not to compare with: attention is counted, data loading is not, a bank of
+texts is counted in every run that reads it, and what share of a GPU's peak is reached is assumed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.models.build import count_parameters
+from didi_instruct.models.manifest import is_ours, read_manifest
+from didi_instruct.reproduce.baselines import WAYS
+from didi_instruct.reproduce.jobs import Job
+
+PEAK = 989e12
+"""FLOPs a second of an H100 or H200 in bfloat16, without sparsity."""
+TRAINING_MFU, SAMPLING_MFU = 0.30, 0.15
+"""Shares of the peak that are assumed."""
+FORWARD, LEARN = 1, 3
+"""Passes: a backward counts as two."""
+GPT2_LARGE = 774e6
+CORPORA, DRAWS = 7, 8
+"""Of a zero-shot table."""
+NO_MODELS = ("judge", "reference", "corpora")
+"""Inputs that are not sampled."""
+PER_ITERATION = {
+    # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
+    # discriminator learns from two texts and rewards one.
+    "didi": 2 * FORWARD + 2 * LEARN + 2 * FORWARD + 2 * LEARN + FORWARD,
+    # A path of a few steps, the auxiliary denoiser's updates, teacher and student at the contexts.
+    "token-matching": 4 * FORWARD + 2 * LEARN + 2 * FORWARD + LEARN,
+    "mixture": FORWARD + 2 * LEARN,
+    # Two steps of the teacher, one update of the student.
+    "sdtt": 2 * FORWARD + LEARN,
+    # The target one small step earlier, one update of the student.
+    "duo": FORWARD + LEARN,
+    # The student's text, the auxiliary denoiser's updates, the teacher, the student's update.
+    "dimo": FORWARD + 2 * LEARN + 2 * FORWARD + LEARN,
+}
+"""Passes over a batch in one iteration of each method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """FLOPs of a job; None where the size of a model is not known before it is there."""
+
+    training: float | None = 0.0
+    sampling: float | None = 0.0
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """On one H100 or H200, at the assumed shares of its peak."""
+        if self.training is None or self.sampling is None:
+            return None
+        seconds = self.training / (PEAK * TRAINING_MFU) + self.sampling / (PEAK * SAMPLING_MFU)
+        return seconds / 3600
+
+
+def forward_flops(model: ModelConfig) -> float:
+    """Of one text: two for each parameter and token, and attention of all tokens to all."""
+    length = model.length
+    attention = 4 * model.layers * length * length * model.hidden
+    return 2.0 * count_parameters(model) * length + attention
+
+
+def cost_of(job: Job) -> Cost:
+    """What a job costs."""
+    if job.does == "pretrain":
+        config = job.settings()
+        model = _resolve(job)
+        texts = config.train.steps * config.train.batch_size
+        return Cost(training=texts * LEARN * forward_flops(model))
+    if job.does == "distill":
+        return _distillation(job)
+    return _measuring(job)
+
+
+def _distillation(job: Job) -> Cost:
+    model = model_of(job.inputs["teacher"])
+    if model is None:
+        return Cost(None, None)
+    config, once = job.settings(), forward_flops(model)
+    texts = config.train.steps * config.train.batch_size
+    passes = PER_ITERATION[config.method] + (config.didi.rollout_steps - 1) * FORWARD
+    reference = config.reference
+    banked = config.method in ("didi", "sdtt", "mixture") and reference.source == "bank"
+    bank = reference.rows * reference.steps * once if banked else 0.0
+    return Cost(training=texts * passes * once, sampling=bank)
+
+
+def _measuring(job: Job) -> Cost:
+    """Samples in all settings, each read once by a judge; likelihood where there is no judge."""
+    options = job.options
+    models = {r: model_of(g) for r, g in job.inputs.items() if r not in NO_MODELS}
+    if not models:  # what a function trains itself is small
+        return Cost()
+    known = {role: model for role, model in models.items() if model is not None}
+    if len(known) < len(models):
+        return Cost(None, None)
+    if "judge" not in job.inputs:
+        texts = CORPORA * options["sequences"] * DRAWS
+        return Cost(sampling=sum(texts * forward_flops(model) for model in known.values()))
+    total = 0.0
+    for role, model in known.items():
+        passes, rows = _drawn(role, model, options)
+        total += passes * forward_flops(model) + rows * _reading(job.inputs["judge"], model.length)
+    return Cost(sampling=options["num"] * total)
+
+
+def _drawn(role: str, model: ModelConfig, options: Mapping[str, Any]) -> tuple[float, int]:
+    """Passes of one sample in all settings of a model, and how many settings there are."""
+    steps = options["steps"]
+    budgets = [steps[role]] if isinstance(steps, Mapping) else list(steps)
+    settings = 1.0
+    sweep = len(options.get("temperatures", ())) + len(options.get("top_ps", ()))
+    if sweep:
+        settings = (1 + sweep) * sum(way.role == role for way in WAYS)
+    elif "points" in options or "scales" in options:
+        candidates = options["candidates"]
+        settings = options.get("points") or len(options["scales"]) * len(candidates)
+        settings *= _guided(sum(candidates) / len(candidates))
+    elif options.get("sampler") == "rgas" or options.get("samplers", {}).get(role) == "rgas":
+        settings = _guided(4)
+    # A cache of keys and values makes one pass of the tokens one by one.
+    passes = len(budgets) if model.kind == "ar" else sum(budgets)
+    return settings * passes, len(budgets) * max(1, round(settings))
+
+
+def _guided(candidates: float) -> float:
+    """Passes of a step of RGAS: half of them tilt, half score candidates."""
+    return (FORWARD + LEARN + FORWARD + candidates) / 2
+
+
+def _reading(judge: Job | str, length: int) -> float:
+    if judge == "oracle":
+        return 0.0
+    model = model_of(judge)
+    return forward_flops(model) if model else 2.0 * GPT2_LARGE * length
+
+
+def model_of(given: Job | str) -> ModelConfig | None:
+    """The shape of a model that is or will be there."""
+    if isinstance(given, Job):
+        if given.does == "pretrain":
+            return _resolve(given)
+        return model_of(given.inputs["teacher"]) if given.does == "distill" else None
+    if given and is_ours(Path(given)):
+        return read_manifest(Path(given)).model
+    return None
+
+
+def _resolve(job: Job) -> ModelConfig:
+    config = job.settings()
+    assert isinstance(config, PretrainConfig)
+    return config.model.resolve(_vocabulary(config))
+
+
+def _vocabulary(config: PretrainConfig) -> int:
+    """Ids of the tokenizer, as far as its name tells."""
+    if config.data.source == "oracle":
+        return OracleLanguage.default().num_tokens
+    name, _, size = config.data.tokenizer.partition(":")
+    return int(size) if name == "bpe" and size.isdigit() else 50257

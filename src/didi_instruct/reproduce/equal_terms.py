@@ -1,0 +1,168 @@
+"""Samplers of models in many settings, drawn and measured on equal terms, each once.
+
+`didi eval` has one sampler for all its models. The tables here have rows that differ in model,
+sampler and options, with one judge, one seed and one number of samples for all.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.api.candidates import Candidate, candidates
+from didi_instruct.api.model import Model, load
+from didi_instruct.api.plan import Plan, check_metrics
+from didi_instruct.api.reference import Like, open_reference
+from didi_instruct.api.samplers import find_sampler
+from didi_instruct.api.studio import Studio
+from didi_instruct.data.readers import ReadOptions
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.comparison import compare
+from didi_instruct.evaluation.describing import check_comparable, complete
+from didi_instruct.evaluation.judges import Judge
+from didi_instruct.evaluation.kept import content_key
+from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Reference, Row, Yardstick
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.training.world import pick_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A model and a way to sample it: a row of a table."""
+
+    method: str
+    """Names the line of the table."""
+    source: str
+    steps: int | None = None
+    """None where the sampler takes a step per token."""
+    sampler: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What else the row says."""
+
+    def plan(self, terms: "Terms") -> Plan:
+        """What to draw."""
+        return Plan(
+            steps=(self.steps or 1,),
+            num=terms.num,
+            length=terms.length,
+            sampler=self.sampler,
+            options=self.options,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=terms.seed,
+            batch_size=terms.batch_size,
+            until_eot=terms.until_eot,
+            measure_path=any(METRICS[name].path for name in terms.metrics),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What all rows of a table share."""
+
+    out: Path
+    """Folder of samples and numbers; what is there is not made again."""
+    judge: Judge | None = None
+    metrics: tuple[str, ...] = ("ppl", "entropy")
+    num: int = 256
+    seed: int = 0
+    length: int | None = None
+    batch_size: int = 64
+    until_eot: bool = False
+    reference: str | None = None
+    """Text to compare with, for MAUVE."""
+    device: str | None = None
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse measures that lack what they need."""
+        check_metrics(self.metrics, self.judge is not None, self.reference is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Numbers of settings, in their order."""
+
+    settings: Sequence[Setting]
+    measured: Sequence[Measured]
+    seed: int
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row for each setting."""
+        return [_row(s, m.row) for s, m in zip(self.settings, self.measured, strict=True)]
+
+    def compared(self, baseline: Sequence[int], most_steps: int | None = None) -> list[Row]:
+        """The same beside those of `baseline`, numbers of settings: vsF, and what path KL says."""
+        rivals = [self.measured[number] for number in baseline]
+        found = compare(self.measured, rivals, most_steps, self.seed)
+        return [_row(s, row) for s, row in zip(self.settings, found, strict=True)]
+
+
+def measure(settings: Sequence[Setting], terms: Terms) -> Found:
+    """Draw and measure every setting; models of one table have one tokenizer."""
+    if not settings:
+        raise UserError("There is no setting to measure: name a model.")
+    models = {model.source: model for model in candidates([s.source for s in settings])}
+    studio, sets = Studio(terms.out), []
+    loaded: tuple[str, Model] | None = None
+    for number, setting in enumerate(settings):
+        if terms.progress is not None:
+            terms.progress("Drawing", number, len(settings))
+        _check(setting, models[setting.source])
+        if loaded is None or loaded[0] != setting.source:
+            loaded = setting.source, load(setting.source, device=terms.device)
+        sets += studio.draw(setting.source, loaded[1], setting.plan(terms))
+    check_comparable(sets, terms.metrics)
+    yardstick = _yardstick(terms, sets[0], list(models.values()))
+    return Found(settings, list(_measure(studio, sets, terms, yardstick)), yardstick.seed)
+
+
+def _check(setting: Setting, model: Candidate) -> None:
+    """Refuse a sampler that would not take the steps that its row claims, or takes its own."""
+    counts = find_sampler(setting.sampler, model.config.kind).counts_tokens
+    if counts != (setting.steps is None):
+        remedy = "leave out its steps" if counts else "give it steps"
+        raise UserError(f"{setting.method}: {remedy}, as its sampler asks.")
+
+
+def _measure(
+    studio: Studio, sets: Sequence[SampleSet], terms: Terms, yardstick: Yardstick
+) -> Iterator[Measured]:
+    for number, samples in enumerate(sets):
+        if terms.progress is not None:
+            terms.progress("Measuring", number, len(sets))
+        yield studio.measure(samples, terms.metrics, yardstick)
+
+
+def _yardstick(terms: Terms, samples: SampleSet, models: Sequence[Candidate]) -> Yardstick:
+    reference = None
+    if terms.reference is not None:
+        like = Like(
+            num=len(samples),
+            length=samples.origin.length,
+            until_eot=samples.origin.until_eot,
+            hash=samples.origin.tokenizer,
+            tokenizer=models[0].tokenizer,
+            num_tokens=models[0].config.num_tokens,
+            documents=samples.origin.own_window or any(model.ends for model in models),
+        )
+        text = open_reference(terms.reference, like, ReadOptions(), terms.metrics)
+        reference = Reference(
+            text.origin.model, content_key(text), text.texts, text.tokens, text.lengths
+        )
+    return Yardstick(
+        judge=terms.judge,
+        reference=reference,
+        num_tokens=max(model.config.num_tokens for model in models),
+        seed=terms.seed % (1 << 63),
+        device=str(pick_device(terms.device)),
+    )
+
+
+def _row(setting: Setting, row: Row) -> Row:
+    """With names of the table's own; where a model lay on this machine says nothing to a reader."""
+    return complete(row) | {"model": None, "method": setting.method, **setting.more}

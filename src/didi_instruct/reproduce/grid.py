@@ -1,0 +1,153 @@
+"""The grid: any jobs, in the order of their needs, each once; what fails stops nothing else.
+
+A job whose result is on disk is read. A training run that was stopped goes on from its last
+checkpoint. With several GPUs each has a process of its own, which runs one job after the other.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from didi_instruct.reproduce.jobs import Job, in_order
+from didi_instruct.reproduce.processes import Processes
+from didi_instruct.reproduce.running import StoppedError, finished, run_job
+
+State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
+"""`kept`: done before. `blocked`: something it needs has failed."""
+PAUSE = 0.2
+"""Seconds between two looks at the processes."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """How a job stands."""
+
+    job: Job
+    state: State = "waiting"
+    seconds: float = 0.0
+    note: str = ""
+    """How far it is, what it waits for, or why it failed."""
+    result: Any = None
+
+
+class Board(Protocol):
+    """Shows how all jobs stand."""
+
+    def show(self, standings: Sequence[Standing], changed: Standing) -> None:
+        """One of them has changed."""
+
+
+class NoBoard:
+    """Shows nothing."""
+
+    def show(self, standings: Sequence[Standing], changed: Standing) -> None:
+        """Nothing."""
+
+
+@dataclass(slots=True)
+class Grid:
+    """Jobs in a folder."""
+
+    jobs: Sequence[Job]
+    out: Path
+    device: str | None = None
+    board: Board = field(default_factory=NoBoard)
+    standings: list[Standing] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Put the jobs in order, and see which are done."""
+        self.standings = [Standing(job) for job in in_order(self.jobs)]
+        for standing in self.standings:
+            done = finished(standing.job, self.out)
+            if done is not None:
+                standing.state, standing.seconds, standing.result = (
+                    "kept",
+                    done.seconds,
+                    done.result,
+                )
+
+    def run(self, gpus: Sequence[str] = ()) -> None:
+        """Run what is missing; here, or in a process for each of several GPUs."""
+        if len(gpus) > 1:
+            self._run_in_processes(gpus)
+            return
+        while (standing := self._next()) is not None:
+            self._change(standing, "running")
+            started = time.monotonic()
+            try:
+                tell = self._teller(standing)
+                done = run_job(standing.job, self.out, device=self.device, tell=tell)
+            except (KeyboardInterrupt, StoppedError):
+                self._change(standing, "waiting", "stopped; the same command goes on")
+                raise
+            except Exception as error:
+                standing.seconds = time.monotonic() - started
+                self._change(standing, "failed", explain(error))
+                continue
+            standing.seconds, standing.result = done.seconds, done.result
+            self._change(standing, "done")
+
+    def _run_in_processes(self, gpus: Sequence[str]) -> None:
+        with Processes(gpus, self.out) as processes:
+            while True:
+                while processes.free and (standing := self._next()) is not None:
+                    processes.start(standing.job)
+                    self._change(standing, "running")
+                if not processes.busy:
+                    return
+                for key, error in processes.ended():
+                    standing = next(s for s in self.standings if s.job.key == key)
+                    done = finished(standing.job, self.out)
+                    if done is None:
+                        self._change(standing, "failed", error or "its process ended early")
+                        continue
+                    standing.seconds, standing.result = done.seconds, done.result
+                    self._change(standing, "done")
+                time.sleep(PAUSE)
+
+    def _next(self) -> Standing | None:
+        """The first job that can run now; those that never can are marked on the way."""
+        states = {s.job.key: s for s in self.standings}
+        for standing in self.standings:
+            if standing.state != "waiting":
+                continue
+            needs = [states[need.key] for need in standing.job.needs]
+            lost = [n.job.name for n in needs if n.state in ("failed", "blocked")]
+            if lost:
+                self._change(standing, "blocked", f"needs {', '.join(lost)}")
+            elif all(need.state in ("done", "kept") for need in needs):
+                return standing
+            else:
+                open_ones = [n.job.name for n in needs if n.state not in ("done", "kept")]
+                standing.note = f"waits for {', '.join(dict.fromkeys(open_ones))}"
+        return None
+
+    def _change(self, standing: Standing, state: State, note: str = "") -> None:
+        standing.state, standing.note = state, note
+        self.board.show(self.standings, standing)
+
+    def _teller(self, standing: Standing) -> Callable[[str], None]:
+        def tell(words: str) -> None:
+            standing.note = words
+            self.board.show(self.standings, standing)
+
+        return tell
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What finished jobs returned, by key."""
+        return {s.job.key: s.result for s in self.standings if s.state in ("done", "kept")}
+
+    @property
+    def failures(self) -> list[Standing]:
+        """Jobs without a result that were to have one."""
+        return [s for s in self.standings if s.state in ("failed", "blocked")]
+
+
+def explain(error: Exception) -> str:
+    """An error on one line."""
+    text = " ".join(str(error).split())
+    known = type(error).__name__ in ("UserError", "TrainingError", "MissingExtraError")
+    return text if known and text else f"{type(error).__name__}: {text}"

@@ -1,0 +1,83 @@
+"""Items on the tricks: Table 1 adds them one by one, Table 2 leaves out one at a time."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.asking import Ask, ablated, answers, printed, quality
+from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.items import Item, Results
+from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import Table
+
+GUIDED = {"ablation-cumulative-6-guidance", "ablation-all-tricks"}
+ALSO_GUIDED = "ablation-without-"
+"""Rows sampled by RGAS: all of Table 2 but the one without it, the last of Table 1."""
+
+
+def sampler_of(recipe: str) -> str:
+    """How a row of the tables is sampled."""
+    guided = recipe in GUIDED or recipe.startswith(ALSO_GUIDED)
+    return "rgas" if guided and recipe != "ablation-without-guidance" else "ancestral"
+
+
+def asks(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask]:
+    """Rows of an ablation table, for all seeds."""
+    for recipe, line in numbers.items():
+        for seed in scale.seeds:
+            for student, steps in ablated(scale, recipe, seed, scale.budgets):
+                job = quality_job(
+                    scale,
+                    f"measure-{recipe}-{steps[0]}-seed{seed}",
+                    student,
+                    steps=steps,
+                    seed=seed,
+                    sampler=sampler_of(recipe),
+                )
+                yield Ask(job, {"method": line.label, "recipe": recipe})
+
+
+def _table(
+    numbers: Mapping[str, paper.Printed], title: str, scale: Scale, results: Results
+) -> Table:
+    law = (
+        "One law of τ (Beta(2, 5)) for all budgets; the paper prefers Beta(5, 2) from 32 NFE on."
+        if scale.late_from is None
+        else f"From {scale.late_from} NFE on, rows with a law of τ use Beta(5, 2), as in the paper."
+    )
+    return Table(
+        title=title,
+        rows=answers(asks(numbers, scale), results),
+        shown=quality(scale),
+        paper=printed(numbers, {}),
+        notes=[
+            "Rows that differ in guidance alone are one training, sampled in two ways.",
+            law,
+            "A difference between rows is one of perplexity only where entropies agree; rows with "
+            "guidance also cost more passes (see the CSV).",
+        ],
+    )
+
+
+def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
+    draw_lines(table, path, table.shown, paper=scale.name == "paper", caption=caption)
+
+
+def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed]) -> Item:
+    return Item(
+        name=name,
+        title=title,
+        where=where,
+        jobs=lambda scale: [ask.job for ask in asks(numbers, scale)],
+        table=partial(_table, numbers, title),
+        figure=_draw,
+    )
+
+
+ABLATION_ITEMS = (
+    _item("ablation-cumulative", "Cumulative ablation", "Table 1", paper.CUMULATIVE),
+    _item("ablation-leave-one-out", "Leave-one-out ablation", "Table 2", paper.LEAVE_ONE_OUT),
+)

@@ -1,0 +1,182 @@
+"""Items on what is generated: Figure 1, the generation results, 424M, the texts themselves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.asking import (
+    METHODS,
+    Ask,
+    answers,
+    ask_method,
+    labels,
+    printed,
+    quality,
+)
+from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.items import Item, Results
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.measuring import TEXTS, quality_job
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import ENTROPY, PPL, Row, Shown, Table
+
+UNMATCHED = (
+    "Perplexity falls when entropy falls: two lines compare where their entropies agree. The item "
+    "`baselines` compares at matched entropy (vsF)."
+)
+PATH = (
+    "Path KL (nats a text, lower is better) bounds from above how far a sampler is from the law of "
+    "the judge, whatever its temperature; guided samplers and those that rewrite tokens have none. "
+    "A judge that is itself a model brings its own errors into it."
+)
+GAIN = Shown("gain", "below the teacher", ".1%")
+
+
+def _figure_1(scale: Scale) -> Iterator[Ask]:
+    for role in METHODS:
+        steps = (*scale.budgets, scale.most_steps) if role == "teacher" else None
+        yield from ask_method(scale, role, steps=steps)
+
+
+def _figure_1_table(scale: Scale, results: Results) -> Table:
+    left_out = [m.label for role, m in METHODS.items() if role == "dimo" and not scale.has(role)]
+    lacking = [f"Not at this scale: {', '.join(left_out)}."] if left_out else []
+    return Table(
+        title="Perplexity against NFE, all methods",
+        rows=answers(_figure_1(scale), results),
+        shown=quality(scale),
+        paper=printed(paper.GENERATION, labels("teacher", "didi") | {"gpt2": METHODS["ar"].label}),
+        notes=[UNMATCHED, PATH, *lacking],
+    )
+
+
+def _draw_quality(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
+    is_paper = scale.name == "paper"
+    draw_lines(table, path, table.shown, paper=is_paper, caption=caption)
+
+
+def _generation(scale: Scale) -> Iterator[Ask]:
+    yield from ask_method(scale, "teacher", steps=(*scale.budgets, scale.most_steps))
+    yield from ask_method(scale, "didi-plain")
+    yield from ask_method(scale, "didi")
+
+
+def _generation_table(scale: Scale, results: Results) -> Table:
+    return Table(
+        title="Generation results: perplexity with entropy",
+        rows=answers(_generation(scale), results),
+        shown=quality(scale),
+        paper=printed(paper.GENERATION, labels("teacher", "didi")),
+        notes=[UNMATCHED, PATH],
+    )
+
+
+def _large(scale: Scale) -> Iterator[Ask]:
+    """Teacher and student of the larger size."""
+    for seed in scale.seeds:
+        for role, sampler in (("teacher-large", None), ("didi-large", "rgas")):
+            most = (scale.most_steps,) if role == "teacher-large" else ()
+            job = quality_job(
+                scale,
+                f"measure-{role}-seed{seed}",
+                scale.model(role, seed),
+                steps=(*scale.budgets, *most),
+                seed=seed,
+                sampler=sampler,
+            )
+            name = METHODS["teacher" if role == "teacher-large" else "didi"].label
+            yield Ask(job, {"method": name, "role": role})
+
+
+def _scaling_table(scale: Scale, results: Results) -> Table:
+    rows = answers(_large(scale), results)
+    teacher = {(r["nfe"], r["seed"]): r for r in rows if r["role"] == "teacher-large"}
+    for row in rows:
+        rival = teacher.get((row["nfe"], row["seed"]))
+        if row["role"] == "didi-large" and rival and rival["ppl"] and row["ppl"]:
+            row["gain"] = 1 - row["ppl"] / rival["ppl"]
+    theirs = printed(paper.SCALING, labels("teacher", "didi"))
+    theirs += [
+        {"method": METHODS["didi"].label, "nfe": nfe, "gain": gain}
+        for nfe, gain in paper.SCALING_GAIN.items()
+        if nfe not in paper.SCALING["didi"].cells
+    ]
+    for row in theirs:
+        if row["method"] == METHODS["didi"].label:
+            row["gain"] = paper.SCALING_GAIN.get(row["nfe"])
+    return Table(
+        title="A larger teacher (424M in the paper)",
+        rows=rows,
+        shown=(PPL, ENTROPY, GAIN),
+        paper=theirs,
+        notes=[
+            "The last number is how far the student's perplexity lies below the teacher's at the "
+            "same NFE.",
+            "The paper draws most perplexities of its 424M models and prints few.",
+            UNMATCHED,
+        ],
+    )
+
+
+def _samples(scale: Scale) -> Iterator[Ask]:
+    yield from ask_method(scale, "teacher", steps=(scale.most_steps,), does=TEXTS, named="texts")
+    yield from ask_method(scale, "didi", does=TEXTS, named="texts")
+
+
+def _samples_table(scale: Scale, results: Results) -> Table:
+    rows = answers(_samples(scale), results)
+    return Table(
+        title="Texts, with their perplexity and entropy",
+        rows=[{k: v for k, v in row.items() if k != "texts"} for row in rows],
+        paper=printed(paper.SAMPLES, labels("teacher", "didi")),
+        notes=["Texts are the first of each row's samples, not chosen.", UNMATCHED],
+        appendix="\n\n".join(_text(row, one) for row in rows for one in row.get("texts", ())),
+    )
+
+
+def _text(row: Row, one: Row) -> str:
+    """A text under what it is and what it measures."""
+    numbers = f"perplexity {one['ppl']:.2f}, " if one["ppl"] is not None else ""
+    head = f"### {row['method']}, {row['nfe']} NFE, seed {row['seed']}"
+    quoted = "\n".join(f"> {line}" for line in one["text"].splitlines() or [""])
+    return f"{head}\n\n{numbers}entropy {one['entropy']:.2f}\n\n{quoted}"
+
+
+def _jobs(asks: Iterator[Ask]) -> list[Job]:
+    return [ask.job for ask in asks]
+
+
+GENERATION_ITEMS = (
+    Item(
+        name="figure-1",
+        title="Perplexity against NFE, all methods",
+        where="Figure 1",
+        jobs=lambda scale: _jobs(_figure_1(scale)),
+        table=_figure_1_table,
+        figure=_draw_quality,
+    ),
+    Item(
+        name="generation",
+        title="Generation results: perplexity with entropy",
+        where='Section 4.1, "Generation results"',
+        jobs=lambda scale: _jobs(_generation(scale)),
+        table=_generation_table,
+        figure=_draw_quality,
+    ),
+    Item(
+        name="scaling",
+        title="A larger teacher: 424M parameters",
+        where="Section 4.4 and its figure",
+        jobs=lambda scale: _jobs(_large(scale)),
+        table=_scaling_table,
+        figure=_draw_quality,
+    ),
+    Item(
+        name="samples",
+        title="Texts, with their perplexity and entropy",
+        where='Appendix "Text examples"',
+        jobs=lambda scale: _jobs(_samples(scale)),
+        table=_samples_table,
+    ),
+)

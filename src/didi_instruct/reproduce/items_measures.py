@@ -1,0 +1,211 @@
+"""Items on other measures: variety, latency, zero-shot likelihood, rivals on equal terms."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from didi_instruct.evaluation.provenance import provenance
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.asking import ALL_TRICKS, METHODS, Ask, answers, ask_method
+from didi_instruct.reproduce.calls import HERE
+from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.items import Item, Results
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import ENTROPY, PPL, Shown, Table
+from didi_instruct.reproduce.toy_corpora import SAYS
+from didi_instruct.reproduce.zeroshot import NOTES, mean_ratios, paper_rows
+
+MAUVE, SELF_BLEU = Shown("mauve", "MAUVE", ".4f"), Shown("self_bleu", "Self-BLEU", ".4f")
+UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
+
+
+def _variety(scale: Scale) -> Iterator[Ask]:
+    metrics = ["ppl", "entropy", "unique-4gram", "self-bleu"]
+    metrics += ["mauve"] if scale.causal_judge else []
+    for role in ("teacher", "sdtt", "duo", "didi"):
+        yield from ask_method(scale, role, metrics=metrics, named="variety")
+
+
+def _variety_table(scale: Scale, results: Results) -> Table:
+    missing = (
+        []
+        if scale.causal_judge
+        else ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
+    )
+    return Table(
+        title="MAUVE and Self-BLEU",
+        rows=answers(_variety(scale), results),
+        shown=(MAUVE, SELF_BLEU, UNIQUE, PPL, ENTROPY),
+        paper=[
+            {"method": METHODS[role].label, "nfe": nfe, **cell._asdict()}
+            for role, line in paper.DIVERSITY.items()
+            for nfe, cell in line.items()
+        ],
+        notes=[
+            *missing,
+            "MAUVE: scaling factor 5, first 256 tokens, features of the judge; higher is closer to "
+            "text. Self-BLEU: 5-grams, smoothing 1, tokens of the model (the paper: NLTK's words); "
+            "lower is more varied, and noise is varied too: read both with the perplexity.",
+            "Both depend on the number of samples and on their length.",
+            "The paper calls its MAUVE the highest everywhere; in its table MDLM's is at 16 NFE.",
+        ],
+    )
+
+
+def _draw_variety(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    caption = f"{scale.name} scale; {scale.samples} samples a row; seeds {scale.seed_list}"
+    shown = [SELF_BLEU, UNIQUE, *([MAUVE] if scale.causal_judge else [])]
+    draw_lines(table, path, shown, paper=scale.name == "paper", caption=caption)
+
+
+SPEEDS = (
+    Shown("nfe", "NFE", ".0f"),
+    Shown("tokens_per_second", "tokens/s", ",.0f"),
+    Shown("seconds_per_1k", "s per 1,024 tokens", ".3g"),
+    Shown("ratio_to_ar", "times AR", ".2f"),
+    PPL,
+    ENTROPY,
+)
+
+
+def _latency(scale: Scale) -> Job:
+    """Time of one machine: its name is part of what decides the numbers."""
+    seed, known = scale.seeds[0], provenance()
+    roles = {role: nfe for role, nfe in scale.latency.items() if role != "ar" or scale.has("ar")}
+    models: dict[str, Job | str] = {
+        "teacher": scale.teacher,
+        "didi": scale.ablated(ALL_TRICKS, seed, scale.latency["didi"]),
+    }
+    others = {role: scale.model(role, seed) for role in roles if role not in models}
+    return Job(
+        name="latency",
+        does=f"{HERE}:latency",
+        inputs={**models, **others, "judge": scale.judge},
+        options={
+            "steps": roles,
+            "labels": {role: METHODS[role].label for role in roles},
+            "samplers": {role: METHODS[role].sampler for role in roles},
+            "batch": scale.latency_batch,
+            "rounds": 5,
+            "machine": known.get("GPU", known["CPU"]),
+            **scale.drawing(seed),
+        },
+    )
+
+
+def _latency_table(scale: Scale, results: Results) -> Table:
+    rows = results.get(_latency(scale).key, [])
+    ar = next((row["tokens_per_second"] for row in rows if row["role"] == "ar"), None)
+    theirs = paper.LATENCY["ar"].tokens_per_second
+    return Table(
+        title="Latency and throughput",
+        rows=[row | {"ratio_to_ar": row["tokens_per_second"] / ar if ar else None} for row in rows],
+        across=None,
+        shown=SPEEDS,
+        paper=[
+            {
+                "method": METHODS[role].label,
+                **speed._asdict(),
+                "ratio_to_ar": speed.tokens_per_second / theirs,
+            }
+            for role, speed in paper.LATENCY.items()
+        ],
+        notes=[
+            f"Batches of {scale.latency_batch}, one round to warm up, then the median of five "
+            "rounds in which all take turns. RGAS counts with its discriminator.",
+            "The paper compares at matched perplexity, on an H100 in bfloat16. Speeds of two "
+            "machines or two sizes do not compare: read rows of one table.",
+        ],
+    )
+
+
+LIKELIHOOD = (Shown("nelbo_ppl", "perplexity", ".4g"), Shown("ratio_to_teacher", "over teacher"))
+
+
+def _zero_shot(scale: Scale) -> Job:
+    seed = scale.seeds[0]
+    toy = scale.name == "toy"
+    roles = ["teacher", "didi", *(["ar"] if scale.reader is None and not toy else [])]
+    inputs: dict[str, Job | str] = {}
+    if not toy:
+        teacher = scale.teacher if scale.reader is None else scale.reader
+        student = scale.ablated(ALL_TRICKS, seed, teacher=teacher)
+        inputs = {"teacher": teacher, "didi": student}
+        inputs |= {"ar": scale.model("ar")} if "ar" in roles else {}
+        inputs |= {"corpora": scale.corpora} if scale.corpora else {}
+    return Job(
+        name="zero-shot",
+        does=f"{HERE}:{'toy_zero_shot' if toy else 'zero_shot'}",
+        inputs=inputs,
+        options={
+            "labels": {role: METHODS[role].label for role in roles},
+            "teachers": {METHODS["didi"].label: METHODS["teacher"].label},
+            "sequences": scale.sequences,
+            "seed": seed,
+        },
+    )
+
+
+def _zero_shot_table(scale: Scale, results: Results) -> Table:
+    rows = [
+        row | {"num_samples": row["num_sequences"]}
+        for row in results.get(_zero_shot(scale).key, [])
+    ]
+    names = {"MDLM": "teacher", "DiDi-Instruct": "didi", "GPT2": "ar"}
+    theirs = [
+        row
+        | {
+            "method": METHODS[names[row["method"]]].label
+            if row["method"] in names
+            else row["method"]
+        }
+        for row in paper_rows()
+    ]
+    costs = [
+        f"{name}: perplexity is {ratio:.3f} times its teacher's (geometric mean over corpora)."
+        for name, ratio in mean_ratios(rows).items()
+    ]
+    return Table(
+        title="Zero-shot perplexity on seven corpora",
+        rows=rows,
+        across="corpus",
+        across_title="",
+        shown=LIKELIHOOD,
+        paper=theirs,
+        notes=[*costs, *NOTES, *([SAYS] if scale.name == "toy" else []), *_reader_note(scale)],
+    )
+
+
+def _reader_note(scale: Scale) -> list[str]:
+    if scale.reader is None or scale.name == "toy":
+        return []
+    return [
+        "Corpora are streams of text: teacher and student here read streams, and are others than "
+        "in the tables on generation where those read one text a window."
+    ]
+
+
+MEASURE_ITEMS = (
+    Item(
+        name="diversity",
+        title="MAUVE and Self-BLEU",
+        where='Appendix "Diversity and Fidelity Analysis", table',
+        jobs=lambda scale: [ask.job for ask in _variety(scale)],
+        table=_variety_table,
+        figure=_draw_variety,
+    ),
+    Item(
+        name="latency",
+        title="Latency and throughput",
+        where='Appendix "Practical Latency and Throughput Analysis", table',
+        jobs=lambda scale: [_latency(scale)],
+        table=_latency_table,
+    ),
+    Item(
+        name="zero-shot",
+        title="Zero-shot perplexity on seven corpora",
+        where='Appendix "Results on zero-shot perplexities", table',
+        jobs=lambda scale: [_zero_shot(scale)],
+        table=_zero_shot_table,
+    ),
+)

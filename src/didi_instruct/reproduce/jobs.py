@@ -1,0 +1,148 @@
+"""One piece of work of a grid: what decides its result, and the name that follows from it.
+
+A key is a hash of content: settings in force, data and weights by what is in them, keys of the jobs
+it builds on, the version of the package. Names, folders and the order of jobs have no part in it,
+so two items that ask for the same training share one.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from didi_instruct import __version__
+from didi_instruct.api.open import digests
+from didi_instruct.api.runs import configure
+from didi_instruct.api.sources import is_prepared
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.data.files import sha256_file
+from didi_instruct.models.manifest import is_ours
+
+VERSION = 1
+"""Raised where a function behind a job changes its numbers, so that old results are made again."""
+Does = Literal["pretrain", "distill"] | str
+"""What a job does: train a model, or call a function by name, `package.module:function`."""
+SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig}
+NO_PART = {"": ("reproduces", "expect"), "train": ("log_every", "save_every", "keep")}
+"""Settings that change what is told and kept, not what is learnt."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A training run, or a call of a function, with all that its result depends on."""
+
+    name: str
+    """For people, and in the folder's name: letters, digits, `-`."""
+    does: Does
+    recipe: str = ""
+    """Of a training run: a shipped name, or a file."""
+    overrides: tuple[str, ...] = ()
+    """`section.key=value`, on top of the recipe."""
+    inputs: Mapping[str, "Job | str"] = field(default_factory=dict)
+    """By role (`teacher`, `model`, `judge`, `data`): another job, or a SOURCE."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the function; plain values, as JSON has them."""
+
+    def __post_init__(self) -> None:
+        """Refuse jobs that nothing can run."""
+        assert self.does in SETTINGS or ":" in self.does, self.does
+        assert bool(self.recipe) == (self.does in SETTINGS), self.name
+        assert self.name.replace("-", "").replace(".", "").isalnum(), self.name
+
+    @property
+    def trains(self) -> bool:
+        """Whether the result is a model."""
+        return self.does in SETTINGS
+
+    @property
+    def needs(self) -> list["Job"]:
+        """Jobs that come before."""
+        return [job for job in self.inputs.values() if isinstance(job, Job)]
+
+    def settings(self) -> Any:
+        """Settings in force of a training run."""
+        return _settings(self.does, self.recipe, self.overrides)
+
+    @cached_property
+    def key(self) -> str:
+        """Short hash of all that decides the result."""
+        inputs = {
+            role: job.key if isinstance(job, Job) else content(job)
+            for role, job in self.inputs.items()
+        }
+        settings = _deciding(asdict(self.settings())) if self.trains else {}
+        return digest(VERSION, __version__, self.does, settings, dict(self.options), inputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a function is given when a job calls it: `function(context, **options)`."""
+
+    folder: Path
+    """Of this job, to write what is its own."""
+    shared: Path
+    """Of the grid, for what several jobs keep together: samples, banks, what was measured."""
+    inputs: Mapping[str, str]
+    """By role: the folder of a trained model, or the SOURCE that was given."""
+    results: Mapping[str, Any]
+    """By role: what the function of that job returned."""
+    device: str | None = None
+    tell: Callable[[str], None] = lambda _: None
+    """Takes a few words on how far it is."""
+
+
+@lru_cache(maxsize=1024)
+def _settings(does: str, recipe: str, overrides: tuple[str, ...]) -> Any:
+    return configure(SETTINGS[does], recipe, overrides)
+
+
+def digest(*parts: Any) -> str:
+    """A short name for plain values."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=256)
+def content(source: str) -> str:
+    """What is in a file or folder, by hash; a name alone (hub id, `oracle`) stands for itself."""
+    path = Path(source)
+    if not path.exists():
+        return source
+    if path.is_dir() and is_prepared(path):
+        return sha256_file(path / "manifest.json")
+    if path.is_dir() and is_ours(path):
+        return digest(digests(path))
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return digest([(str(p.relative_to(path)), sha256_file(p)) for p in files])
+
+
+def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that decide what is learnt, with data and models by their content."""
+    kept: dict[str, Any] = {k: v for k, v in settings.items() if k not in NO_PART[""]}
+    kept["train"] = {k: v for k, v in kept["train"].items() if k not in NO_PART["train"]}
+    if kept["data"]["source"]:
+        kept["data"] = kept["data"] | {"source": content(kept["data"]["source"])}
+    if kept.get("student"):
+        kept["student"] = content(kept["student"])
+    if "reference" in kept:
+        # Where a bank lies says nothing: its texts follow from the teacher and these settings.
+        kept["reference"] = kept["reference"] | {"bank": None}
+    return kept
+
+
+def in_order(jobs: Sequence[Job]) -> list[Job]:
+    """All jobs and what they need, each after its needs, and no two of one key."""
+    found: dict[str, Job] = {}
+
+    def visit(job: Job) -> None:
+        for need in job.needs:
+            visit(need)
+        found.setdefault(job.key, job)
+
+    for job in jobs:
+        visit(job)
+    return list(found.values())

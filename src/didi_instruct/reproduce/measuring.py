@@ -1,0 +1,141 @@
+"""Functions that jobs call to measure models: rows as `didi eval` makes them, kept by content.
+
+All jobs of a grid share one folder of samples and numbers, so that what two items ask of one model
+is drawn and judged once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.api.plan import Plan
+from didi_instruct.api.quality import evaluate_quality
+from didi_instruct.evaluation.diversity import unigram_entropy
+from didi_instruct.evaluation.judges import Judge, open_judge
+from didi_instruct.evaluation.likelihood import perplexity
+from didi_instruct.evaluation.rows import plain
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.scale import Scale
+
+QUALITY = "didi_instruct.reproduce.measuring:quality"
+TEXTS = "didi_instruct.reproduce.measuring:texts"
+EVALS = "evals"
+"""Folder of samples and of what was measured of them, in that of the grid."""
+
+
+def quality_job(
+    scale: Scale,
+    name: str,
+    model: Job | str,
+    *,
+    steps: Sequence[int],
+    seed: int = 0,
+    metrics: Sequence[str] = (),
+    num: int | None = None,
+    sampler: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    does: str = QUALITY,
+) -> Job:
+    """Ask for rows of a model at this scale; perplexity never goes without entropy."""
+    usual = ("ppl", "entropy", "path-kl", "unique-4gram")
+    inputs: dict[str, Job | str] = {"model": model, "judge": scale.judge}
+    if "mauve" in metrics and scale.data is not None:
+        inputs["reference"] = scale.data
+    return Job(
+        name=name,
+        does=does,
+        inputs=inputs,
+        options={
+            "steps": list(steps),
+            "metrics": list(metrics or usual),
+            "sampler": sampler,
+            "options": dict(options or {}),
+            **scale.drawing(seed, num),
+        },
+    )
+
+
+def quality(context: Context, **settings: Any) -> list[dict[str, Any]]:
+    """Rows of one model, one for each number of steps."""
+    rows, _ = _evaluate(context, **settings)
+    return rows
+
+
+def texts(context: Context, *, shown: int = 2, **settings: Any) -> list[dict[str, Any]]:
+    """The same rows with the first texts of each, and what those alone measure."""
+    rows, sets = _evaluate(context, **settings)
+    judge = judge_of(context, settings["judging"])
+    return [row | {"texts": _first(s, shown, judge)} for row, s in zip(rows, sets, strict=True)]
+
+
+def _first(samples: SampleSet, shown: int, judge: Judge) -> list[dict[str, Any]]:
+    some = replace(
+        samples,
+        tokens=samples.tokens[:shown],
+        texts=samples.texts[:shown],
+        lengths=samples.lengths[:shown],
+        log_prob=None if samples.log_prob is None else samples.log_prob[:shown],
+    )
+    scores = judge.score(some)
+    nats = (scores.nats / scores.tokens).tolist()
+    entropies = unigram_entropy(some.tokens, some.lengths).tolist()
+    return [
+        {"text": text, "ppl": plain(perplexity(mean)), "entropy": entropy}
+        for text, mean, entropy in zip(some.texts, nats, entropies, strict=True)
+    ]
+
+
+def _evaluate(
+    context: Context,
+    *,
+    steps: Sequence[int],
+    num: int,
+    seed: int,
+    metrics: Sequence[str],
+    sampler: str | None,
+    options: Mapping[str, Any],
+    until_eot: bool,
+    batch_size: int,
+    judging: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], tuple[SampleSet, ...]]:
+    plan = Plan(
+        steps=tuple(steps),
+        num=num,
+        sampler=sampler,
+        options=options,
+        seed=seed,
+        batch_size=batch_size,
+        until_eot=until_eot,
+    )
+    found = evaluate_quality(
+        [context.inputs["model"]],
+        plan,
+        metrics,
+        out=context.shared / EVALS,
+        judge=judge_of(context, judging),
+        reference=context.inputs.get("reference"),
+        device=context.device,
+        progress=lambda stage, done, total: context.tell(f"{_short(stage)} {done} of {total}"),
+    )
+    # Where a model lay on this machine says nothing to a reader.
+    rows = [
+        row | {"model": None, "judge": found.judge and Path(found.judge).name} for row in found.rows
+    ]
+    return rows, found.samples
+
+
+def judge_of(context: Context, judging: Mapping[str, Any]) -> Judge:
+    """The judge of a job, opened once for all jobs of this process; `judging` is how it reads."""
+    return _open(context.inputs["judge"], context.device, tuple(sorted(judging.items())))
+
+
+@lru_cache(maxsize=1)
+def _open(source: str, device: str | None, judging: tuple[tuple[str, Any], ...]) -> Judge:
+    return open_judge(source, device=device, **dict(judging))
+
+
+def _short(stage: str) -> str:
+    return stage.split()[0].lower()

@@ -1,0 +1,188 @@
+"""One job in its folder: run, resumed where it stopped, and marked as done when it is.
+
+`done.json` is written last and whole, so a folder with it holds a result and one without does not.
+"""
+
+import importlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.api.runs import RECIPE, is_begun, steps_made
+from didi_instruct.data.files import no_space_as_user_error, write_atomic
+from didi_instruct.evaluation.provenance import provenance
+from didi_instruct.reproduce.jobs import Context, Job, content, digest
+from didi_instruct.training.reporting import SilentReporter
+
+DONE, SPENT, RUN = "done.json", "spent.json", "run"
+Tell = Callable[[str], None]
+"""Takes a few words on how far a job is."""
+
+
+class StoppedError(Exception):
+    """A signal stopped a training run, which has saved its state."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"stopped by signal {signal}")
+        self.signal = signal
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished job."""
+
+    folder: Path
+    seconds: float
+    """Of all attempts together."""
+    result: Any
+
+
+def folder_of(job: Job, out: Path) -> Path:
+    """Where a job lives; one that had another name keeps its folder."""
+    for found in sorted((out / "jobs").glob(f"*-{job.key}")):
+        return found
+    return out / "jobs" / f"{job.name}-{job.key}"
+
+
+def finished(job: Job, out: Path) -> Done | None:
+    """What a job found when it finished, None where it has not."""
+    folder = folder_of(job, out)
+    try:
+        told = json.loads((folder / DONE).read_text(encoding="utf-8"))
+        done = Done(folder, float(told["seconds"]), told["result"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if told["key"] != job.key or (job.trains and steps_made(folder / RUN) is None):
+        return None
+    return done
+
+
+def run_job(job: Job, out: Path, *, device: str | None = None, tell: Tell | None = None) -> Done:
+    """Run a job whose needs are finished, or go on with it; read it where it is done."""
+    known = finished(job, out)
+    if known is not None:
+        return known
+    folder, tell = folder_of(job, out), tell or (lambda _: None)
+    folder.mkdir(parents=True, exist_ok=True)
+    before, started = _spent(folder), time.monotonic()
+    try:
+        if job.trains:
+            result: Any = _train(job, folder, out, device, tell)
+        else:
+            result = _call(job, folder, out, device, tell)
+    finally:
+        seconds = before + time.monotonic() - started
+        _write(folder / SPENT, {"seconds": seconds})
+    _write(folder / DONE, _told(job, seconds, result))
+    return Done(folder, seconds, result)
+
+
+def sources(job: Job, out: Path) -> dict[str, str]:
+    """What stands for each input: a trained model's folder, or the SOURCE that was given."""
+    return {
+        role: str(folder_of(given, out) / RUN) if isinstance(given, Job) else given
+        for role, given in job.inputs.items()
+    }
+
+
+def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) -> dict[str, Any]:
+    run, config = folder / RUN, job.settings()
+    resume = is_begun(run) or (run / RECIPE).exists()
+    common: dict[str, Any] = {
+        "out": run,
+        "resume": resume,
+        "device": device,
+        "reporter": _StepReporter(tell),
+    }
+    if job.does == "pretrain":
+        from didi_instruct.api.pretrain import pretrain
+
+        outcome = pretrain(config, **common).outcome
+    else:
+        from didi_instruct.api.distill import distill
+
+        overrides = _share_bank(job, config, out)
+        teacher = sources(job, out)["teacher"]
+        outcome = distill(config, teacher=teacher, overrides=overrides, **common).outcome
+    if outcome.signal is not None:
+        raise StoppedError(outcome.signal)
+    return {"steps": outcome.step}
+
+
+def _share_bank(job: Job, config: Any, out: Path) -> list[str]:
+    """Runs that read one bank of a teacher's texts draw it once."""
+    if config.reference.source != "bank" or config.reference.bank is not None:
+        return []
+    teacher = job.inputs["teacher"]
+    of = teacher.key if isinstance(teacher, Job) else content(teacher)
+    settings = {"reference": config.reference, "prompt": config.prompt, "data": config.data}
+    name = digest(of, {k: str(v) for k, v in settings.items()})
+    return [f"reference.bank={json.dumps(str(out / 'banks' / name))}"]
+
+
+def _call(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) -> Any:
+    module, _, name = job.does.partition(":")
+    results = {
+        role: done.result
+        for role, need in job.inputs.items()
+        if isinstance(need, Job) and (done := finished(need, out)) is not None
+    }
+    context = Context(
+        folder=folder,
+        shared=out,
+        inputs=sources(job, out),
+        results=results,
+        device=device,
+        tell=tell,
+    )
+    found = getattr(importlib.import_module(module), name)(context, **job.options)
+    return json.loads(json.dumps(found, allow_nan=False))  # as it will be read again
+
+
+def _told(job: Job, seconds: float, result: Any) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "key": job.key,
+        "does": job.does,
+        "recipe": job.recipe,
+        "overrides": list(job.overrides),
+        "inputs": {r: g.key if isinstance(g, Job) else g for r, g in job.inputs.items()},
+        "options": dict(job.options),
+        "seconds": seconds,
+        "provenance": provenance(),
+        "result": result,
+    }
+
+
+def _spent(folder: Path) -> float:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads((folder / SPENT).read_text(encoding="utf-8"))["seconds"])
+    return 0.0
+
+
+def _write(path: Path, value: Any) -> None:
+    with no_space_as_user_error(path):
+        write_atomic(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+class _StepReporter(SilentReporter):
+    """Tells a run's step now and then."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._steps = tell, 0
+
+    def start(self, step: int, steps: int) -> None:
+        """Remember how many steps there are."""
+        self._steps = steps
+
+    def tick(self, step: int) -> None:
+        """Tell the step."""
+        self._tell(f"step {step} of {self._steps}")
+
+    def measuring(self, step: int) -> None:
+        """Tell that it is evaluated."""
+        self._tell(f"step {step} of {self._steps}, evaluating")

@@ -1,0 +1,143 @@
+"""What a scale says: which models there are, on what they learn, how they are drawn and judged."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.recipes import load_recipe
+from didi_instruct.reproduce.jobs import Job
+
+ScaleName = Literal["toy", "small", "paper"]
+NAMES: tuple[ScaleName, ...] = get_args(ScaleName)
+EARLY, LATE = (2, 5), "didi.pi=[5,2]"
+"""The paper's law of τ for few steps, and its law for 32 and more."""
+
+
+class Training(NamedTuple):
+    """A recipe with what a scale changes of it."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the user brings."""
+
+    data: str | None = None
+    judge: str | None = None
+    teacher: str | None = None
+    corpora: str | None = None
+    seeds: int | None = None
+    judge_options: Mapping[str, Any] = field(default_factory=dict)
+    """How the judge reads: temperature, collapse_spaces, end, beyond."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """All that an item needs to know to make its jobs."""
+
+    name: ScaleName
+    says: str
+    """What it is, and what may be compared with the paper."""
+    teacher: Job | str
+    judge: Job | str
+    judge_name: str
+    judge_options: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None
+    """Text to compare with and to hold out."""
+    models: Mapping[str, Training]
+    """Other models by role."""
+    ablation: tuple[str, ...]
+    """What is changed of the ablation recipes."""
+    late_from: int | None = None
+    """NFE from which a student of the other law of τ is used; None: one student for all."""
+    budgets: tuple[int, ...]
+    most_steps: int
+    samples: int
+    seeds: tuple[int, ...]
+    until_eot: bool = False
+    causal_judge: bool = False
+    """Whether the judge is a causal LM, whose features MAUVE compares."""
+    corpora: str | None = None
+    """Folder of the zero-shot corpora; None: the hub."""
+    reader: Job | str | None = None
+    """Teacher of the zero-shot table, where it is another: corpora are streams of text, which a
+    model of one text a window cannot read."""
+    sequences: int = 1024
+    """Rows of a text of which likelihood is measured."""
+    batch_size: int = 64
+    """Samples that are drawn together."""
+    scales_h: tuple[float, ...] = ()
+    candidates: tuple[int, ...] = ()
+    """h and M of the RGAS landscape."""
+    anova_points: int = 0
+    anova_h: tuple[float, float] = (20.0, 60.0)
+    anova_candidates: tuple[int, int] = (1, 32)
+    """Ranges of the functional ANOVA; the paper's by default."""
+    guided_budgets: tuple[int, ...] = (8, 16, 32)
+    """NFE of landscape and ANOVA."""
+    guided_samples: int = 16
+    """Samples of each point of landscape and ANOVA; the paper has 16."""
+    temperatures: tuple[float, ...] = (0.95, 0.9, 0.8, 0.7)
+    top_ps: tuple[float, ...] = (0.98, 0.95, 0.9, 0.8)
+    """Of the sweep of every baseline."""
+    latency: Mapping[str, int] = field(default_factory=dict)
+    """NFE of each model in the table of latency."""
+    latency_batch: int = 16
+
+    @property
+    def seed_list(self) -> str:
+        """For people."""
+        return ", ".join(map(str, self.seeds))
+
+    def drawing(self, seed: int, num: int | None = None) -> dict[str, Any]:
+        """Options of every job that draws and judges."""
+        return {
+            "num": num or self.samples,
+            "seed": seed,
+            "batch_size": self.batch_size,
+            "until_eot": self.until_eot,
+            "judging": dict(self.judge_options),
+        }
+
+    def has(self, role: str) -> bool:
+        """Whether the scale has such a model."""
+        return role in self.models
+
+    def model(self, role: str, seed: int = 0) -> Job:
+        """A trained model by role; students have seeds, what they learn from has one."""
+        training = self.models[role]
+        teachers = ("ar", "duo-teacher", "teacher-large")
+        if role in teachers:
+            return Job(
+                name=role, does="pretrain", recipe=training.recipe, overrides=training.overrides
+            )
+        teacher: Job | str = self.teacher
+        if role == "duo":
+            teacher = self.model("duo-teacher")
+        elif role == "didi-large":
+            teacher = self.model("teacher-large")
+        return _student(f"{role}-seed{seed}", training, teacher, seed)
+
+    def ablated(
+        self, recipe: str, seed: int, nfe: int | None = None, teacher: Job | str | None = None
+    ) -> Job:
+        """A student of an ablation recipe; the law of τ is that for `nfe` steps."""
+        overrides, name = self.ablation, recipe
+        late = self.late_from is not None and nfe is not None and nfe >= self.late_from
+        if late and load_recipe(DistillConfig, recipe).didi.pi == EARLY:
+            overrides, name = (*overrides, LATE), f"{recipe}-late"
+        of = self.teacher if teacher is None else teacher
+        return _student(f"{name}-seed{seed}", Training(recipe, overrides), of, seed)
+
+
+def _student(name: str, training: Training, teacher: Job | str, seed: int) -> Job:
+    return Job(
+        name=name,
+        does="distill",
+        recipe=training.recipe,
+        overrides=(*training.overrides, f"train.seed={seed}"),
+        inputs={"teacher": teacher},
+    )

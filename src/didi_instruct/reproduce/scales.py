@@ -1,0 +1,270 @@
+"""Three scales: what is trained, on what, how long, and who judges.
+
+`toy` is the oracle language on a CPU, in minutes: the judge is the truth, so a table shows whether
+the machinery works and not how large models behave. `small` is stories on one GPU. `paper` is the
+paper's own setting: 169M and 424M parameters, OpenWebText, GPT-2 Large as judge.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from didi_instruct.api.shipped import shipped
+from didi_instruct.errors import UserError
+from didi_instruct.models.manifest import is_ours, read_manifest
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.scale import Given, Scale, Training
+
+
+def find_scale(name: str, given: Given) -> Scale:
+    """The scale of that name, with what the user brings."""
+    if given.seeds is not None and given.seeds < 1:
+        raise UserError(f"--seeds {given.seeds}: use 1 or more.")
+    makers = {"toy": _toy, "small": _small, "paper": _paper}
+    if name not in makers:
+        raise UserError(f"--scale {name}: choose one of {', '.join(makers)}.")
+    scale = replace(makers[name](given), judge_options=given.judge_options)
+    if given.seeds is not None:
+        scale = replace(scale, seeds=tuple(range(given.seeds)))
+    return scale
+
+
+TOY_NETWORK = (
+    "model.hidden=64",
+    "train.batch_size=32",
+    "train.eval_sequences=128",
+    "train.keep=1",
+)
+TOY_STUDENT = (
+    "train.batch_size=32",
+    "train.eval_every=0",
+    "train.save_every=20",
+    "train.keep=1",
+    "train.eval_sequences=64",
+    "watch.budgets=[]",
+)
+TOY_BANK = ("reference.rows=512", "reference.steps=32")
+TOY_ABLATION = (
+    *TOY_STUDENT,
+    *TOY_BANK,
+    "train.batch_size=16",
+    "train.steps=60",
+    "train.ema=0.9",
+    "train.log_every=10",
+    "optim.lr=1e-4",
+    "discriminator.lr=3e-4",
+    "discriminator.warmup=10",
+    "discriminator.trainable_blocks=1",
+    "watch.min_entropy=0",  # a collapse is a result here
+)
+
+TOY_MODELS = {
+    "ar": Training("oracle-teacher", ("model.kind=ar", "train.steps=400", *TOY_NETWORK)),
+    "duo-teacher": Training("oracle-duo-teacher", ("train.steps=900", *TOY_NETWORK)),
+    "teacher-large": Training(
+        "oracle-teacher", (*TOY_NETWORK, "train.steps=400", "model.hidden=96")
+    ),
+    "didi-large": Training("ablation-all-tricks", TOY_ABLATION),
+    "jump": Training(
+        "oracle-didi",
+        ("train.steps=60", "discriminator.warmup=10", *TOY_STUDENT, *TOY_BANK),
+    ),
+    "token-matching": Training(
+        "oracle-token-matching",
+        ("train.steps=60", "train.ema=0.9", "token_matching.warmup=10", *TOY_STUDENT),
+    ),
+    "sdtt": Training(
+        "oracle-sdtt",
+        ("train.steps=60", "sdtt.iterations=20", "train.ema=0.9", *TOY_STUDENT),
+    ),
+    "dimo": Training(
+        "oracle-dimo", ("train.steps=60", "dimo.warmup=10", "train.ema=0.9", *TOY_STUDENT)
+    ),
+    "duo": Training(
+        "oracle-duo",
+        ("train.steps=100", "duo.iterations=20", "train.ema=0.9", *TOY_STUDENT),
+    ),
+}
+
+
+def _toy(given: Given) -> Scale:
+    for flag, value in (("--data", given.data), ("--judge", given.judge)):
+        if value is not None:
+            raise UserError(
+                f"{flag} {value}: at scale toy the language and its judge are built in, leave it "
+                "out or use --scale small."
+            )
+    teacher = Job(
+        name="teacher",
+        does="pretrain",
+        recipe="oracle-teacher",
+        overrides=("train.steps=600", *TOY_NETWORK),
+    )
+    return Scale(
+        name="toy",
+        says=(
+            "Toy scale: the built-in oracle language (32 tokens a text), networks of two layers "
+            "trained for seconds, judged by the language itself, exactly. It shows that every part "
+            "runs and which way differences point here; none of its values can be set against the "
+            "paper's, which has another language, another judge and models a thousand times larger."
+        ),
+        teacher=given.teacher or teacher,
+        judge="oracle",
+        judge_name="the oracle language (exact)",
+        data=None,
+        models=TOY_MODELS,
+        ablation=TOY_ABLATION,
+        budgets=(4, 8),
+        most_steps=32,
+        samples=128,
+        seeds=(0,),
+        sequences=128,
+        scales_h=(-10.0, 0.0, 10.0, 35.0),
+        candidates=(1, 4),
+        anova_points=16,
+        anova_h=(0.0, 40.0),
+        anova_candidates=(1, 8),
+        guided_budgets=(4, 8),
+        temperatures=(0.8,),
+        top_ps=(0.9,),
+        guided_samples=32,
+        latency={"ar": 32, "teacher": 16, "sdtt": 8, "didi": 4},
+    )
+
+
+SMALL_STUDENT = ("train.eval_every=0",)
+SMALL_ABLATION = (
+    "train.steps=1000",
+    "train.batch_size=64",
+    "train.ema=0.99",
+    "train.log_every=20",
+    "train.save_every=500",
+    "train.eval_every=0",
+    "optim.lr=1e-4",
+    "optim.beta2=0.98",
+    "discriminator.lr=3e-5",
+    "discriminator.warmup=100",
+    "reference.steps=128",
+    "reference.rows=16384",
+    "watch.budgets=[]",
+    "watch.min_entropy=0",
+)
+SMALL_LARGER = ("model.layers=8", "model.hidden=512", "model.heads=8")
+
+
+def _small(given: Given) -> Scale:
+    if given.data is None:
+        raise UserError(
+            "--scale small needs text: give stories (a prepared folder, .jsonl, .txt) with --data."
+        )
+    data = (f"data.source={given.data}",)
+    ar = Job(name="ar", does="pretrain", recipe="stories-ar", overrides=data)
+    teacher: Job | str = Job(
+        name="teacher", does="pretrain", recipe="stories-teacher", overrides=data
+    )
+    if "stories/teacher" in shipped():
+        teacher = "stories/teacher"
+    return Scale(
+        name="small",
+        says=(
+            "Small scale: stories, models of about 10M parameters, a shortened schedule, texts of "
+            "up to 256 tokens. Orders and directions may be compared with the paper's, values may "
+            "not: data, length, judge and size differ."
+        ),
+        teacher=given.teacher or teacher,
+        judge=given.judge or ar,
+        judge_name=_told(given) or "a left-to-right model of the same stories, trained here",
+        data=given.data,
+        models={
+            "ar": Training("stories-ar", data),
+            "duo-teacher": Training("stories-duo-teacher", data),
+            "teacher-large": Training("stories-teacher", (*data, *SMALL_LARGER)),
+            "didi-large": Training("ablation-all-tricks", SMALL_ABLATION),
+            "jump": Training("stories-didi", SMALL_STUDENT),
+            "token-matching": Training("stories-token-matching", SMALL_STUDENT),
+            "sdtt": Training("stories-sdtt", SMALL_STUDENT),
+            "dimo": Training("stories-dimo", SMALL_STUDENT),
+            "duo": Training("stories-duo", (*data, *SMALL_STUDENT)),
+        },
+        ablation=SMALL_ABLATION,
+        budgets=(8, 16, 32),
+        most_steps=256,
+        samples=1024,
+        seeds=(0, 1),
+        until_eot=True,
+        causal_judge=given.judge is not None and _reads_text(given.judge),
+        corpora=given.corpora,
+        reader=_reader(given, data),
+        batch_size=256,
+        scales_h=(-35.0, 0.0, 5.0, 15.0, 35.0, 70.0),
+        candidates=(1, 2, 4, 8),
+        anova_points=64,
+        anova_h=(0.0, 40.0),
+        anova_candidates=(1, 8),
+        guided_samples=256,
+        latency={"ar": 256, "teacher": 128, "sdtt": 32, "didi": 16},
+    )
+
+
+def _reader(given: Given, data: tuple[str, ...]) -> Job | str | None:
+    """A teacher that reads streams: the one that was given if it does, else one trained here."""
+    known = given.teacher and is_ours(Path(given.teacher))
+    if known and read_manifest(Path(str(given.teacher))).model.end_id is None:
+        return given.teacher
+    streams = ("model.own_window=false", "data.rows=stream")
+    return Job(
+        name="reader", does="pretrain", recipe="stories-teacher", overrides=(*data, *streams)
+    )
+
+
+def _reads_text(judge: str) -> bool:
+    """Whether a judge is a causal LM of texts, not one of ours, which read tokens."""
+    return judge != "oracle" and not is_ours(Path(judge))
+
+
+def _told(given: Given) -> str:
+    """The judge that was given, for people."""
+    name = Path(given.judge).name if given.judge else ""
+    options = ", ".join(f"{k} {v}" for k, v in given.judge_options.items())
+    return f"{name} ({options})" if name and options else name
+
+
+def _paper(given: Given) -> Scale:
+    source = given.data or "hf:Skylion007/openwebtext"
+    data = (f"data.source={source}",)
+    teacher = Job(name="teacher", does="pretrain", recipe="owt-169m-teacher", overrides=data)
+    return Scale(
+        name="paper",
+        says=(
+            "Paper scale: 169M (424M) parameters, OpenWebText, GPT-2 tokenizer, texts of 1,024 "
+            "tokens, the paper's schedule. Values may be set against the paper's where the entropy "
+            "agrees; the paper has one run per row and 40 samples behind an entropy."
+        ),
+        teacher=given.teacher or teacher,
+        judge=given.judge or "openai-community/gpt2-large",
+        judge_name=_told(given) or "GPT-2 Large",
+        data=source,
+        models={
+            "ar": Training("owt-169m-teacher", ("model.kind=ar", *data)),
+            "duo-teacher": Training(
+                "owt-169m-teacher", ("model.kind=duo", "curriculum.steps=100000", *data)
+            ),
+            "sdtt": Training("owt-169m-sdtt", data),
+            "duo": Training("owt-169m-duo", data),
+            "teacher-large": Training("owt-424m-teacher", data),
+            "didi-large": Training("owt-424m-didi"),
+        },
+        ablation=(),
+        late_from=32,
+        budgets=(8, 16, 32, 64, 128),
+        most_steps=1024,
+        samples=1024,
+        seeds=(0,),
+        causal_judge=_reads_text(given.judge or "gpt2-large"),
+        corpora=given.corpora,
+        batch_size=32,
+        scales_h=(0.0, 10.0, 20.0, 30.0, 40.0, 60.0, 80.0, 100.0),
+        candidates=(1, 2, 4, 8, 16, 32),
+        anova_points=1000,
+        guided_samples=16,
+        latency={"ar": 1024, "teacher": 512, "sdtt": 64, "didi": 16},
+    )

@@ -1,0 +1,288 @@
+"""A table of ours beside the paper's: Markdown for people, CSV for spreadsheets, JSON for programs.
+
+Rows are long: one for each model, budget and seed. Markdown puts budgets side by side and seeds
+together; the other two keep every row.
+"""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.data.files import no_space_as_user_error, write_atomic
+
+Row = dict[str, Any]
+NOTHING = "–"
+ALWAYS = ("seed", "num_samples")
+"""What every row of ours says beside its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A number that a table shows."""
+
+    column: str
+    title: str
+    form: str = ".2f"
+
+
+PPL, ENTROPY = Shown("ppl", "perplexity", ".4g"), Shown("entropy", "entropy", ".3f")
+PATH_KL = Shown("path_kl", "path KL", ".2f")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of ours and of the paper, and how to lay them out."""
+
+    title: str
+    rows: Sequence[Row]
+    labels: tuple[str, ...] = ("method",)
+    """Columns that name a line."""
+    across: str | None = "nfe"
+    """Column whose values stand side by side."""
+    across_title: str = "NFE"
+    shown: tuple[Shown, ...] = (PPL, ENTROPY)
+    paper: Sequence[Row] = ()
+    notes: Sequence[str] = ()
+    """What a reader has to know, one sentence or two each."""
+    appendix: str = ""
+    """Markdown that follows the table."""
+
+    def __post_init__(self) -> None:
+        """Perplexity alone proves nothing."""
+        columns = [one.column for one in self.shown]
+        assert "ppl" not in columns or "entropy" in columns, self.title
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A number over seeds."""
+
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 1
+
+
+def cells(rows: Sequence[Row], labels: Sequence[str], across: str | None) -> dict[Any, list[Row]]:
+    """Rows by what they are a number of: labels, and the place side by side."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        place = (tuple(row.get(name) for name in labels), row.get(across) if across else None)
+        found.setdefault(place, []).append(row)
+    return found
+
+
+def over_seeds(rows: Sequence[Row], column: str) -> Cell:
+    """Mean over seeds, and the smallest and largest; of one seed, the interval over samples."""
+    values = [row[column] for row in rows if _known(row.get(column))]
+    if not values:
+        return Cell(None)
+    if len(values) > 1:
+        return Cell(sum(values) / len(values), min(values), max(values), len(values))
+    ends = next((r.get(f"{column}_ci95") for r in rows if _known(r.get(column))), None)
+    low, high = ends or (None, None)
+    return Cell(values[0], low, high)
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def lay_out(table: Table, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Titles and lines: ours, and the paper's under it where it has the same.
+
+    `brief` leaves out intervals, and columns that the paper alone has.
+    """
+    ours, theirs = (cells(r, table.labels, table.across) for r in (table.rows, table.paper))
+    lines = list(dict.fromkeys(line for line, _ in (*ours, *theirs)))
+    columns = ours if brief and ours else (*ours, *theirs)
+    places = _sorted(dict.fromkeys(place for _, place in columns))
+    named = [_word(table.across_title, p) for p in places]
+    across = named if table.across else [one.title for one in table.shown]
+    whose = bool(table.paper)
+    titles = [*table.labels, *(["of"] if whose else []), *across]
+    body = []
+    for line in lines:
+        words = [NOTHING if w is None else str(w) for w in line]
+        for name, side in (("ours", ours), ("paper", theirs)):
+            if not any((line, p) in side for p in places):
+                continue
+            body.append(
+                [*words, *([name] if whose else []), *_numbers(table, side, line, places, brief)]
+            )
+            words = [""] * len(words)
+    return titles, body
+
+
+def _numbers(
+    table: Table, side: Mapping[Any, list[Row]], line: Any, places: Sequence[Any], brief: bool
+) -> Iterator[str]:
+    def numbers(rows: Sequence[Row]) -> Iterator[str]:
+        for one in table.shown:
+            cell = over_seeds(rows, one.column)
+            yield show(Cell(cell.mean) if brief else cell, one)
+
+    if not table.across:
+        yield from numbers(side[line, None])
+        return
+    for place in places:
+        rows = side.get((line, place))
+        if rows is None:
+            yield NOTHING
+            continue
+        yield " / ".join(numbers(rows))
+
+
+def show(cell: Cell, shown: Shown) -> str:
+    """A number, with half of the way between its ends."""
+    if cell.mean is None:
+        return NOTHING
+    large = abs(cell.mean) >= 1000 and shown.form.endswith("g")  # no powers of ten
+    text = f"{cell.mean:{',.0f' if large else shown.form}}"
+    if cell.low is None or cell.high is None:
+        return text
+    half = (cell.high - cell.low) / 2
+    digits = ",.0f" if half >= 10 else ".2g"
+    return f"{text} ± {half:{digits}}"
+
+
+def _sorted(places: Iterable[Any]) -> list[Any]:
+    """Numbers by size; names as they came."""
+    found = list(places)
+    return sorted(found) if all(_known(place) for place in found) else found
+
+
+def _word(title: str, place: Any) -> str:
+    return f"{place}" if isinstance(place, str) else f"{place} {title}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edition:
+    """What stands around a table when it is written: scale, origin, what failed."""
+
+    item: str
+    where: str
+    scale: str
+    says: str
+    judge: str
+    provenance: Mapping[str, str]
+    jobs: Sequence[Row] = ()
+    """Name, key and seconds of each job behind the table."""
+    failed: Sequence[str] = ()
+    figure: str | None = None
+    """Its file, beside the table's."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def to_markdown(table: Table, edition: Edition) -> str:
+    """The table for people."""
+    titles, body = lay_out(table)
+    where = f"{edition.where} of the paper. " if edition.where else "Not in the paper. "
+    parts = [
+        f"# {table.title}",
+        f"{where}{edition.says}",
+        *([f"![{table.title}]({edition.figure})"] if edition.figure else []),
+        _how_to_read(table, edition),
+        "\n".join(_markdown(titles, body)),
+    ]
+    if edition.failed:
+        lost = "\n".join(f"- {line}" for line in edition.failed)
+        parts.append(f"**Missing:**\n\n{lost}")
+    if table.notes:
+        parts.append("\n".join(f"- {note}" for note in table.notes))
+    if table.appendix:
+        parts.append(table.appendix)
+    facts = [f"- {name}: {value}" for name, value in edition.provenance.items()]
+    facts += [f"- job {j['name']}: {j['key']}, {j['seconds']:.0f} s" for j in edition.jobs]
+    parts.append("## Where the numbers come from\n\n" + "\n".join(facts))
+    return "\n\n".join(parts) + "\n"
+
+
+def _how_to_read(table: Table, edition: Edition) -> str:
+    seeds = sorted({row["seed"] for row in table.rows if row.get("seed") is not None})
+    counts = sorted({row["num_samples"] for row in table.rows if row.get("num_samples")})
+    what = " / ".join(one.title for one in table.shown)
+    ends = dict.fromkeys((counts[0], counts[-1])) if counts else ()
+    parts = [
+        f"cells are {what}" if table.across else "",
+        f"judge: {edition.judge}" if any(s.column == "ppl" for s in table.shown) else "",
+        f"seeds {', '.join(map(str, seeds))}" if seeds else "",
+        f"{' to '.join(map(str, ends))} texts a row" if ends else "",
+    ]
+    text = "; ".join(part for part in parts if part)
+    text = text[:1].upper() + text[1:]
+    spread = "half the range over seeds" if len(seeds) > 1 else "half of the 95% interval"
+    has_ends = len(seeds) > 1 or any(
+        row.get(f"{one.column}_ci95") for row in table.rows for one in table.shown
+    )
+    theirs = "; the paper gives none" if table.paper else ""
+    return f"{text}." + (f" ± is {spread}{theirs}." if has_ends else "")
+
+
+def _markdown(titles: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(map(_safe, titles))} |"
+    yield f"|{'---|' * len(titles)}"
+    for line in body:
+        yield f"| {' | '.join(map(_safe, line))} |"
+
+
+def _safe(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def to_csv(table: Table) -> str:
+    """Every row, ours and the paper's; what is not a plain value is left to the JSON."""
+    names = [*table.labels, *([table.across] if table.across else []), "of"]
+    numbers = [c for one in table.shown for c in (one.column, f"{one.column}_ci95")]
+    columns = list(dict.fromkeys([*names, *numbers, "passes", *ALWAYS]))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for whose, rows in (("ours", table.rows), ("paper", table.paper)):
+        for row in rows:
+            flat = {
+                k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v
+                for k, v in row.items()
+            }
+            writer.writerow(flat | {"of": whose})
+    return file.getvalue()
+
+
+def to_json(table: Table, edition: Edition) -> str:
+    """Everything."""
+    value = {
+        "item": edition.item,
+        "title": table.title,
+        "where": edition.where,
+        "scale": edition.scale,
+        "says": edition.says,
+        "judge": edition.judge,
+        "rows": list(table.rows),
+        "paper": list(table.paper),
+        "notes": list(table.notes),
+        "failed": list(edition.failed),
+        "jobs": list(edition.jobs),
+        "provenance": dict(edition.provenance),
+        **edition.extra,
+    }
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+
+
+def write_table(table: Table, edition: Edition, folder: Path) -> list[Path]:
+    """Write ITEM.md, .csv and .json; return what was written, with the figure if there is one."""
+    written = []
+    with no_space_as_user_error(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, text in (
+            (".md", to_markdown(table, edition)),
+            (".csv", to_csv(table)),
+            (".json", to_json(table, edition)),
+        ):
+            written.append((folder / edition.item).with_suffix(suffix))
+            write_atomic(written[-1], text.encode())
+    return [*written, *([folder / edition.figure] if edition.figure else [])]

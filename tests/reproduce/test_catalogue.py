@@ -1,0 +1,125 @@
+"""The list of items: complete, honest about what is planned, and whole at every scale."""
+
+from dataclasses import replace
+
+import pytest
+
+from didi_instruct.config.recipes import recipe_names
+from didi_instruct.errors import UserError
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce.items import find_item
+from didi_instruct.reproduce.items_ablations import sampler_of
+from didi_instruct.reproduce.making import jobs_of
+from didi_instruct.reproduce.scale import NAMES, Given
+from didi_instruct.reproduce.scales import find_scale
+
+MADE = [item for item in ITEMS.values() if not item.planned]
+WANTED = {
+    "figure-1", "generation", "ablation-cumulative", "ablation-leave-one-out", "diversity",
+    "latency", "zero-shot", "rgas-landscape", "rgas-anova", "scaling", "samples", "baselines",
+}  # fmt: skip
+
+
+@pytest.fixture
+def scale(request, tmp_path):
+    text = tmp_path / "stories.txt"
+    text.write_text("Once upon a time there was a story.\n")
+    return find_scale(request.param, Given(data=str(text) if request.param == "small" else None))
+
+
+def test_the_list_is_complete():
+    assert {item.name for item in MADE} == WANTED
+    assert {item.name for item in ITEMS.values() if item.planned} == {"downstream", "proteins"}
+
+
+def test_what_is_planned_cannot_be_run_and_says_why():
+    for item in ITEMS.values():
+        if item.planned:
+            with pytest.raises(UserError, match="planned, not made yet"):
+                find_item(item.name, ITEMS)
+        else:
+            assert find_item(item.name, ITEMS) is item
+
+
+@pytest.mark.parametrize("scale", NAMES, indirect=True)
+def test_every_item_has_jobs_and_a_table_at_every_scale(scale):
+    """Before anything has run, a table of ours is empty and the paper's numbers stand in it."""
+    for item in MADE:
+        assert jobs_of([item], scale)
+        table = item.table(scale, {})
+        assert not table.rows
+        assert bool(table.paper) == (item.name not in ("rgas-landscape", "baselines"))
+
+
+@pytest.mark.parametrize("scale", NAMES, indirect=True)
+def test_perplexity_is_never_measured_without_entropy(scale):
+    measured = [job for job in jobs_of(MADE, scale) if "metrics" in job.options]
+    assert measured
+    for job in measured:
+        assert "ppl" not in job.options["metrics"] or "entropy" in job.options["metrics"]
+
+
+def test_items_share_what_they_have_in_common():
+    """All items at toy scale have one teacher, and ten ablation trainings, not fourteen rows."""
+    scale = find_scale("toy", Given())
+    jobs = jobs_of(MADE, scale)
+    assert sum(job.name == "teacher" for job in jobs) == 1
+    trained = [job for job in jobs if job.trains and job.recipe.startswith("ablation-")]
+    assert len([job for job in trained if not job.name.startswith("didi-large")]) == 10
+
+
+def test_every_row_of_the_ablation_tables_has_its_recipe():
+    rows = {*paper.CUMULATIVE, *paper.LEAVE_ONE_OUT}
+    assert rows == {name for name in recipe_names() if name.startswith("ablation-")}
+
+
+def test_only_rows_with_guidance_are_sampled_with_it():
+    plain = {name for name in paper.CUMULATIVE if not name.endswith("guidance")}
+    plain.add("ablation-without-guidance")
+    assert {
+        n for n in (*paper.CUMULATIVE, *paper.LEAVE_ONE_OUT) if sampler_of(n) == "ancestral"
+    } == plain
+
+
+def test_at_paper_scale_many_steps_have_a_student_of_their_own():
+    """The paper prefers Beta(5, 2) from 32 NFE on; a row without the trick has one student."""
+    scale = find_scale("paper", Given())
+    few, many = (scale.ablated("ablation-all-tricks", 0, nfe) for nfe in (16, 32))
+    assert few.settings().didi.pi == (2, 5)
+    assert many.settings().didi.pi == (5, 2)
+    uniform = [scale.ablated("ablation-without-pi", 0, nfe) for nfe in (16, 32)]
+    assert uniform[0].key == uniform[1].key
+
+
+def test_paper_scale_changes_nothing_of_the_papers_recipes():
+    scale = find_scale("paper", Given())
+    config = scale.ablated("ablation-all-tricks", 0).settings()
+    assert (config.train.steps, config.train.batch_size, config.optim.lr) == (10000, 8, 1e-6)
+
+
+def test_seeds_change_students_and_not_their_teacher():
+    scale = find_scale("toy", Given(seeds=2))
+    one, other = (scale.ablated("ablation-all-tricks", seed) for seed in scale.seeds)
+    assert one.key != other.key
+    assert one.inputs["teacher"].key == other.inputs["teacher"].key
+
+
+def test_a_teacher_that_is_given_is_not_trained(tmp_path):
+    scale = replace(find_scale("toy", Given()), teacher=str(tmp_path))
+    assert not any(job.name == "teacher" for job in jobs_of([ITEMS["generation"]], scale))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("toy", Given(data="x"), "--data x: at scale toy"),
+        ("toy", Given(seeds=0), "--seeds 0"),
+        ("small", Given(), "--scale small needs text"),
+        ("large", Given(), "choose one of toy, small, paper"),
+    ],
+)
+def test_what_does_not_fit_a_scale_is_refused_in_one_line(name, given, words):
+    with pytest.raises(UserError, match=words) as error:
+        find_scale(name, given)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,82 @@
+"""What a run needs is looked for before it starts."""
+
+import pytest
+
+from didi_instruct.errors import UserError
+from didi_instruct.reproduce import checks
+from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce.scale import Given
+from didi_instruct.reproduce.scales import find_scale
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """A hub that has one dataset and nothing else; it notes what it is asked."""
+    asked = []
+
+    def hub(name, kind):
+        asked.append((name, kind))
+        return "" if name == "Skylion007/openwebtext" else "not reached (Error)"
+
+    monkeypatch.setattr(checks, "_hub", hub)
+    return asked
+
+
+def test_at_paper_scale_data_and_judge_are_looked_for_on_the_hub(no_hub, tmp_path):
+    scale = find_scale("paper", Given())
+    found = {c.what: c for c in checks.checks([ITEMS["figure-1"]], scale, tmp_path)}
+    assert set(no_hub) == {
+        ("Skylion007/openwebtext", "dataset"), ("openai-community/gpt2-large", "model")
+    }  # fmt: skip
+    assert found["hf:Skylion007/openwebtext (dataset on the hub)"].is_there
+    missing = found["openai-community/gpt2-large (model on the hub)"]
+    assert not missing.is_there
+    assert "not reached" in missing.remedy
+
+
+def test_at_toy_scale_nothing_is_asked_of_anyone(no_hub, tmp_path):
+    scale = find_scale("toy", Given())
+    found = list(checks.checks([ITEMS["figure-1"]], scale, tmp_path))
+    assert not no_hub
+    assert not any(c.what.startswith("GPU") for c in found)
+
+
+def test_a_disk_that_is_too_small_is_told(monkeypatch, no_hub, tmp_path):
+    """The 169M models alone need tens of gigabytes."""
+    scale = find_scale("paper", Given())
+    usage = checks.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage._replace(free=10**9))
+    disk = next(
+        c for c in checks.checks([ITEMS["figure-1"]], scale, tmp_path) if c.what.startswith("disk")
+    )
+    assert not disk.is_there
+
+
+def test_only_items_that_need_an_extra_ask_for_it(monkeypatch, no_hub, tmp_path):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    scale = find_scale("toy", Given())
+
+    def missing(name):
+        found = checks.checks([ITEMS[name]], scale, tmp_path)
+        return {c.what.split()[0] for c in found if not c.is_there}
+
+    assert missing("rgas-anova") == {"matplotlib", "optuna", "scipy"}
+    assert missing("figure-1") == {"matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Given(data="nowhere.jsonl"),
+        Given(judge="./judge"),
+        Given(teacher="runs/a/b"),
+        Given(corpora="owner/name"),
+    ],
+)
+def test_files_that_are_not_there_are_refused_at_once(given):
+    with pytest.raises(UserError, match="no such file or folder"):
+        checks.check_given(given)
+
+
+def test_names_of_the_hub_are_left_to_the_hub():
+    checks.check_given(Given(judge="owner/name", teacher="owner/name@main", data="hf:owner/name"))

@@ -1,0 +1,99 @@
+"""A job's key is what decides its result, and nothing else."""
+
+import pytest
+
+from didi_instruct.reproduce import jobs
+from didi_instruct.reproduce.jobs import Job, content, in_order
+
+TEACHER = {"name": "teacher", "does": "pretrain", "recipe": "oracle-teacher"}
+
+
+def teacher(*overrides, **changes):
+    return Job(**{**TEACHER, "overrides": overrides, **changes})
+
+
+def student(of, *overrides, name="student"):
+    return Job(
+        name=name,
+        does="distill",
+        recipe="oracle-sdtt",
+        overrides=overrides,
+        inputs={"teacher": of},
+    )
+
+
+@pytest.mark.parametrize(
+    "override", ["train.steps=7", "train.seed=1", "optim.lr=1e-3", "model.hidden=64"]
+)
+def test_an_override_that_changes_what_is_learnt_changes_the_key(override):
+    assert teacher(override).key != teacher().key
+
+
+@pytest.mark.parametrize(
+    "override", ["train.log_every=7", "train.save_every=7", "train.keep=1", "expect=nothing"]
+)
+def test_an_override_that_changes_what_is_told_or_kept_does_not(override):
+    assert teacher(override).key == teacher().key
+
+
+def test_a_key_is_of_the_settings_in_force_not_of_how_they_are_written():
+    """The default written out, the last of two overrides and another name are the same work."""
+    plain = teacher()
+    assert teacher("train.seed=0").key == plain.key
+    assert teacher("train.steps=3", f"train.steps={plain.settings().train.steps}").key == plain.key
+    assert teacher(name="other").key == plain.key
+
+
+def test_a_change_of_what_a_job_builds_on_changes_its_key():
+    one, other = teacher("train.steps=7"), teacher("train.steps=8")
+    assert student(one).key != student(other).key
+    assert student(one).key == student(teacher("train.steps=7", name="another")).key
+
+
+def test_options_and_version_are_part_of_a_key(monkeypatch):
+    call = {"name": "call", "does": "m:f"}
+    one = Job(**call, options={"num": 3})
+    assert one.key != Job(**call, options={"num": 4}).key
+    monkeypatch.setattr(jobs, "__version__", "9.9")
+    assert one.key != Job(**call, options={"num": 3}).key
+
+
+def test_data_counts_by_its_content_not_by_its_path(tmp_path):
+    for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = {n: teacher(f"data.source={tmp_path / n}.txt").key for n in "abc"}
+    assert found["a"] == found["b"] != found["c"]
+
+
+def test_a_folder_is_told_apart_by_the_files_in_it(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("same")
+    assert content(str(tmp_path / "one")) == content(str(tmp_path / "other"))
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "renamed").write_text("same")
+    assert content(str(tmp_path / "third")) != content(str(tmp_path / "one"))
+    assert content("oracle") == "oracle"
+
+
+def test_the_place_of_a_bank_has_no_part_in_a_key(tmp_path):
+    one = Job(name="s", does="distill", recipe="oracle-didi", inputs={"teacher": "oracle"})
+    there = f"reference.bank={tmp_path}"
+    other = Job(
+        name="s",
+        does="distill",
+        recipe="oracle-didi",
+        overrides=(there,),
+        inputs={"teacher": "oracle"},
+    )
+    assert one.key == other.key
+
+
+def test_jobs_come_after_their_needs_and_only_once():
+    base = teacher("train.steps=7")
+    again = teacher("train.steps=7", name="again")
+    first, second = student(base, "train.seed=0"), student(again, "train.seed=1")
+    measure = Job(name="m", does="m:f", inputs={"model": first, "rival": second})
+    order = in_order([measure, second])
+    assert [job.name for job in order] == ["teacher", "student", "student", "m"]
+    assert order[1].key != order[2].key

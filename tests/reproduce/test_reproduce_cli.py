@@ -1,0 +1,127 @@
+"""`didi reproduce` from end to end, with an item made tiny."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from didi_instruct.api.model import load
+from didi_instruct.cli.main import main
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.reproduce import scales
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.running import RUN, folder_of
+from didi_instruct.reproduce.scale import Given
+from didi_instruct.reproduce.scales import find_scale
+
+TEACHER = Job(
+    name="teacher", does="pretrain", recipe="oracle-teacher",
+    overrides=(
+        "model.hidden=16", "model.heads=2", "model.layers=2", "train.batch_size=8",
+        "train.steps=8", "train.eval_sequences=4", "optim.warmup=2",
+    ),
+)  # fmt: skip
+SMALLER = ("train.steps=4", "discriminator.warmup=1", "reference.rows=16", "reference.steps=2")
+
+
+@pytest.fixture
+def didi(monkeypatch, capsys):
+    """Run `didi`: exit code, standard output and error."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A toy scale of seconds; returned to change it."""
+    toy = find_scale("toy", Given())
+    changed = replace(
+        toy, teacher=TEACHER, ablation=(*toy.ablation, *SMALLER), samples=8, budgets=(2,),
+        most_steps=4,
+    )  # fmt: skip
+    held = {"scale": changed}
+    monkeypatch.setattr(scales, "find_scale", lambda name, given: held["scale"])
+    return held
+
+
+def test_an_item_is_made_once_and_its_numbers_are_true(didi, tiny, tmp_path):
+    """The teacher's perplexity is that of its own samples under the language, drawn again here."""
+    code, out, err = didi("reproduce", "generation", "--out", tmp_path)
+    assert code == 0, err
+    assert "Generation results" in out
+    table = json.loads((tmp_path / "tables" / "generation.json").read_text())
+    found = next(r for r in table["rows"] if r["role"] == "teacher" and r["nfe"] == 2)
+    model = load(folder_of(TEACHER, tmp_path) / RUN)
+    tokens = model.sample(num=8, steps=2, seed=0)
+    nats = -OracleLanguage.default().log_prob(tokens) / tokens.shape[1]
+    assert found["ppl"] == pytest.approx(torch.exp(nats.mean()).item(), rel=1e-5)
+    assert (found["seed"], found["num_samples"], table["scale"]) == (0, 8, "toy")
+    for row in table["rows"]:
+        assert row["entropy"] is not None
+
+    code, _, err = didi("reproduce", "generation", "--out", tmp_path)
+    assert code == 0
+    assert "running" not in err
+
+
+def test_a_failed_job_leaves_the_rest_and_exit_code_1(didi, tiny, tmp_path):
+    scale = tiny["scale"]
+    too_many = "discriminator.trainable_blocks=9"
+    tiny["scale"] = replace(scale, ablation=(*scale.ablation, too_many))
+    code, _, err = didi("reproduce", "generation", "--out", tmp_path)
+    assert code == 1
+    assert "failed: ablation-all-tricks-seed0" in err
+    text = (tmp_path / "tables" / "generation.md").read_text()
+    assert "**Missing:**" in text
+    assert "MDLM, the teacher | ours" in text
+
+
+def test_a_dry_run_lists_checks_and_does_nothing(didi, tiny, tmp_path):
+    code, out, _ = didi("reproduce", "generation", "--out", tmp_path / "new", "--dry-run")
+    assert code == 0
+    assert "5 jobs, 5 to do" in out
+    assert "30% of its peak" in out
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_list_names_what_is_planned(didi):
+    code, out, _ = didi("reproduce", "--list")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0
+    assert "PLANNED" in lines["proteins"]
+    assert "PLANNED" not in lines["figure-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "Name an item"),
+        (("figur-1",), "Did you mean `figure-1`?"),
+        (("proteins",), "planned, not made yet"),
+        (("figure-1", "--scale", "huge"), "choose one of toy, small, paper"),
+        (("figure-1", "--scale", "small"), "--scale small needs text"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(didi, arguments, words):
+    code, _, err = didi("reproduce", *arguments)
+    assert code == 2
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_paper_scale_does_not_begin_without_a_gpu(didi, tmp_path):
+    code, _, err = didi("reproduce", "all", "--scale", "paper", "--out", tmp_path)
+    assert code == 2
+    assert "needs a GPU" in err
+    assert not list(tmp_path.iterdir())
