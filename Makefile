@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo animation test lint types wheel setup clean
+.PHONY: demo animation test reproduce lint types wheel setup clean
 
 setup: $(VENV)/ready
 
@@ -23,6 +23,10 @@ animation: setup
 
 test: setup
 	$(BIN)/python -m pytest --durations=10
+
+# Every table and figure of the paper, tiny: that they can be made, not what they say.
+reproduce: setup
+	$(BIN)/didi reproduce all --scale toy --out out/toy
 
 lint: setup
 	$(BIN)/ruff check .
