@@ -5,6 +5,7 @@ from torch import Tensor
 
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 
@@ -27,6 +28,22 @@ class NetworkDenoiser:
         """Logits (R, V) at the selected positions: the output layer runs on those alone."""
         tokens, attended = split_padding(z)
         return selected_logits(self.network, tokens, self.schedule.sigma(t), where, attended)
+
+
+class InferenceDenoiser:
+    """A network laid out for the CPU as a denoiser; it does not see the time."""
+
+    def __init__(self, network: InferenceDiT) -> None:
+        self.network = network
+
+    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+        """Logits (B, L, V) at every position."""
+        return self.network(*split_padding(z))
+
+    def rows(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
+        """Logits (R, V) at the selected positions: the last block, too, runs on those alone."""
+        tokens, attended = split_padding(z)
+        return self.network.rows(tokens, where, attended)
 
 
 class NetworkGuide:
