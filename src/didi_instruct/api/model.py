@@ -23,10 +23,11 @@ from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.graphs import GraphedDiT, say_once, why_not
+from didi_instruct.models.inference import InferenceDiT, suits
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
-from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
+from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, NetworkGuide
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
 
@@ -45,6 +46,7 @@ class Model:
         self.network, self.config, self.tokenizer = network.eval(), config, tokenizer
         self.discriminator, self.provenance = discriminator, provenance or {}
         self.schedule = make_schedule(config.schedule)
+        self._laid_out: InferenceDiT | None = None
         if isinstance(network, Trunk):
             network.fold_modulation()
         self._graphs: GraphedDiT | None = None
@@ -184,7 +186,15 @@ class Model:
         """The id that marks positions to write in `tokens` and in the steps a callback sees."""
         return mask_symbol(self.config)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is laid out for the CPU, which can neither be copied nor pickled."""
+        return self.__dict__ | {"_laid_out": None}
+
     def _as_denoiser(self) -> Denoiser:
+        if isinstance(self.network, DiT) and suits(self.network):
+            if self._laid_out is None or not self._laid_out.is_current(self.network):
+                self._laid_out = InferenceDiT(self.network)
+            return InferenceDenoiser(self._laid_out)
         if isinstance(self.network, Denoising):
             return NetworkDenoiser(self.network, self.schedule, self._graphs)
         return self.denoiser
@@ -245,7 +255,8 @@ def load(
 
     `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
     tells its student the real time although the teacher was trained without. `dtype` casts the
-    weights. The others are for foreign models: which of a training run's `weights` to take, the
+    weights; `torch.bfloat16` makes sampling faster on a CPU that has instructions for it. The
+    others are for foreign models: which of a training run's `weights` to take, the
     `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
     that brings none, and whether code in a folder may run. `fast` as `Model.accelerate`: worth
     the compiling where much is sampled on a GPU.

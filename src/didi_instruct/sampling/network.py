@@ -7,6 +7,7 @@ from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.graphs import GraphedDiT
+from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.layers import upcast
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
@@ -47,6 +48,22 @@ class NetworkDenoiser:
         assert self.graphs is not None
         sigma = self.schedule.sigma(torch.full((len(z),), t, device=z.device))
         return self.graphs.logits_at(z, sigma, place)
+
+
+class InferenceDenoiser:
+    """A network laid out for the CPU as a denoiser; it does not see the time."""
+
+    def __init__(self, network: InferenceDiT) -> None:
+        self.network = network
+
+    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
+        """Logits (B, L, V) at every position."""
+        return self.network(*split_padding(z))
+
+    def rows(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
+        """Logits (R, V) at the selected positions: the last block, too, runs on those alone."""
+        tokens, attended = split_padding(z)
+        return self.network.rows(tokens, where, attended)
 
 
 class NetworkGuide:
