@@ -187,8 +187,8 @@ class Model:
         return mask_symbol(self.config)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is laid out for the CPU, which can neither be copied nor pickled."""
-        return self.__dict__ | {"_laid_out": None}
+        """All but what is laid out for the machine, which can neither be copied nor pickled."""
+        return self.__dict__ | {"_laid_out": None, "_graphs": None, "_guide": None}
 
     def _as_denoiser(self) -> Denoiser:
         if isinstance(self.network, DiT) and suits(self.network):
