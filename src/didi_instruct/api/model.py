@@ -31,6 +31,9 @@ from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, N
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that weights may be cast to, by name."""
+
 
 class Model:
     """A denoiser (or AR model), its tokenizer and noise schedule and, maybe, a discriminator."""
@@ -239,11 +242,18 @@ class Model:
         return tokens.to(self.device)
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The type of that name."""
+    if name not in DTYPES:
+        raise UserError(f"`{name}` is not a dtype. Known: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
 def load(
     source: str | Path,
     *,
     device: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     time_conditioning: bool | None = None,
     weights: WeightSet = "ema",
     family: Family | None = None,
@@ -255,8 +265,8 @@ def load(
 
     `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
     tells its student the real time although the teacher was trained without. `dtype` casts the
-    weights; `torch.bfloat16` makes sampling faster on a CPU that has instructions for it. The
-    others are for foreign models: which of a training run's `weights` to take, the
+    weights: `bfloat16` makes sampling faster on a GPU, and on a CPU that has instructions for it.
+    The others are for foreign models: which of a training run's `weights` to take, the
     `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
     that brings none, and whether code in a folder may run. `fast` as `Model.accelerate`: worth
     the compiling where much is sampled on a GPU.
@@ -264,7 +274,7 @@ def load(
     loaded = open_source(
         source,
         device=str(pick_device(device)),
-        dtype=dtype,
+        dtype=dtype_of(dtype) if isinstance(dtype, str) else dtype,
         weights=weights,
         family=family,
         tokenizer=tokenizer,

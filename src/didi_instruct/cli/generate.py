@@ -53,6 +53,9 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: float32, or bfloat16, which is faster.")
+    ] = None,
     fast: Annotated[
         bool,
         typer.Option(
@@ -92,7 +95,7 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
         measure_path=as_json,
     )  # fmt: skip
-    choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer}
+    choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer, "dtype": dtype}
     model = load(source, device=device, trust_remote_code=trust_remote_code, fast=fast, **choices)
     name = find_sampler(sampler, model.config.kind).name
     if model.tokenizer is None:
