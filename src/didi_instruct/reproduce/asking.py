@@ -31,6 +31,7 @@ METHODS: Mapping[str, Way] = {
     "didi": Way("DiDi-Instruct", "rgas"),
     "didi-plain": Way("DiDi-Instruct, unguided"),
     "jump": Way("DiDi-Instruct, jump variant (ours)"),
+    "path": Way("likelihood along streams (ours)"),
     "token-matching": Way("token matching (ours)"),
 }
 """By role; each is asked only where a scale has it."""

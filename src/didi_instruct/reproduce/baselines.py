@@ -58,6 +58,7 @@ WAYS = (
     Way(role="didi", method="DiDi-Instruct, unguided"),
     Way(role="didi", method="DiDi-Instruct", sampler="rgas"),
     Way(role="jump", method="DiDi-Instruct, jump variant (ours)"),
+    Way(role="path", method="likelihood along streams (ours)"),
     Way(role="token-matching", method="token matching (ours)"),
 )
 """Of each role that has a model; the first is the baseline."""

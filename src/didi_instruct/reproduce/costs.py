@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from didi_instruct.api.shipped import find_shipped
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.oracle import OracleLanguage
@@ -149,9 +150,8 @@ def model_of(given: Job | str) -> ModelConfig | None:
         if given.does == "pretrain":
             return _resolve(given)
         return model_of(given.inputs["teacher"]) if given.does == "distill" else None
-    if given and is_ours(Path(given)):
-        return read_manifest(Path(given)).model
-    return None
+    folder = find_shipped(given) or Path(given)
+    return read_manifest(folder).model if given and is_ours(folder) else None
 
 
 def _resolve(job: Job) -> ModelConfig:

@@ -16,7 +16,7 @@ from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PATH_KL, PPL, Row, Shown, Table
 
-ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "token-matching")
+ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "path", "token-matching")
 """Models beside teacher and student, where a scale has them."""
 SHOWN = (
     PPL,

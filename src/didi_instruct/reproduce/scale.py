@@ -119,6 +119,8 @@ class Scale:
             teacher = self.model("duo-teacher")
         elif role == "didi-large":
             teacher = self.model("teacher-large")
+        elif role == "token-matching" and self.has("path"):
+            teacher = self.model("path", seed)
         return _student(f"{role}-seed{seed}", training, teacher, seed)
 
     def ablated(

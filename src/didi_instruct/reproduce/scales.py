@@ -180,6 +180,7 @@ def _small(given: Given) -> Scale:
             "teacher-large": Training("stories-teacher", (*data, *SMALL_LARGER)),
             "didi-large": Training("ablation-all-tricks", SMALL_ABLATION),
             "jump": Training("stories-didi", SMALL_STUDENT),
+            "path": Training("stories-path", (*data, *SMALL_STUDENT)),
             "token-matching": Training("stories-token-matching", SMALL_STUDENT),
             "sdtt": Training("stories-sdtt", SMALL_STUDENT),
             "dimo": Training("stories-dimo", SMALL_STUDENT),
