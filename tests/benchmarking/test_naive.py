@@ -12,13 +12,16 @@ from didi_instruct.benchmarking.naive import (
     tilt_dense,
 )
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.process.orders import stream_times, turns
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.chain import Canvas, Chain, Draw
 from didi_instruct.sampling.guided import Guidance, tilted_logits
 
 from ..sampling.enumeration import (  # noqa: TID252
     all_masked,
+    all_states,
     assert_follows,
+    independent_step,
     masked_step,
     p_value,
     texts_of,
@@ -26,6 +29,7 @@ from ..sampling.enumeration import (  # noqa: TID252
 from ..sampling.test_guided import (  # noqa: TID252
     ToyGuide,
     chi_square,
+    dense_tilt,
     law_of_reranking,
     law_of_tilting,
 )
@@ -60,13 +64,52 @@ def test_samples_follow_the_enumerated_law(steps, schedule):
     assert p_value(drawn, enumerated(language, schedule, 4 - steps), 3) < 1e-5
 
 
+def enumerated_streams(language, steps, guide=None, guidance=None):
+    """Law over all texts where each step reveals the positions whose turn it is."""
+    V, L = language.num_tokens, language.length
+    z, mass = all_states(V + 1, L), all_masked(language)
+    turn, times = turns(torch.ones(1, L) > 0, steps)[0], stream_times(SCHEDULE, steps)
+    stay = torch.nn.functional.one_hot(z, V + 1).double()
+    for n in range(steps):
+        logits = language.denoiser(z)
+        if guide is not None:
+            h = guidance.scales(steps)[n]
+            logits = dense_tilt(language.denoiser, guide, z, V, times[n], h, guidance.clamp)
+        p = torch.nn.functional.pad(logits.softmax(-1), (0, 1))
+        here = (z == V) & (turn == n)
+        mass = independent_step(mass, torch.where(here[..., None], p, stay))
+    return texts_of(mass, V, L)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_order_of_a_model_is_kept(steps):
+    """Chi-square over 81 texts, false alarm 1e-5 each; the law of a random order must fail it."""
+    language, guide = OracleLanguage.tiny(), ToyGuide(3)
+    guidance = Guidance(h_start=1.0, h_end=4.0, split=1.0, clamp=0.3)
+    law = enumerated_streams(language, steps)
+    tilted_law = enumerated_streams(language, steps, guide, guidance)
+    start, g = torch.full((20_000, 4), 3), torch.Generator().manual_seed(7)
+    settings = {"steps": steps, "generator": g, "order": "streams"}
+    drawn = naive_ancestral(language.denoiser, SCHEDULE, start, 3, **settings)
+    tilted = naive_rgas(
+        language.denoiser, SCHEDULE, guide, start, 3, guidance=guidance, **settings
+    )  # fmt: skip
+    assert_follows(drawn, law, 3)
+    assert_follows(tilted, tilted_law, 3)
+    assert p_value(tilted, law, 3) < 1e-5
+    assert p_value(drawn, enumerated(language, SCHEDULE, steps), 3) < 1e-5
+
+
 def test_given_tokens_stay():
     language = OracleLanguage.tiny()
     start = torch.tensor([[3, 1, 3, 2]]).expand(50, 4)
     g = torch.Generator().manual_seed(0)
-    drawn = naive_ancestral(language.denoiser, SCHEDULE, start, 3, steps=3, generator=g)
-    assert bool((drawn[:, [1, 3]] == torch.tensor([1, 2])).all())
-    assert int(drawn.max()) < 3
+    for order in ("random", "streams"):
+        drawn = naive_ancestral(
+            language.denoiser, SCHEDULE, start, 3, steps=3, generator=g, order=order
+        )  # fmt: skip
+        assert bool((drawn[:, [1, 3]] == torch.tensor([1, 2])).all())
+        assert int(drawn.max()) < 3
 
 
 def test_dense_draws_follow_their_law():

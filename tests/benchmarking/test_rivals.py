@@ -1,5 +1,9 @@
 """What a sampler is told against is what it claims to be."""
 
+import math
+import re
+import shutil
+
 import pytest
 import torch
 
@@ -7,6 +11,7 @@ from didi_instruct.benchmarking.decoding import StaticDecoder
 from didi_instruct.benchmarking.sampling import ar_case, fill, floor_case, left_to_right
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel
+from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -45,6 +50,29 @@ def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, device):
     assert len(expected.tokens.unique()) > 10
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor asks for a C++ compiler")
+@torch.no_grad()
+def test_compiled_code_never_copies_the_cache():
+    """No buffer that it takes is as large as the keys of one layer."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+    from torch._inductor.utils import get_code
+
+    model = ARModel(left_to_right(shape(layers=1, length=256))).eval()
+    decoder = StaticDecoder(model, batch=3, length=256)
+    keys = 3 * 256 * 32
+    assert decoder._cache[0][0].numel() == keys
+    inputs = torch.full((3,), 37), torch.zeros(3, dtype=torch.float64), torch.tensor([5])
+    # Code is written but not built, so nothing of it may be remembered; and not for one CPU.
+    fresh = inductor.patch({"fx_graph_cache": False, "cpp.simdlen": 1})
+    with fresh, functorch.patch(enable_autograd_cache=False):
+        code = "".join(get_code(compiled(decoder._next, dynamic=False), *inputs))
+    shapes = re.findall(r"= empty_strided_\w+\(\(([\d, ]+)\)", code)
+    sizes = [math.prod(int(n) for n in text.split(",") if n.strip()) for text in shapes]
+    assert 3 * 32 in sizes
+    assert max(sizes) < keys
+
+
 def test_the_rival_has_the_trunk_and_the_tokens_of_the_model():
     config = shape(masks=4, order="streams", time_conditioning=True)
     rival = left_to_right(config)
@@ -60,10 +88,14 @@ def test_the_floor_runs_as_many_passes_as_there_are_steps(monkeypatch):
     seen = []
     plain = network.trunk
     monkeypatch.setattr(network, "trunk", lambda z, s: seen.append(z.shape) or plain(z, s))
-    case = floor_case(network, torch.full((3, 12), 37), 5, fast=False)
-    case.run(0)
+    counts = [5]
+    case = floor_case(network, torch.full((3, 12), 37), lambda: counts[0], fast=False)
+    assert case.run(0) == 5
     assert seen == [(3, 12)] * 5
     assert (case.name, case.batch, case.length, case.steps) == ("trunk", 3, 12, 5)
+    counts[0] = 2  # what the sampler tells once it has run
+    assert case.run(1) == 2
+    assert len(seen) == 7
 
 
 def test_a_rival_takes_a_step_per_token():

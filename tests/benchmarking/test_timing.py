@@ -62,6 +62,32 @@ def test_what_fails_is_left_out_and_says_why():
     assert table(Bench("m", rows)).row_count == 2
 
 
+def test_what_is_too_large_to_be_built_is_a_row_that_did_not_run():
+    built = Case.impossible("huge", 2, 8, 4, MemoryError())
+    cases = [case("fits"), built, case("hungry", lambda seed: bytearray(2**62))]
+    rows = make_rows(cases, time_cases(cases, 1, CPU))
+    assert [row["note"] for row in rows] == [None, "MemoryError", "MemoryError"]
+    assert [row["seconds_median"] is None for row in rows] == [False, True, True]
+
+
+def test_steps_are_those_that_a_run_took():
+    """What was expected counts only where no run says otherwise, as of a failed one."""
+    cases = [case("told", lambda seed: 10), case("silent"), case("other", lambda seed: {"a": 1})]
+    rows = make_rows(cases, time_cases(cases, 1, CPU))
+    assert [row["steps"] for row in rows] == [10, 4, 4]
+    assert rows[0]["ms_per_step"] == pytest.approx(100 * rows[0]["seconds_median"])
+
+
+def test_a_remark_is_told_once_and_gives_way_to_a_failure():
+    def fail(seed):
+        raise RuntimeError("no memory")
+
+    cases = [case("a", note="is slow"), case("a", note="is slow"), case("b", fail, note="too")]
+    found = Bench("m", make_rows(cases, time_cases(cases, 1, CPU)))
+    assert [row["note"] for row in found.rows] == ["is slow", "is slow", "no memory"]
+    assert notes(found) == ["a: is slow", "b did not run: no memory"]
+
+
 def test_rows_are_the_contract(tmp_path):
     cases = [case("ours"), case("other", batch=4, length=10, steps=2)]
     found = [Timing([0.2, 0.1, 0.4], 2**29), Timing([1.0])]

@@ -1,19 +1,26 @@
 """`didi bench` as people meet it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from didi_instruct.api.bench import BenchPlan, sweep
+from didi_instruct.api.bench import sweep
+from didi_instruct.api.bench_cases import remark
+from didi_instruct.api.bench_plan import BenchPlan
 from didi_instruct.api.model import Model
+from didi_instruct.benchmarking import sampling
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
+from didi_instruct.models.ar import ARModel
 from didi_instruct.models.dit import DiT
 
-TINY = ["--arch", "small", "--batch", 2, "--steps", 3, "--repeat", 2, "--device", "cpu"]
-for setting in ("layers=1", "hidden=16", "heads=2", "vocab_size=20", "length=12"):
-    TINY += ["--set", setting]
+CHANGES = {"layers": 1, "hidden": 16, "heads": 2, "vocab_size": 20, "length": 12}
+BARE = ["--arch", "small", "--batch", 2, "--repeat", 2, "--device", "cpu"]
+for name, value in CHANGES.items():
+    BARE += ["--set", f"{name}={value}"]
+TINY = [*BARE, "--steps", 3]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +34,30 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     Model(DiT(config), config).save(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def left_to_right(tmp_path_factory):
+    """A folder of a left-to-right model, whose texts end by themselves."""
+    folder = tmp_path_factory.mktemp("bench") / "ar"
+    config = ModelConfig(
+        kind="ar", layers=1, hidden=16, heads=2, vocab_size=20, length=12, end_id=0
+    )
+    Model(ARModel(config), config).save(folder)
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Settings of all samples that are drawn."""
+    settings, draw = [], Model.draw
+
+    def watched(self, num, **given):
+        settings.append(given)
+        return draw(self, num, **given)
+
+    monkeypatch.setattr(Model, "draw", watched)
+    return settings
 
 
 def rows_of(file):
@@ -64,19 +95,112 @@ def test_a_model_is_timed_against_another(didi, model, tmp_path):
     assert {row["length"] for row in rows} == {7}
 
 
-def test_guided_rows_need_a_discriminator(didi, model, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        (["--sampler", "first-hitting"], 70),
+        (["--sampler", "blocks", "--steps", 2], 6),  # 70 tokens are 3 blocks of 32
+        (["--sampler", "confidence", "--steps", 2], 2),
+    ],
+)
+def test_steps_are_those_that_ran(didi, tmp_path, arguments, steps, monkeypatch):
+    """Of the model and of its floor, whose passes are counted."""
+    passes, trunk = [], DiT.trunk
+    monkeypatch.setattr(DiT, "trunk", lambda self, *a: passes.append(len(a[0])) or trunk(self, *a))
+    file = tmp_path / "b.json"
+    changed = [*BARE, "--length", 70, "--batch", 3, "--repeat", 1, *arguments, "--json", file]
+    code, _, err = didi("bench", *changed)
+    assert code == 0, err
+    rows = rows_of(file)
+    assert [(row["name"], row["steps"]) for row in rows] == [("small", steps), ("trunk", steps)]
+    for row in rows:
+        assert row["ms_per_step"] == pytest.approx(1e3 * row["seconds_median"] / steps)
+    assert passes[-steps:] == [3] * steps
+
+
+@pytest.mark.parametrize("order", ["random", "streams"])
+def test_the_plain_way_reveals_in_the_order_of_the_model(didi, order, monkeypatch):
+    orders, plain = [], sampling.naive_ancestral
+
+    def watched(*arguments, order, **settings):
+        orders.append(order)
+        return plain(*arguments, order=order, **settings)
+
+    monkeypatch.setattr(sampling, "naive_ancestral", watched)
+    code, _, err = didi("bench", *TINY, "--set", f"order={order}", "--against", "naive")
+    assert code == 0, err
+    assert set(orders) == {order}
+
+
+def test_other_models_are_sampled_alike(didi, model, drawn):
+    code, _, err = didi("bench", *TINY, "--sampler", "confidence", "--against", f"{model},plain")
+    assert code == 0, err
+    assert len(drawn) == 9
+    assert {(given["sampler"], given["steps"]) for given in drawn} == {("confidence", 3)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sampler", "confidence"], "`confidence` does not sample models of kind ar"),
+        (["--guided"], "has no discriminator"),
+        (["--length", 13], "writes 1 to 12 tokens"),
+        (["--set", "length=40"], "up to 12: add --length 12"),
+        (["--sweep", "length=13,14"], "reads 12 tokens"),
+    ],
+)
+def test_other_models_that_cannot_be_sampled_alike_are_named(
+    didi, left_to_right, drawn, arguments, message
+):
+    """Before anything is timed."""
+    code, out, err = didi("bench", *TINY, "--against", left_to_right, *arguments)
+    assert (code, out, drawn) == (2, "", [])
+    assert message in err
+    assert str(left_to_right) in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_left_to_right_model_takes_a_step_per_token(didi, left_to_right, tmp_path):
+    """Steps are for the others; that its texts may end early is said."""
+    file = tmp_path / "b.json"
+    code, out, err = didi("bench", *TINY, "--against", left_to_right, "--json", file)
+    assert code == 0, err
+    last = rows_of(file)[-1]
+    assert 1 <= last["steps"] <= 12
+    assert last["note"] == "texts that end early count in full"
+    assert f"{left_to_right}: texts that end early count in full" in out
+
+
+def test_what_cannot_be_captured_on_a_gpu_is_remarked():
+    config = ModelConfig(kind="ar", layers=1, hidden=16, heads=2, vocab_size=20)
+    model = SimpleNamespace(
+        config=config, device=torch.device("cuda"), is_accelerated=False, tokenizer=None,
+        network=ARModel(config),
+    )  # fmt: skip
+    plan = BenchPlan(source="x")
+    assert "neither compiled nor captured" in remark(model, plan)
+    assert "the row `ar` is both" in remark(model, plan)
+    assert remark(model, BenchPlan(source="x", fast=False)) is None
+    model.is_accelerated = True
+    assert remark(model, plan) is None
+
+
+def test_guided_rows_need_a_discriminator(didi, model, tmp_path, drawn):
     file = tmp_path / "b.json"
     code, _, err = didi("bench", *TINY, "--guided", "--against", "naive", "--json", file)
     assert code == 0, err
     assert [row["name"] for row in rows_of(file)] == ["small", "trunk", "naive"]
-    code, _, err = didi("bench", model, "--guided")
-    assert code == 2
-    assert "no discriminator" in err
+    drawn.clear()
+    for arguments in (["--guided"], ["--sampler", "rgas"]):
+        code, _, err = didi("bench", model, *arguments)
+        assert code == 2
+        assert "no discriminator" in err
+    assert not drawn
 
 
 def test_an_iteration_of_distillation_is_timed(didi, tmp_path):
     file = tmp_path / "b.json"
-    code, _, err = didi("bench", *TINY, "--distill", "--against", "plain,naive", "--json", file)
+    code, _, err = didi("bench", *BARE, "--distill", "--against", "plain,naive", "--json", file)
     assert code == 0, err
     rows = rows_of(file)
     assert [row["name"] for row in rows] == ["small", "plain", "naive"]
@@ -105,22 +229,32 @@ def test_a_sweep_is_rows_from_small_to_large(didi, tmp_path, name, values, field
 
 def test_a_sweep_ends_where_memory_does(monkeypatch):
     """The sizes before it stay, and the row that failed says why."""
-    sample = Model.sample
+    draw = Model.draw
 
     def small_only(self, num, **settings):
         if num > 4:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
-        return sample(self, num, **settings)
+        return draw(self, num, **settings)
 
-    monkeypatch.setattr(Model, "sample", small_only)
-    changes = {"layers": 1, "hidden": 16, "heads": 2, "vocab_size": 20, "length": 6}
-    plan = BenchPlan(arch="small", model=changes, steps=1, repeat=1, device="cpu")
+    monkeypatch.setattr(Model, "draw", small_only)
+    plan = BenchPlan(arch="small", model=CHANGES, steps=1, repeat=1, device="cpu")
     rows = sweep(plan, "batch", (2, 8, 16)).rows
     assert [(row["name"], row["batch"]) for row in rows] == [
         ("small", 2), ("trunk", 2), ("small", 8), ("trunk", 8),
     ]  # fmt: skip
     assert rows[2]["seconds_median"] is None
     assert "out of memory" in rows[2]["note"]
+
+
+@pytest.mark.parametrize("name", ["batch", "length", "vocabulary"])
+def test_a_sweep_keeps_what_it_has_where_the_next_is_too_large_to_be_built(name):
+    """As a row without a time."""
+    plan = BenchPlan(arch="small", model=CHANGES, batch=2, steps=1, repeat=1, device="cpu")
+    rows = sweep(plan, name, (3, 10**14)).rows
+    assert [row["name"] for row in rows] == ["small", "trunk", "small"]
+    assert [row["seconds_median"] is None for row in rows] == [False, False, True]
+    assert [row[name] for row in rows] == [3, 3, 10**14]
+    assert rows[-1]["note"]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +273,13 @@ def test_a_sweep_ends_where_memory_does(monkeypatch):
         ([*TINY, "--sweep", "batch=a"], "--sweep batch=a"),
         ([*TINY, "--sweep", "batch=0"], "1 or more"),
         ([*TINY, "--against", "no/such/model"], "no/such/model"),
-        ([*TINY, "--distill", "--against", "ar"], "naive"),
-        ([*TINY, "--distill", "--guided"], "leave out"),
+        ([*BARE, "--distill", "--against", "ar"], "naive"),
+        ([*BARE, "--distill", "--guided"], "leave out"),
+        ([*BARE, "--distill", "--sweep", "batch"], "leave out"),
+        ([*TINY, "--distill"], "leave out --steps"),
+        ([*TINY, "--sampler", "first-hitting"], "leave out --steps"),
+        ([*TINY, "--json", "."], "--json"),
+        ([*TINY, "--json", "/dev/null"], "--json"),
         ([*TINY, "--json", "no/such/folder/b.json"], "no/such/folder"),
     ],
 )
@@ -164,6 +303,15 @@ def test_a_sweep_leaves_out_lengths_that_a_model_does_not_read(model):
     assert [row["length"] for row in rows if row["name"] == "trunk"] == [4, 12]
     with pytest.raises(UserError, match="reads 12 tokens"):
         sweep(plan, "length", (99,))
+
+
+def test_a_sweep_leaves_out_lengths_that_another_model_does_not_read(model):
+    plan = BenchPlan(
+        arch="small", model=CHANGES, against=(str(model),), batch=1, steps=1, repeat=1,
+        device="cpu",
+    )  # fmt: skip
+    rows = sweep(plan, "length", (4, 12, 99)).rows
+    assert [row["length"] for row in rows if row["name"] == str(model)] == [4, 12]
 
 
 def test_generate_asks_for_the_fast_path(didi, monkeypatch):

@@ -1,6 +1,7 @@
 """Captured passes give what plain ones give. Without a GPU all but the capture itself is tested."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,12 +189,115 @@ def test_a_padded_output_layer_never_writes_the_padding():
 
 
 def test_on_a_cpu_nothing_is_captured():
-    def double(x):
-        return 2 * x
-
     assert capture(double, (torch.ones(2),)) is double
     assert "on the CPU" in why_not(make())
     assert "DiT family" in why_not(torch.nn.Linear(2, 2))
+
+
+def double(x):
+    return 2 * x
+
+
+def refuse(*arguments, **settings):
+    raise RuntimeError("There is no compiler.\nInstall one.")
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """A machine whose passes are warm after one."""
+    monkeypatch.setattr(graphs, "_warm_up", lambda function, inputs: function(*inputs))
+    graphs.say_once.cache_clear()
+
+
+class OnGPU:
+    """An input to pretend with."""
+
+    is_cuda = True
+
+    def clone(self):
+        return self
+
+    def __rmul__(self, factor):
+        return self
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("when", ["asked", "first pass", "capture"])
+def test_what_cannot_be_compiled_is_captured_as_it_is(when, warm, monkeypatch, caplog):
+    """Whenever torch refuses; a pool that a broken capture may hold is left alone."""
+    tried = []
+
+    def slow(x):
+        return x
+
+    def captured(function, inputs, pool):
+        tried.append((function, pool))
+        return SimpleNamespace(function=function) if function is double else refuse()
+
+    result = refuse if when == "first pass" else slow
+    compiling = refuse if when == "asked" else lambda function, dynamic: result
+    monkeypatch.setattr(graphs, "compiled", compiling)
+    monkeypatch.setattr(graphs, "Captured", captured)
+    for _ in range(2):
+        assert capture(double, (OnGPU(),), "shared").function is double
+    late = [(slow, "shared"), (double, None)]
+    assert tried == 2 * (late if when == "capture" else [(double, "shared")])
+    reason = "There is no compiler."
+    assert said(caplog) == [f"A pass cannot be compiled here, so it runs slower: {reason}"]
+
+
+def test_what_cannot_be_captured_runs_as_it_is(warm, monkeypatch, caplog):
+    uncompiled(monkeypatch)
+    monkeypatch.setattr(graphs, "Captured", refuse)
+    assert capture(double, (OnGPU(),)) is double
+    assert [text[:25] for text in said(caplog)] == [
+        "A pass cannot be compiled", "A pass cannot be captured",
+    ]  # fmt: skip
+
+
+def test_a_lack_of_memory_is_no_reason_to_go_on_plainly(warm, monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    uncompiled(monkeypatch)
+    monkeypatch.setattr(graphs, "Captured", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(double, (OnGPU(),))
+
+
+@torch.no_grad()
+def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
+    """And none where a capture failed: what it leaves behind would fail the next one too."""
+    pools, failing = [], [False, False, True, False, False]
+
+    class Pooled(Buffered):
+        pool = "its own"
+
+    def captured(function, inputs, pool=None):
+        pools.append(pool)
+        return function if failing.pop(0) else Pooled(function, inputs)
+
+    monkeypatch.setattr(graphs, "Captured", Pooled)
+    monkeypatch.setattr(graphs, "capture", captured)
+    network = make()
+    fast = GraphedDiT(network)
+    for length in range(1, 6):
+        fast.logits(*inputs(network, 2, length))
+    assert pools == [None, "its own", "its own", None, "its own"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captures_warm_up_on_one_stream():
+    """For each device: a stream of its own would keep a workspace of its own."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert graphs._side_stream(device) is graphs._side_stream(device)
+    x = torch.ones(2, device=device)
+    first, second = (capture(double, (x,)) for _ in range(2))
+    assert torch.equal(first(x), second(x))
 
 
 def test_a_remark_is_made_once(caplog):

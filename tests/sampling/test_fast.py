@@ -12,6 +12,7 @@ from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import GraphedDiT, say_once
 from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling import network as networks
 from didi_instruct.sampling import planned
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
@@ -179,6 +180,41 @@ def test_a_compiled_guide_guides_alike():
     found = rgas(fast, schedule, NetworkGuide(critic, schedule, fast=True), **run)
     assert torch.equal(found.tokens, expected.tokens)
     assert all(p.grad is None for p in critic.parameters())
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["no-compiler", "compiling-fails"])
+def test_a_guide_that_cannot_be_compiled_guides_plainly(at_once, monkeypatch, caplog):
+    """Whether torch refuses when it is asked or in the first pass; said once, tried once."""
+    tried = []
+
+    def refuse(*arguments):
+        tried.append(1)
+        raise RuntimeError("There is no compiler.\nInstall one.")
+
+    say_once.cache_clear()
+    monkeypatch.setattr(networks, "compiled", refuse if at_once else lambda function: refuse)
+    plain, _, schedule = denoisers("cpu", length=12, vocab_size=300)
+    critic, _ = make("cpu", Discriminator, length=12, vocab_size=300)
+    run = {"canvas": Canvas.blank(6, 12, 299), "steps": 6, "guidance": Guidance(h_start=3.0)}
+    expected = rgas(plain, schedule, NetworkGuide(critic, schedule), **run)
+    found = rgas(plain, schedule, NetworkGuide(critic, schedule, fast=True), **run)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert tried == [1]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "A discriminator cannot be compiled here, so it runs slower: There is no compiler."
+    ]
+
+
+def test_a_guide_that_lacks_memory_says_so(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(networks, "compiled", lambda function: full)
+    critic, schedule = make("cpu", Discriminator)
+    guide, z = NetworkGuide(critic, schedule, fast=True), torch.full((2, L), V)
+    with pytest.raises(torch.OutOfMemoryError):
+        guide.score(guide.embed(z), z, torch.ones(2))
 
 
 def test_numbers_made_ahead_are_those_made_in_time():

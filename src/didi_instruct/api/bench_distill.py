@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from didi_instruct.api.bench import BenchPlan, about, open_model
+from didi_instruct.api.bench import about
+from didi_instruct.api.bench_plan import BenchPlan, open_model
 from didi_instruct.benchmarking.distillation import NaiveDidiTask, distill_case
 from didi_instruct.benchmarking.report import Bench, make_rows
 from didi_instruct.benchmarking.timing import Progress, time_cases
@@ -22,7 +23,9 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     """
     if set(plan.against) - {"plain", "naive"}:
         raise UserError("--distill compares with `plain` and `naive`: leave out the others.")
-    model = open_model(replace(plan, dtype="float32", fast=False, guided=False))
+    if plan.steps is not None or plan.wanted_sampler is not None:
+        raise UserError("--distill times iterations: leave out --steps, --guided and --sampler.")
+    model = open_model(replace(plan, dtype="float32", fast=False))
     network, length = model.network, model.config.length
     if not isinstance(network, DiT) or model.config.kind != "mdlm" or model.config.masks > 1:
         raise UserError("--distill is for masked models of the DiT family with one mask.")
@@ -34,9 +37,7 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     cuda = world.device.type == "cuda"
     bf16 = cuda if plan.dtype is None else plan.dtype == "bfloat16"
     compiled = cuda if plan.fast is None else plan.fast
-    rows: list[tuple[str, type[DidiTask], bool]] = [
-        (plan.source or str(plan.arch), DidiTask, compiled)
-    ]
+    rows: list[tuple[str, type[DidiTask], bool]] = [(plan.row, DidiTask, compiled)]
     for name in plan.against:
         rows.append((name, NaiveDidiTask if name == "naive" else DidiTask, False))
     cases = [

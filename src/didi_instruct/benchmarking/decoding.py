@@ -26,8 +26,11 @@ class StaticDecoder:
         config = model.config
         self.model, self.batch, self.length = model, batch, length
         weight = model.output_layer.linear.weight
-        shape = (config.layers, 2, batch, config.heads, length, config.hidden // config.heads)
-        self._cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        shape = (batch, config.heads, length, config.hidden // config.heads)
+        # A tensor each: compiled code that writes to a part of a tensor copies all of it.
+        self._cache = [
+            (weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.layers)
+        ]
         self._columns = torch.arange(length, device=weight.device)
         with torch.no_grad():
             self._output = pad_output(weight, model.output_layer.linear.bias, config.num_tokens)

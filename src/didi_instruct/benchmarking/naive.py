@@ -2,13 +2,15 @@
 
 Every step runs the whole network on every sample, keeps logits of all positions over the whole
 vocabulary, turns them into float64 laws, adds noise to all of (B, L, V) and takes the largest
-entries; then it keeps what was a mask. The law of the samples is that of `sampling`.
+entries; then it keeps what was a mask. The law of the samples is that of `sampling`, in any order.
 """
 
 import torch
 from torch import Tensor
 
+from didi_instruct.config.model import Order
 from didi_instruct.process.masking import posterior
+from didi_instruct.process.orders import stream_times, turns
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Denoiser
 from didi_instruct.sampling.grids import time_grid
@@ -33,13 +35,14 @@ def naive_ancestral(
     *,
     steps: int,
     generator: torch.Generator,
+    order: Order = "random",
 ) -> Tensor:
     """Ancestral sampling from `start` (B, L), which is given tokens and masks."""
-    times, alphas = _levels(schedule, steps, start.device)
+    path = _Path(schedule, start, mask_id, steps, order)
     z = start
     for n in range(steps):
-        logits = denoiser(z, _times(z, times[n]))
-        z = _step(z, logits, alphas[n + 1], alphas[n], mask_id, generator)
+        logits = denoiser(z, _times(z, path.times[n]))
+        z = path.step(z, logits, n, generator)
     return z
 
 
@@ -54,22 +57,20 @@ def naive_rgas(
     steps: int,
     generator: torch.Generator,
     guidance: Guidance | None = None,
+    order: Order = "random",
 ) -> Tensor:
     """RGAS from `start` (B, L): early steps tilt all logits, late ones re-rank candidates."""
     guidance = guidance or Guidance()
     scales = guidance.scales(steps)
-    times, alphas = _levels(schedule, steps, start.device)
-    z = start
+    path = _Path(schedule, start, mask_id, steps, order)
+    times, z = path.times, start
     for n in range(steps):
         logits = denoiser(z, _times(z, times[n]))
         if n < len(scales):
             logits = tilt_dense(guide, logits, z, mask_id, times[n], scales[n], guidance.clamp)
-            z = _step(z, logits, alphas[n + 1], alphas[n], mask_id, generator)
+            z = path.step(z, logits, n, generator)
             continue
-        candidates = [
-            _step(z, logits, alphas[n + 1], alphas[n], mask_id, generator)
-            for _ in range(guidance.candidates)
-        ]
+        candidates = [path.step(z, logits, n, generator) for _ in range(guidance.candidates)]
         scores = [_score(guide, c, times[n + 1], mask_id, guidance) for c in candidates]
         z = _pick(torch.stack(candidates), torch.stack(scores), guidance, generator)
     return z
@@ -92,15 +93,35 @@ def tilt_dense(
     return leaf.detach() + h * gradient.clamp(-clamp, clamp)
 
 
-def _step(
-    z: Tensor, logits: Tensor, alpha_s: Tensor, alpha_t: Tensor, mask_id: int, g: torch.Generator
-) -> Tensor:
-    """One step of Eq. (2) at every position, then only masks take what was drawn."""
-    p = logits.double().softmax(-1)
-    law = posterior(z, p, alpha_s.view(1, 1), alpha_t.view(1, 1), mask_id)
-    drawn = draw_dense(law, g)
-    drawn = torch.where(drawn == logits.shape[-1], mask_id, drawn)
-    return torch.where(z == mask_id, drawn, z)
+class _Path:
+    """The steps: their times, and what each of them reveals."""
+
+    def __init__(
+        self, schedule: Schedule, start: Tensor, mask_id: int, steps: int, order: Order
+    ) -> None:
+        self.mask_id = mask_id
+        self.turns: Tensor | None = None
+        """(B, L) the step that reveals each position, where chance has no say in it."""
+        if order == "streams":
+            self.turns = turns(start == mask_id, steps)
+            self.times = stream_times(schedule, steps)
+        else:
+            self.times = time_grid("uniform", steps)
+        levels = torch.tensor(self.times, dtype=torch.float64, device=start.device)
+        self.alphas = schedule.alpha(levels)
+        self.alphas[-1] = 1.0  # the last step reveals all
+
+    def step(self, z: Tensor, logits: Tensor, n: int, generator: torch.Generator) -> Tensor:
+        """Draw at every position, Eq. (2) or the token whose turn it is; masks alone take it."""
+        law, here = logits.double().softmax(-1), z == self.mask_id
+        if self.turns is None:
+            alpha_s, alpha_t = self.alphas[n + 1].view(1, 1), self.alphas[n].view(1, 1)
+            law = posterior(z, law, alpha_s, alpha_t, self.mask_id)
+        else:
+            here = here & (self.turns == n)
+        drawn = draw_dense(law, generator)
+        drawn = torch.where(drawn == logits.shape[-1], self.mask_id, drawn)
+        return torch.where(here, drawn, z)
 
 
 def _score(guide: Guide, z: Tensor, t: float, mask_id: int, guidance: Guidance) -> Tensor:
@@ -119,14 +140,6 @@ def _pick(candidates: Tensor, scores: Tensor, guidance: Guidance, g: torch.Gener
     else:
         choice = draw_dense(scores.T.softmax(-1)[:, None], g)[:, 0]
     return candidates[choice, torch.arange(len(choice), device=choice.device)]
-
-
-def _levels(schedule: Schedule, steps: int, device: torch.device) -> tuple[list[float], Tensor]:
-    """Times of an even grid, and alpha at each; the last step reveals all."""
-    times = time_grid("uniform", steps)
-    alphas = schedule.alpha(torch.tensor(times, dtype=torch.float64, device=device))
-    alphas[-1] = 1.0
-    return times, alphas
 
 
 def _times(z: Tensor, t: float) -> Tensor:

@@ -37,22 +37,22 @@ def make_rows(
     """One row per case; those that did not run have null and a note."""
     rows = []
     for case, timing in zip(cases, timings, strict=True):
-        median = timing.median
+        median, steps = timing.median, timing.steps or case.steps
         tokens = case.batch * case.length
         rows.append(
             {
                 "name": case.name,
                 "batch": case.batch,
                 "length": case.length,
-                "steps": case.steps,
+                "steps": steps,
                 **facts,
                 "seconds_median": median,
                 "seconds_min": min(timing.seconds, default=None),
                 "seconds_max": max(timing.seconds, default=None),
                 "tokens_per_second": None if median is None else tokens / median,
-                "ms_per_step": None if median is None else 1e3 * median / case.steps,
+                "ms_per_step": None if median is None else 1e3 * median / steps,
                 "peak_memory_gib": None if timing.peak is None else timing.peak / GIB,
-                "note": timing.failure,
+                "note": timing.failure or case.note,
             }
         )
     return add_ratios(rows)
@@ -96,5 +96,10 @@ def table(bench: Bench) -> "Table":
 
 
 def notes(bench: Bench) -> list[str]:
-    """Lines about rows that did not run."""
-    return [f"{row['name']} did not run: {row['note']}" for row in bench.rows if row["note"]]
+    """Lines about rows that did not run, or that differ from the others; each once."""
+    lines = []
+    for row in bench.rows:
+        if row["note"]:
+            verb = " did not run" if row["seconds_median"] is None else ""
+            lines.append(f"{row['name']}{verb}: {row['note']}")
+    return list(dict.fromkeys(lines))

@@ -10,7 +10,7 @@ from torch import Tensor
 from didi_instruct.benchmarking.decoding import StaticDecoder
 from didi_instruct.benchmarking.naive import naive_ancestral, naive_rgas
 from didi_instruct.benchmarking.timing import Case
-from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.model import ModelConfig, Order
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
@@ -24,25 +24,28 @@ from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.seeding import mix
 
 
-def floor_case(network: Denoising, start: Tensor, steps: int, *, fast: bool) -> Case:
+def floor_case(network: Denoising, start: Tensor, steps: Callable[[], int], *, fast: bool) -> Case:
     """As many passes of the trunk alone as there are steps, on the whole batch: `trunk`.
 
-    Compiled and captured if `fast`. No sampler that runs every pass can be faster.
+    `steps` are asked for in each run: some samplers take others than are wanted. Compiled and
+    captured if `fast`. No sampler that runs every pass can be faster.
     """
     sigma = torch.ones(len(start), device=start.device)
     passes: list[Callable[[], Tensor]] = []
 
     @torch.no_grad()
-    def run(_: int) -> None:
+    def run(_: int) -> int:
         if not passes:  # in the warm-up
             passes.append(_captured_trunk(network, start, sigma) if fast else plain)
-        for _ in range(steps):
+        count = steps()
+        for _ in range(count):
             passes[0]()
+        return count
 
     def plain() -> Tensor:
         return network.trunk(start, sigma)
 
-    return _case("trunk", run, start, steps, network)
+    return _case("trunk", run, start, steps(), network)
 
 
 def _captured_trunk(network: Denoising, start: Tensor, sigma: Tensor) -> Callable[[], Tensor]:
@@ -64,6 +67,7 @@ def naive_case(
     steps: int,
     discriminator: Discriminator | None = None,
     guidance: Guidance | None = None,
+    order: Order = "random",
 ) -> Case:
     """The plain way, unguided or guided by a discriminator: `naive`."""
     denoiser = NetworkDenoiser(network, schedule)
@@ -72,11 +76,13 @@ def naive_case(
     def run(seed: int) -> None:
         generator = torch.Generator(start.device).manual_seed(mix("naive", seed))
         if guide is None:
-            naive_ancestral(denoiser, schedule, start, mask_id, steps=steps, generator=generator)
+            naive_ancestral(
+                denoiser, schedule, start, mask_id, steps=steps, generator=generator, order=order,
+            )  # fmt: skip
         else:
             naive_rgas(
                 denoiser, schedule, guide, start, mask_id, steps=steps, generator=generator,
-                guidance=guidance,
+                guidance=guidance, order=order,
             )  # fmt: skip
 
     networks = (network,) if guide is None else (network, guide.discriminator)

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from didi_instruct.models.graphs import in_a_line
+
+TOO_LARGE = (RuntimeError, MemoryError)
+"""What is raised where memory ends: by torch, which may say it in many ways, and by Python."""
 Progress = Callable[[str, int, int], None]
 """Told the case that runs next, and how many of how many runs are done."""
 
@@ -19,12 +23,25 @@ class Case:
 
     name: str
     run: Callable[[int], object]
-    """Do it once; the number is a seed."""
+    """Do it once; the number is a seed. A whole number that it returns is the steps it took."""
     batch: int
     length: int
     steps: int
+    """That are expected; what a run says counts."""
     networks: tuple[nn.Module, ...] = ()
     """What it needs in memory whatever it does."""
+    note: str | None = None
+    """What a reader of the row has to know."""
+
+    @classmethod
+    def impossible(cls, name: str, batch: int, length: int, steps: int, why: Exception) -> "Case":
+        """One that could not even be built, and fails for the same reason."""
+        reason = in_a_line(why)
+
+        def run(seed: int) -> None:
+            raise RuntimeError(reason)
+
+        return cls(name=name, run=run, batch=batch, length=length, steps=steps)
 
 
 @dataclass(slots=True)
@@ -36,6 +53,8 @@ class Timing:
     """Bytes of GPU memory: its networks, what it keeps between runs, the most a run adds."""
     held: int = 0
     """Bytes that it keeps between runs."""
+    steps: int | None = None
+    """That a run took, if it said so."""
     failure: str | None = None
     """Why it did not run, in a line."""
 
@@ -78,11 +97,11 @@ def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> N
     """Run a case once; turns below 0 are the warm-up."""
     try:
         if turn < -1:
-            timing.held += _kept(case, turn, device)
+            timing.held += _kept(case, timing, turn, device)
             return
-        seconds, peak = _timed(case, turn, device)
-    except RuntimeError as error:
-        timing.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+        seconds, peak = _timed(case, timing, turn, device)
+    except TOO_LARGE as error:
+        timing.failure = in_a_line(error)
         timing.seconds.clear()
         timing.peak = None
     if timing.failure is not None:
@@ -93,7 +112,13 @@ def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> N
             timing.peak = max(timing.peak or 0, _weights(case) + timing.held + peak)
 
 
-def _timed(case: Case, seed: int, device: torch.device) -> tuple[float, int]:
+def _run(case: Case, timing: Timing, seed: int) -> None:
+    result = case.run(seed)
+    if isinstance(result, int):
+        timing.steps = result
+
+
+def _timed(case: Case, timing: Timing, seed: int, device: torch.device) -> tuple[float, int]:
     """Seconds of a run, and the bytes it added at most."""
     cuda = device.type == "cuda"
     before = 0
@@ -102,7 +127,7 @@ def _timed(case: Case, seed: int, device: torch.device) -> tuple[float, int]:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     started = time.perf_counter()
-    case.run(seed)
+    _run(case, timing, seed)
     if cuda:
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
@@ -110,7 +135,7 @@ def _timed(case: Case, seed: int, device: torch.device) -> tuple[float, int]:
     return seconds, peak
 
 
-def _kept(case: Case, seed: int, device: torch.device) -> int:
+def _kept(case: Case, timing: Timing, seed: int, device: torch.device) -> int:
     """Run untimed; return the bytes that stay with the case.
 
     By what is reserved: the memory inside of a CUDA graph is no longer counted as allocated.
@@ -118,7 +143,7 @@ def _kept(case: Case, seed: int, device: torch.device) -> int:
     empty(device)
     cuda = device.type == "cuda"
     before = torch.cuda.memory_reserved(device) if cuda else 0
-    case.run(seed)
+    _run(case, timing, seed)
     empty(device)
     return max(0, torch.cuda.memory_reserved(device) - before) if cuda else 0
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from didi_instruct.cli.files import check_target
 from didi_instruct.errors import UserError
 
 TABLE_WIDTH = 120
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 def command(
     source: Annotated[
         str | None,
-        typer.Argument(help="The model: folder, foreign checkpoint, Hugging Face id."),
+        typer.Argument(
+            help="The model: a shipped name (`stories`), a folder, a foreign checkpoint, a Hugging "
+            "Face id."
+        ),
     ] = None,
     arch: Annotated[
         str | None, typer.Option(help="A named architecture with random weights instead.")
@@ -32,7 +36,9 @@ def command(
     ] = "",
     batch: Annotated[int, typer.Option(help="Texts at once.")] = 16,
     length: Annotated[int | None, typer.Option(help="Tokens of a text; all if not said.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps per text.")] = 16,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps per text; if not said, as in didi generate.")
+    ] = None,
     sampler: Annotated[str | None, typer.Option(help="As in didi generate.")] = None,
     guided: Annotated[bool, typer.Option("--guided", help="Sample by RGAS.")] = False,
     distill: Annotated[
@@ -60,19 +66,20 @@ def command(
     """Latency and throughput beside the floor of the hardware; ratios within one run."""
     from didi_instruct.api import bench as api
     from didi_instruct.api.bench_distill import bench_distillation
+    from didi_instruct.api.bench_plan import BenchPlan
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.config.parse import apply_overrides
 
-    if json_file is not None and not json_file.parent.is_dir():
-        raise UserError(f"{json_file}: there is no folder {json_file.parent}: make it first.")
-    plan = api.BenchPlan(
+    if json_file is not None:
+        check_target(json_file)
+    plan = BenchPlan(
         source=source, arch=arch, model=apply_overrides({}, overrides or ()),
         against=tuple(name.strip() for name in against.split(",") if name.strip()),
         batch=batch, length=length, steps=steps, sampler=sampler, guided=guided, repeat=repeat,
         device=device, dtype=dtype, fast=fast,
     )  # fmt: skip
-    if distill and (sweep is not None or guided or sampler is not None):
-        raise UserError("--distill times one size: leave out --sweep, --guided and --sampler.")
+    if distill and sweep is not None:
+        raise UserError("--distill times one size: leave out --sweep.")
     with ProgressBar() as bar:
 
         def tell(stage: str, done: int, total: int) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from didi_instruct.cli.files import check_target
 from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
-from didi_instruct.data.files import refuse_target
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
@@ -141,10 +141,8 @@ def command(
 ) -> None:
     """Measure models: quality and variety of their samples, or the likelihood of text."""
     names = list(dict.fromkeys(name.strip() for name in metrics.split(",") if name.strip()))
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        raise UserError(f"--json {json_file}: give a file in a folder that exists.")
     if json_file is not None:
-        refuse_target(json_file)
+        check_target(json_file)
     if out is not None and out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, give a folder.")
     if min(sequences, draws, batch_size) < 1:

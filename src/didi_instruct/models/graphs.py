@@ -32,6 +32,11 @@ def say_once(text: str) -> None:
     logging.getLogger("didi_instruct").warning(text)
 
 
+def in_a_line(error: BaseException) -> str:
+    """What an error says first, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def why_not(network: nn.Module) -> str | None:
     """Why a network's passes cannot be captured; None: they can."""
     if not isinstance(network, DiT):
@@ -41,29 +46,41 @@ def why_not(network: nn.Module) -> str | None:
     return None
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """Where passes warm up: one for all of them, since cuBLAS keeps memory for every stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    """Let a function compile and choose its kernels."""
+    with torch.cuda.device(inputs[0].device):
+        stream = _side_stream(inputs[0].device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                function(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+
 class Captured:
-    """A function as one CUDA graph; inputs may have fewer rows than the graph."""
+    """A warm function as one CUDA graph; inputs may have fewer rows than the graph's buffers."""
 
     def __init__(
-        self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: Any = None
+        self, function: Callable[..., Tensor], buffers: tuple[Tensor, ...], pool: Any = None
     ) -> None:
-        self.inputs = tuple(tensor.clone() for tensor in inputs)
-        device = self.inputs[0].device
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    function(*self.inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize()
+        self.buffers = buffers
+        with torch.cuda.device(buffers[0].device):
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.output = function(*self.inputs)
+                self.output = function(*buffers)
+        self.pool = self.graph.pool()
+        """Memory that other graphs may share, if none runs while the result of another counts."""
 
     def __call__(self, *values: Tensor) -> Tensor:
         """Run; the result is overwritten by the next call."""
-        for buffer, value in zip(self.inputs, values, strict=True):
+        for buffer, value in zip(self.buffers, values, strict=True):
             buffer[: len(value)].copy_(value)
         self.graph.replay()
         return self.output[: len(values[0])]
@@ -79,15 +96,21 @@ def capture(
     """
     if not inputs[0].is_cuda:
         return function
-    for name, attempt in (("compiled", compiled(function, dynamic=False)), ("captured", function)):
+    # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
+    buffers = tuple(tensor.clone() for tensor in inputs)
+    for name in ("compiled", "captured"):
+        begun = False
         try:
             with torch.no_grad():
-                return Captured(attempt, inputs, pool)
+                attempt = compiled(function, dynamic=False) if name == "compiled" else function
+                _warm_up(attempt, buffers)
+                begun = True
+                return Captured(attempt, buffers, pool)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler, the driver or its libraries raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            say_once(f"A pass cannot be {name} here, so it runs slower: {reason}")
+            say_once(f"A pass cannot be {name} here, so it runs slower: {in_a_line(error)}")
+            pool = None if begun else pool  # a capture that broke off may still hold it
     return function
 
 
@@ -143,10 +166,10 @@ class GraphedDiT:
         if (size, length) not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            if self._pool is None and tokens.is_cuda:
-                self._pool = torch.cuda.graph_pool_handle()
             inputs = tuple(grown(v, size) if len(v) == rows else v for v in values)
-            self._graphs[size, length] = capture(self._begin, inputs, self._pool)
+            graph = capture(self._begin, inputs, self._pool)
+            self._graphs[size, length] = graph
+            self._pool = graph.pool if isinstance(graph, Captured) else None
         return self._graphs[size, length](*values)
 
     def _begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:

@@ -1,12 +1,14 @@
 """Our networks as the callables that samplers take."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.graphs import GraphedDiT
+from didi_instruct.models.graphs import GraphedDiT, in_a_line, say_once
 from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.layers import upcast
 from didi_instruct.process.schedule import Schedule
@@ -76,7 +78,10 @@ class NetworkGuide:
         self, discriminator: Discriminator, schedule: Schedule, *, fast: bool = False
     ) -> None:
         self.discriminator, self.schedule = discriminator.eval(), schedule
-        self._run = compiled(discriminator.requires_grad_(False)._run) if fast else None
+        if fast:
+            discriminator.requires_grad_(False)
+        self._compiles = fast
+        self._run: Any = None
 
     @property
     def embedding(self) -> Tensor:
@@ -90,8 +95,20 @@ class NetworkGuide:
     def score(self, embeddings: Tensor, z: Tensor, t: Tensor) -> Tensor:
         """Log-ratio (B, L) at every position; z tells which ones are padding."""
         attended, sigma = split_padding(z)[1], self.schedule.sigma(t)
+        if self._compiles:
+            try:
+                return self._score_compiled(embeddings, sigma, attended)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever the compiler raises
+                reason = in_a_line(error)
+                say_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
+                self._compiles, self._run = False, None
+        return self.discriminator(None, sigma, embeddings=embeddings, attention_mask=attended)
+
+    def _score_compiled(self, embeddings: Tensor, sigma: Tensor, attended: Tensor | None) -> Tensor:
         if self._run is None:
-            return self.discriminator(None, sigma, embeddings=embeddings, attention_mask=attended)
+            self._run = compiled(self.discriminator._run)
         hidden = self._run(None, self.discriminator.condition(sigma), attended, embeddings)
         return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)
 
