@@ -2,7 +2,7 @@
 # The models and tables of docs/results.md, stage by stage, on one GPU:
 #   DATA=prepared/ SOURCE=stories15m/ OUT=runs/stories experiments/stories.sh teacher
 # DATA is a folder of `didi data prepare --rows document --length 256 --tokenizer bpe:4096`, SOURCE
-# the causal LM whose stories they are. STEPS=4,8 are the budgets that `compare` and `plain` look at.
+# the causal LM whose stories they are, REAL a text with a real story on each line. STEPS=4,8 are the budgets that `compare` and `plain` look at.
 # FEW=1 makes everything tiny, to see that it runs.
 set -euo pipefail
 : "${DATA:?}" "${OUT:=runs/stories}" "${SEED:=0}"
@@ -14,7 +14,7 @@ if [[ -n "${FEW:-}" ]]; then
   shape=(--set model.layers=1 --set model.hidden=32 --set model.heads=2 "${tiny[@]}")
   tiny+=(--set watch.samples=8 --set reference.rows=64 --set reference.steps=4
     --set token_matching.warmup=1 --set discriminator.warmup=1)
-  num=16 steps=4 most=8
+  num=64 steps=4 most=8
 fi
 judge=(--judge "${SOURCE:-}" --judge-temperature 0.8 --judge-collapse-spaces --judge-end "<s>" --judge-beyond uniform)
 
@@ -45,5 +45,11 @@ case "$1" in
     $DIDI eval "${sources[@]}" --against "$OUT/teacher" --most-steps "$most" --steps "$steps" --num "$num" \
       --metrics ppl,entropy,path-kl,unique-4gram,self-bleu "${sweep[@]}" "${judge[@]}" --batch-size 512 \
       --out "$OUT/compare" --json "$OUT/$1.json" ;;
+  confirm) # by a fresh network that tells samples from stories, one that learns the samples, and MAUVE
+    sources=() && for model in "${@:2}"; do sources+=("$OUT/$model"); done
+    $DIDI eval "${sources[@]}" --steps "$steps" --num "$num" --metrics ppl,entropy,path-kl,c2st,ar-kl \
+      --ar-start "$OUT/ar" "${judge[@]}" --reference "$DATA" --batch-size 512 --out "$OUT/compare" --json "$OUT/confirm.json"
+    $DIDI eval "${sources[@]}" --steps "$steps" --num "$num" --metrics ppl,entropy,mauve "${judge[@]}" \
+      --reference "${REAL:-$DATA}" --documents line --batch-size 512 --out "$OUT/compare" --json "$OUT/mauve.json" ;;
   *) echo "unknown stage $1" >&2; exit 2 ;;
 esac

@@ -351,7 +351,12 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
             ["words", "--metrics", "mauve", "--judge", "oracle", "--reference", "oracle"],
             "features of a causal language model",
         ),
-        (["words", "--metrics", "ar-kl", "--judge", "judge"], "knows the likelihood of tokens"),
+        (["words", "--metrics", "ar-kl", "--judge", "words"], "knows the likelihood of texts"),
+        (["words", "--metrics", "entropy", "--ar-start", "words"], "add it to --metrics"),
+        (
+            ["words", "--metrics", "ar-kl", "--judge", "oracle", "--ar-start", "words"],
+            "words is no left-to-right model of didi",
+        ),
         (["words", "--metrics", "ar-kl", "--judge", "oracle", "--num", 63], "needs 64 samples"),
         (["words", "--metrics", "c2st", "--reference", "oracle", "--num", 9], "needs 64 samples"),
         (["words", *JUDGED, "./gone"], "./gone: no such folder"),

@@ -3,12 +3,14 @@ import math
 import pytest
 import torch
 
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation import fitting
 from didi_instruct.evaluation.ar_bound import ar_kl
 from didi_instruct.evaluation.fitting import Split
 from didi_instruct.evaluation.paths import path_kl
+from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -38,6 +40,37 @@ def random_tokens(count=300, length=6, num_tokens=5, seed=0):
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
+
+
+def test_a_model_that_knows_the_language_makes_the_bound_tighter():
+    """Independent words, of which few samples are at hand; the start learned from many others.
+
+    From nothing the bound is at least 0.1 nats lower; with the start it is near the exact KL, and
+    below it but for |z| < 4 (6e-5).
+    """
+    language = OracleLanguage.tiny()
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)
+    log_q = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()[texts].sum(1)
+    exact = (log_q.exp() * (log_q - language.log_prob(texts))).sum().item()
+    rows = torch.multinomial(log_q.exp(), 9000, replacement=True, generator=generator(2))
+    many, few = texts[rows[:8000]], texts[rows[8000:]]
+    config = ModelConfig(
+        kind="ar", layers=1, hidden=16, heads=2, vocab_size=4, length=4, learned_positions=True
+    )
+    torch.manual_seed(0)
+    start = ARModel(config)
+    split = Split.draw(len(many), 0)
+    learner = fitting.Learner(1, 16, 2, 200, 64, 1e-2, 0)
+    fitting.fit(start, lambda r: -start.log_prob(many[r]) / 4, split, learner, 4096, None)
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    nats = -language.log_prob(few)
+    begun = ar_kl(few, nats, 3, **TINY | {"steps": 5, "lr": None}, start=start)
+    fresh = ar_kl(few, nats, 3, **TINY | {"steps": 5, "lr": None})
+    assert exact - 4 * begun.se - 0.05 < begun.kl_lower < exact + 4 * begun.se
+    assert fresh.kl_lower < begun.kl_lower - 0.1
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+    with pytest.raises(UserError, match="knows 3 tokens and 4 positions"):
+        ar_kl(random_tokens(), torch.ones(300), 5, **TINY, start=start)
 
 
 def test_the_bound_reaches_the_enumerated_kl_where_the_law_is_easy_to_learn():

@@ -12,6 +12,7 @@ from didi_instruct.config.parse import parse
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.evaluation.judges import CausalJudge, Judge
+from didi_instruct.evaluation.rows import knows_texts
 from didi_instruct.evaluation.token_judges import TokenJudge
 
 
@@ -95,18 +96,19 @@ def check_needs(
         )
     if "mauve" in metrics and find_spec("mauve") is None:
         raise MissingExtraError("The metric mauve", "eval")
-    if "ar-kl" in metrics and judge is not None and not judge.exact:
+    if "ar-kl" in metrics and judge is not None and not knows_texts(judge):
         raise UserError(
-            f"The metric ar-kl needs a judge that knows the likelihood of tokens, and {judge.name} "
-            "does not: use `oracle` or a left-to-right model of didi."
+            f"The metric ar-kl needs a judge that knows the likelihood of texts, and {judge.name} "
+            "does not: use `oracle` or a left-to-right model."
         )
     if models and isinstance(judge, TokenJudge):
         judge.check_tokenizer(models[0].source, models[0].tokenizer_hash)
         for model in models:
             judge.check_ends(model.source, model.config.end_id)
-    if "path-kl" in metrics and isinstance(judge, CausalJudge) and judge.end is None:
+    priced = [name for name in ("path-kl", "ar-kl") if name in metrics]
+    if priced and isinstance(judge, CausalJudge) and judge.end is None:
         for model in (model for model in models if model.ends):
             raise UserError(
                 f"{model.source} writes texts that end, and the judge {judge.name} has no token "
-                "for that, whose price the metric path-kl needs: name one with --judge-end."
+                f"for that, whose price the metric {priced[0]} needs: name one with --judge-end."
             )

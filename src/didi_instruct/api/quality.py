@@ -6,9 +6,10 @@ from pathlib import Path
 
 from didi_instruct.api.candidates import Candidate, candidates
 from didi_instruct.api.model import load
+from didi_instruct.api.open import open_source
 from didi_instruct.api.plan import Plan, check_metrics
 from didi_instruct.api.reference import OF_TEXT, Like, open_reference
-from didi_instruct.api.studio import Studio
+from didi_instruct.api.studio import Studio, fingerprint
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -16,8 +17,17 @@ from didi_instruct.evaluation.comparison import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.kept import content_key
-from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Reference, Row, Yardstick
+from didi_instruct.evaluation.rows import (
+    METRICS,
+    Begun,
+    Measured,
+    Progress,
+    Reference,
+    Row,
+    Yardstick,
+)
 from didi_instruct.evaluation.samples import SampleSet, read_samples
+from didi_instruct.models.ar import ARModel
 from didi_instruct.training.world import pick_device
 
 __all__ = ["Plan", "Quality", "Studio", "check_metrics", "evaluate_quality"]
@@ -57,13 +67,15 @@ def evaluate_quality(
     against: str | None = None,
     samples: Sequence[Path] = (),
     tokenizer: str | None = None,
+    ar_start: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Quality:
     """Draw from models (or read saved samples), measure, and compare with a baseline.
 
     `reference` is text or a file of samples. `tokenizer` is for models that bring none; beside
-    saved samples alone, it reads the text of the reference.
+    saved samples alone, it reads the text of the reference. `ar_start` is a left-to-right model
+    that the metric ar-kl begins with.
     """
     check_metrics(metrics, judge is not None, reference is not None)
     if not sources and not samples:
@@ -74,6 +86,10 @@ def evaluate_quality(
     models = candidates([*sources, *([against] if against else [])], tokenizer)
     if sets:
         check_comparable(sets, metrics, plan.num if models else None)
+    begun = None
+    if ar_start is not None:
+        spoken = models[0].tokenizer_hash if models else sets[0].origin.tokenizer
+        begun = _begun(ar_start, spoken)
     rivals: list[SampleSet] = []
     for candidate in models:
         source = candidate.source
@@ -93,6 +109,7 @@ def evaluate_quality(
         num_tokens=_vocabulary(models, [*sets, *([text] if text else [])]),
         seed=plan.seed % (1 << 63),
         device=str(pick_device(device)),
+        ar_start=begun,
     )
     wanted = [
         *((s, metrics) for s in (*sets, *rivals)),
@@ -109,6 +126,17 @@ def evaluate_quality(
         reference={} if text is None else _real(found[-1].row, text, len(sets[0]), metrics),
         samples=(*sets, *rivals),
     )
+
+
+def _begun(source: str, tokenizer: str | None) -> Begun:
+    """A left-to-right model to begin with, if it speaks the tokens of the samples."""
+    loaded = open_source(source)
+    if not isinstance(loaded.model, ARModel):
+        raise UserError(f"{source} is no left-to-right model of didi: train one (stories-ar).")
+    own = loaded.tokenizer.hash if loaded.tokenizer else None
+    if own != tokenizer:
+        raise UserError(f"{source} and the samples have different tokenizers: train one on theirs.")
+    return Begun(loaded.model, fingerprint(source))
 
 
 Wanted = tuple[SampleSet, Sequence[str]]

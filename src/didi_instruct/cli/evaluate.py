@@ -101,6 +101,14 @@ def command(
     samples: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Saved samples; may be repeated.")
     ] = None,
+    ar_start: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="For ar-kl: a left-to-right model of didi to begin with, which learns the samples "
+            "from there. It must not have seen them.",
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -174,6 +182,8 @@ def command(
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
     check_metrics(names, judge is not None, reference is not None)
+    if ar_start is not None and "ar-kl" not in names:
+        raise UserError("--ar-start is what the metric ar-kl begins with: add it to --metrics.")
     plan = Plan(
         steps=budgets,
         most_steps=most_steps,
@@ -208,6 +218,7 @@ def command(
         samples or [],
         out,
         reading=reading,
+        ar_start=ar_start,
         **common,
     )
 
@@ -256,6 +267,7 @@ def _quality(
     *,
     reading: "ReadOptions",
     tokenizer: str | None,
+    ar_start: str | None,
     json_file: Path | None,
     device: str | None,
 ) -> None:
@@ -286,6 +298,7 @@ def _quality(
             against=against,
             samples=samples,
             tokenizer=tokenizer,
+            ar_start=ar_start,
             device=device,
             progress=lambda stage, done, total: bar.update(
                 stage, done, total, "rows" if stage.startswith("Drawing") else "texts"

@@ -30,6 +30,10 @@ from didi_instruct.evaluation.fitting import (
     check_tokens,
     fit_ar,
 )
+from didi_instruct.models.ar import ARModel
+
+FROM_NOTHING, FROM_A_MODEL = 2e-3, 3e-4
+"""Learning rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +67,19 @@ def ar_kl(
     heads: int = 4,
     steps: int = 2000,
     batch_size: int = 64,
-    lr: float = 2e-3,
+    lr: float | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    start: ARModel | None = None,
 ) -> ArBound:
     """Bound KL(sampler || judge) from below, given samples and the judge's -log p of each.
 
     Samples are independent draws. `counts` tells how many tokens of a row are read, where a text
     ends before it: its end included, which the judge's nats then are as well. The samples are
-    split, and the model made and trained, by the seed.
+    split, and the model made and trained, by the seed. With `start` it is a copy of that model
+    that learns: of few samples of real language, one that knows it already learns more. It must
+    never have seen these samples.
 
     Shapes: samples (N, L), ids below `num_tokens`; judge_nats and counts (N,).
     """
@@ -83,10 +90,11 @@ def ar_kl(
     if not bool(nats.isfinite().all()):
         raise UserError("The judge gave a sample no finite -log p: use another judge, or float32.")
     split = Split.draw(len(samples), seed)
-    learner = Learner(layers, hidden, heads, steps, batch_size, lr, seed)
+    rate = lr or (FROM_NOTHING if start is None else FROM_A_MODEL)
+    learner = Learner(layers, hidden, heads, steps, batch_size, rate, seed)
     tokens = samples.long().to(device)
     read = check_counts(counts, tokens)
-    log_prob, best_step = fit_ar(tokens, split, num_tokens, learner, progress, read)
+    log_prob, best_step = fit_ar(tokens, split, num_tokens, learner, progress, read, start)
     own, judged = -log_prob(split.held_out), nats[split.held_out]
     gaps = judged - own
     return ArBound(

@@ -5,6 +5,7 @@ little was learned, so long as no row that is measured on was ever learned from 
 one that depends on it.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,10 +99,12 @@ def fit_ar(
     learner: Learner,
     progress: Progress | None,
     counts: Tensor | None = None,
+    start: ARModel | None = None,
 ) -> tuple[Callable[[Tensor], Tensor], int]:
     """Train an AR model on rows of `tokens` (N, L), where they are.
 
-    With `counts` (N,) only so many of the first tokens of each row are learned and priced.
+    With `counts` (N,) only so many of the first tokens of each row are learned and priced. It
+    begins as a copy of `start`, which knows such text already, or from nothing.
 
     Return its log-probability as a function of row numbers, (R,) -> (R,) float64, and the step of
     training that it comes from.
@@ -116,8 +119,12 @@ def fit_ar(
         length=length,
         learned_positions=True,
     )
-    with learner.weights():
-        model = ARModel(config).to(tokens.device)
+    if start is None:
+        with learner.weights():
+            model = ARModel(config).to(tokens.device)
+    else:
+        _check_start(start, num_tokens, length)
+        model = copy.deepcopy(start).float().to(tokens.device).requires_grad_(True)
     at_once = LOGITS_AT_ONCE // (length * num_tokens)
 
     def nats_per_token(rows: Tensor) -> Tensor:
@@ -200,6 +207,17 @@ def check_tokens(tokens: Tensor, num_tokens: int, name: str) -> None:
     if tokens.min() < 0 or tokens.max() >= num_tokens:
         raise UserError(
             f"{name} hold ids outside 0 to {num_tokens - 1}: masks and padding are not text."
+        )
+
+
+def _check_start(start: ARModel, num_tokens: int, length: int) -> None:
+    """Refuse a model that cannot read the samples."""
+    config = start.config
+    if config.num_tokens != num_tokens or config.length < length:
+        raise UserError(
+            f"The left-to-right model to begin with knows {config.num_tokens} tokens and "
+            f"{config.length} positions, the samples have {num_tokens} and {length}: use one that "
+            "was trained on the same tokens."
         )
 
 

@@ -53,11 +53,13 @@ def judge_once(name: str, judge: str, make: Callable[[], Scores], folder: Path) 
 def _depends_on(name: str, yardstick: Yardstick) -> list[Any]:
     """What a value depends on beside the samples."""
     metric, judge, reference = METRICS[name], yardstick.judge, yardstick.reference
+    begun = [yardstick.ar_start.fingerprint] if name == "ar-kl" and yardstick.ar_start else []
     return [
         judge.fingerprint if metric.per_judge and judge else None,
         reference.fingerprint if metric.reference and reference else None,
         yardstick.seed,
         yardstick.num_tokens if metric.learns else None,
+        *begun,
     ]
 
 

@@ -27,6 +27,7 @@ from didi_instruct.evaluation.judges import CausalJudge, DiffusionJudge, Judge, 
 from didi_instruct.evaluation.mauve import mauve_score
 from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
 from didi_instruct.evaluation.two_sample import two_sample
+from didi_instruct.models.ar import ARModel
 
 Row = dict[str, Any]
 AR_STEPS, TEST_STEPS = 2000, 1000
@@ -61,6 +62,16 @@ class Yardstick:
     seed: int = 0
     """Of the intervals, and of the networks that are trained to measure."""
     device: str = "cpu"
+    ar_start: "Begun | None" = None
+    """What the AR-entropy bound begins with, if not with nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A left-to-right model that knows the language of the samples, and has not seen them."""
+
+    network: ARModel
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,27 +286,41 @@ def _too_long(judge: Judge, cut: int) -> str:
     )
 
 
+def knows_texts(judge: Judge) -> bool:
+    """Whether a judge gives texts their likelihood, not a bound of it.
+
+    A causal LM gives that of one way to cut a text into its tokens, which is nearly all of it for
+    texts such as its own; what it misses makes path KL and the AR bound too high (`…_exact`).
+    """
+    return judge.exact or isinstance(judge, CausalJudge)
+
+
 def _ar_bound(m: Measuring) -> Measured:
     y = m.yardstick
     assert y.judge is not None
-    if not y.judge.exact:
+    if not knows_texts(y.judge):
         raise UserError(
-            f"The AR-entropy bound needs a judge that knows the likelihood of tokens, which "
-            f"{y.judge.name} does not: use `oracle` or a left-to-right model of didi, "
+            f"The AR-entropy bound needs a judge that knows the likelihood of texts, which "
+            f"{y.judge.name} does not: use `oracle` or a left-to-right model, "
             "or leave out the metric ar-kl."
         )
+    scores = m.scores(ending=True)
+    if scores.cut:
+        return _nothing("ar_kl", _too_long(y.judge, scores.cut))
     found = ar_kl(
         constant_after_end(m.samples.tokens, m.samples.lengths),
-        m.scores(ending=True).nats,
+        scores.nats,
         y.num_tokens,
         counts=with_end(m.samples.tokens, m.samples.lengths),
         steps=AR_STEPS,
         seed=y.seed,
         device=torch.device(y.device),
         progress=lambda step: m.tell("AR-entropy bound", step, AR_STEPS),
+        start=y.ar_start.network if y.ar_start else None,
     )
     return Measured(
         {
+            "ar_kl_exact": y.judge.exact,
             "ar_kl": found.kl_lower,
             "ar_kl_se": found.se,
             "ar_kl_ci95": around(found.kl_lower, found.se),
