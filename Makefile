@@ -26,7 +26,7 @@ test: setup
 
 # Every table and figure of the paper, tiny: that they can be made, not what they say.
 reproduce: setup
-	$(BIN)/didi reproduce all --scale toy --out out/toy
+	OMP_NUM_THREADS=1 $(BIN)/didi reproduce all --scale toy --out out/toy
 
 lint: setup
 	$(BIN)/ruff check .
