@@ -9,9 +9,8 @@ from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.reproduce.anova import Parameter, importances, latin_hypercube
 
 H = Parameter(name="h", scale="linear", low=-1, high=1)
-RATE = Parameter(name="rate", scale="log", low=0.01, high=100)
+RATE = Parameter(name="rate", scale="linear", low=20, high=60)
 M = Parameter(name="m", scale="integer", low=1, high=32)
-KIND = Parameter(name="kind", scale="choice", choices=("a", "b", "c"))
 POINTS = 200
 
 
@@ -25,12 +24,11 @@ def shares(parameters, function, seed=0, **options):
 
 
 def test_every_part_of_a_range_holds_one_point():
-    points = latin_hypercube([H, RATE, M, KIND], 96, seed=3)
+    points = latin_hypercube([H, RATE, M], 96, seed=3)
     for parameter in (H, RATE):
         parts = sorted(math.floor(96 * parameter.place(point[parameter.name])) for point in points)
         assert parts == list(range(96))
     assert sorted(point["m"] for point in points) == sorted(list(range(1, 33)) * 3)
-    assert sorted(point["kind"] for point in points) == ["a"] * 32 + ["b"] * 32 + ["c"] * 32
 
 
 def test_a_seed_is_a_design():
@@ -38,16 +36,13 @@ def test_a_seed_is_a_design():
     assert latin_hypercube([H, M], 8, 1) != latin_hypercube([H, M], 8, 2)
 
 
-@pytest.mark.parametrize("parameter", [H, RATE, M, KIND], ids=lambda p: p.scale)
+@pytest.mark.parametrize("parameter", [H, RATE, M], ids=lambda p: p.name)
 def test_a_value_lies_where_it_was_taken(parameter):
-    """Of whole numbers and choices, which take parts of the range, in the middle of the part."""
+    """Of whole numbers, which take parts of the range, in the middle of the part."""
     for place in (0.1, 0.5, 0.9):
         value = parameter.at(place)
         assert parameter.at(parameter.place(value)) == pytest.approx(value)
-    assert [parameter.at(0), parameter.at(1)] == {
-        "linear": [-1, 1], "log": pytest.approx([0.01, 100]), "integer": [1, 32],
-        "choice": ["a", "c"],
-    }[parameter.scale]  # fmt: skip
+    assert [parameter.at(0), parameter.at(1)] == [parameter.low, parameter.high]
 
 
 # The shares
@@ -56,21 +51,13 @@ def test_a_value_lies_where_it_was_taken(parameter):
 def test_shares_of_a_sum_are_those_of_its_parts():
     """2 u + v with u, v even in [0, 1] has the variances 4/12 and 1/12: shares 0.8 and 0.2.
 
-    u is the place of a logarithmic setting, v that of a whole number, (k - 1/2) / 32 with variance
+    u is the place of a real setting, v that of a whole number, (k - 1/2) / 32 with variance
     (1 - 1/1024) / 12. Tolerance 0.04: over ten seeds the error was 0.03 at most.
     """
     found = shares([RATE, M], lambda p: 2 * RATE.place(p["rate"]) + M.place(p["m"]))
     assert found.shares["rate"] == pytest.approx(0.8, abs=0.04)
     assert found.shares["m"] == pytest.approx(0.2, abs=0.04)
     assert found.rest == pytest.approx(1 - sum(found.shares.values()))
-    assert sum(found.relative.values()) == pytest.approx(1)
-
-
-def test_a_choice_counts_as_often_as_it_is_taken():
-    """Of h + 1[kind = a]: variances 1/3, 2/9: 0.6 and 0.4; by a fair coin 0.57."""
-    found = shares([H, KIND], lambda p: p["h"] + (p["kind"] == "a"))
-    assert found.shares["h"] == pytest.approx(0.6, abs=0.02)
-    assert found.shares["kind"] == pytest.approx(0.4, abs=0.02)
 
 
 def test_what_acts_only_together_is_no_main_effect():
@@ -104,10 +91,7 @@ def test_errors_say_how_far_another_design_may_be():
     [
         {"scale": "linear", "low": 2, "high": 2},
         {"scale": "linear", "low": 0, "high": math.inf},
-        {"scale": "log", "low": 0, "high": 1},
         {"scale": "integer", "low": 0.5, "high": 3},
-        {"scale": "choice", "choices": ("a",)},
-        {"scale": "choice", "choices": ("a", "a")},
     ],
 )
 def test_a_range_that_holds_nothing_is_refused(wrong):

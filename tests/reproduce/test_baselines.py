@@ -10,15 +10,20 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.reproduce.baselines import (
     METRICS,
+    STREAMS,
+    WARM,
     WAYS,
     baseline_rows,
+    gains,
     settings_of,
     summary,
     winners,
+    without_vsf,
 )
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.equal_terms import Terms
-from didi_instruct.reproduce.minutes import training_minutes
+from didi_instruct.reproduce.figures import PALETTE
+from didi_instruct.reproduce.minutes import learning, training_minutes, training_texts
 
 from .small_models import LANGUAGE, config_of, save
 
@@ -47,9 +52,10 @@ def test_all_have_the_same_budgets_and_the_same_sweep():
     for way in WAYS:
         mine = [s for s in found if s.method == way.method]
         budgets = [None] if way.own_steps else [4, 8, *([32] if way is WAYS[0] else [])]
-        assert [(s.steps, (s.temperature, s.top_p)) for s in mine] == [
-            (nfe, point) for nfe in budgets for point in sweep
-        ]
+        warm = [(WARM, 1.0)] if way.method in (WAYS[0].method, STREAMS) else []
+        assert sorted((s.steps or 0, (s.temperature, s.top_p)) for s in mine) == sorted(
+            (nfe or 0, point) for nfe in budgets for point in (*sweep, *warm)
+        )
 
 
 def test_a_student_of_dimo_starts_as_it_was_distilled(tmp_path):
@@ -59,6 +65,13 @@ def test_a_student_of_dimo_starts_as_it_was_distilled(tmp_path):
     assert student.options == {"random": 0.25, "noise": 0.5}
     (student,) = [s for s in settings_of(models | {"dimo": "hub/id"}, (2,)) if s.method == "DiMO"]
     assert student.options == {}
+
+
+def test_many_steps_have_a_model_of_their_own_where_there_is_one():
+    models = {"teacher": "t", "didi": "few", "didi-late": "many"}
+    found = settings_of(models, (8, 32), late_from=32)
+    assert {s.steps: s.source for s in found if s.more["role"] == "didi"} == {8: "few", 32: "many"}
+    assert {s.source for s in found if s.more["role"] == "teacher"} == {"t"}
 
 
 def test_without_a_teacher_there_is_nothing_to_compare_with():
@@ -74,9 +87,12 @@ def rows(tmp_path_factory):
     """Random models; the student is a copy of the teacher."""
     folder = tmp_path_factory.mktemp("models")
     masked = {role: save(folder / role, config_of()) for role in ("teacher", "sdtt", "dimo")}
-    others = {role: save(folder / role, config_of(role)) for role in ("ar", "duo")}
-    log = [{"step": 30, "iterations_per_second": 0.5}]
-    (folder / "sdtt" / "log.jsonl").write_text(json.dumps(log[0]) + "\n")
+    kinds = {"ar": "ar", "duo": "duo", "duo-teacher": "duo"}
+    others = {role: save(folder / role, config_of(kind)) for role, kind in kinds.items()}
+    for role, steps in (("sdtt", 30), ("duo", 30), ("duo-teacher", 60)):
+        write_log(folder / role, {"step": steps, "iterations_per_second": 0.5})
+    train = {"train": {"steps": 60, "batch_size": 8}}
+    (folder / "sdtt" / "recipe.yaml").write_text(yaml.safe_dump(train))
     terms = Terms(
         out=folder / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=8, device="cpu"
     )
@@ -91,60 +107,118 @@ def of(rows, method, nfe=None):
 
 
 def test_a_student_that_is_its_teacher_gains_nothing(rows):
-    for own, copy in zip(of(rows, "MDLM, ancestral"), of(rows, "SDTT"), strict=False):
+    at = ("nfe", "temperature", "top_p")
+    owns = {tuple(row[name] for name in at): row for row in of(rows, "MDLM, ancestral")}
+    for copy in of(rows, "SDTT"):
+        own = owns[tuple(copy[name] for name in at)]
         for name in ("ppl", "entropy", "path_kl", "self_bleu", "unique_4gram"):
             assert copy[name] == own[name]
+        assert copy["path_kl_vs_baseline"] == own["path_kl_vs_baseline"] >= 0
     assert [row["vsf"] for row in of(rows, "SDTT")] == pytest.approx([1] * 4)
-    for nfe in (2, 4):  # its best setting is the baseline's
-        assert min(row["path_kl_vs_baseline"] for row in of(rows, "SDTT", nfe)) == 0
+    for nfe in (2, 4):
+        assert min(row["path_kl_vs_baseline"] for row in of(rows, WAYS[0].method, nfe)) == 0
     assert all(row["is_baseline"] == (row["method"] == "MDLM, ancestral") for row in rows)
+
+
+def test_every_row_stands_beside_the_teacher_in_streams_too(rows):
+    """The second baseline lies on its own frontier and closes nothing of its own gap."""
+    for nfe in (2, 4):
+        streams = of(rows, "MDLM, streams order", nfe)
+        assert [row["streams_vsf"] for row in streams] == pytest.approx([1] * 3)
+        best = min(row["path_kl"] for row in streams)
+        plain = of(rows, "MDLM, ancestral", nfe)
+        for row in (*streams, *plain):
+            assert row["streams_path_kl_vs_baseline"] == pytest.approx(row["path_kl"] - best)
+    assert not any("streams_passes" in name or "streams_vsf_passes" in name for name in rows[0])
+
+
+def test_guidance_is_paid_at_equal_passes(rows):
+    """One model, one sampler: equal passes are equal NFE, and both ratios are one."""
+    for row in of(rows, "MDLM, ancestral", 4):
+        assert (row["vsf"], row["vsf_passes"]) == pytest.approx((1, 1))
 
 
 def test_costs_stand_beside_the_quality(rows):
     """Thirty steps at half a step per second are a minute."""
     assert {row["training_minutes"] for row in of(rows, "SDTT")} == {1.0}
     assert {row["training_minutes"] for row in of(rows, "DiMO")} == {None}
+    assert {row["chain_minutes"] for row in of(rows, "SDTT")} == {1.0}
+    assert {row["training_texts"] for row in of(rows, "SDTT")} == {60 * 8}
+    assert {row["chain_minutes"] for row in of(rows, "DUO distilled")} == {3.0}, "1 + 2"
     for row in rows:
         assert (row["tokens_per_second"] is None) == (row["temperature"] != 1)
         assert (row["num_samples"], row["seed"]) == (8, 0)
     assert {row["nfe"] for row in of(rows, "AR, the same trunk")} == {32}
 
 
-def made(method, nfe, temperature, ppl, vsf, path_kl, own_steps=False):
+def made(method, nfe, temperature, ppl, vsf, path_kl, own_steps=False, seed=0, wide=0.2):
+    ends = {
+        f"{name}_ci95": None if value is None else [value - wide, value + wide]
+        for name, value in (("vsf", vsf), ("path_kl", path_kl))
+    }
     return {
         "method": method, "nfe": nfe, "temperature": temperature, "top_p": 1.0, "ppl": ppl,
         "entropy": 5.0 - 1 / ppl, "vsf": vsf, "path_kl": path_kl, "own_steps": own_steps,
         "role": "teacher" if method == "base" else method, "is_baseline": method == "base",
+        "seed": seed, **ends,
     }  # fmt: skip
 
 
+BELOW = "entropy 4.9 is below all that the baseline reaches (5 to 6)"
 MADE = [
     made("base", 8, 1.0, 50.0, 1.0, 9.0),
     made("base", 8, 0.9, 40.0, 1.0, 8.0),
     made("sdtt", 8, 1.0, 45.0, 1.1, 7.0),
     made("sdtt", 8, 0.9, 30.0, 0.8, 7.5),
-    made("rgas", 8, 1.0, 20.0, None, None),
+    made("rgas", 8, 1.0, 20.0, None, None) | {"vsf_note": BELOW},
     made("ar", 256, 1.0, 10.0, 0.1, 0.1, own_steps=True),
 ]
 
 
-def test_the_best_setting_stands_beside_the_plain_one():
+def test_the_lowest_path_kl_stands_beside_the_plain_setting():
+    """The plain setting keeps its own vsF: a best one would be chosen on its own samples."""
     rows = {row["method"]: row for row in summary(MADE)}
+    assert (rows["base"]["path_kl"], rows["base"]["lowest_path_kl"]) == (9.0, 8.0)
+    assert rows["base"]["lowest_path_kl_ci95"] == [7.8, 8.2]
+    assert rows["base"]["lowest_path_kl_at"] == [0.9, 1.0]
     assert (rows["sdtt"]["ppl"], rows["sdtt"]["vsf"]) == (45.0, 1.1)
-    assert (rows["sdtt"]["best_at"], rows["sdtt"]["best_vsf"]) == ([0.9, 1.0], 0.8)
-    assert rows["sdtt"]["best_path_kl"] == 7.5
-    assert (rows["rgas"]["best_at"], rows["rgas"]["best_vsf"]) == ([1.0, 1.0], None)
-    other = {row["method"]: row for row in summary(MADE, ("path_kl",))}
-    assert (other["sdtt"]["best_at"], other["sdtt"]["best_path_kl"]) == ([1.0, 1.0], 7.0)
+    assert rows["rgas"]["lowest_path_kl"] is None
 
 
-def test_winners_share_a_budget():
-    ending = "at 8 NFE, of 2 that have one, each at its best setting"
-    assert winners(MADE) == [
-        f"Lowest path KL {ending}: sdtt 7.00; base 8.00.",
-        f"Lowest vsF {ending}: sdtt 0.80; base 1.00.",
+def test_winners_are_told_apart_by_intervals():
+    """Ends 0.2 away part 7 from 8; ends 0.6 away do not."""
+    begin = "Lowest path KL at 8 NFE, of 2, each at its best setting: sdtt 7.00"
+    assert winners(MADE) == [f"{begin} (6.80 to 7.20), below all others."]
+    wide = [made(r["method"], 8, r["temperature"], 9.0, 1.0, r["path_kl"], wide=0.6) for r in MADE]
+    assert winners(wide[:4]) == [
+        f"{begin} (6.40 to 7.60), not told apart by intervals from base 8.00."
     ]
     assert winners(MADE[:2]) == [], "nothing to win against"
+
+
+def test_winners_are_those_of_all_seeds():
+    """A second seed in which the first's winner is last: intervals of both meet the other's."""
+    other = [
+        made("base", 8, 1.0, 50.0, 1.0, 8.0, seed=1),
+        made("sdtt", 8, 1.0, 50.0, 1.0, 12.0, seed=1),
+    ]
+    (path,) = winners([*MADE, *other])
+    assert ": base 8.00 (7.80 to 8.20), not told apart by intervals from sdtt 9.50" in path
+
+
+def test_a_gain_is_a_whole_interval_below_one():
+    """At 0.7 with ends 0.2 away; not at 0.9, nor where the second seed has lost it."""
+    sure, other = made("sdtt", 8, 1.0, 30.0, 0.7, 7.0), made("jump", 8, 1.0, 30.0, 0.9, 7.0)
+    (told,) = gains([MADE[0], sure, other])
+    assert told.endswith("at 8 NFE, of 2 that have one: sdtt 0.700 (0.500 to 0.900).")
+    (told,) = gains([MADE[0], sure, made("sdtt", 8, 1.0, 30.0, 1.0, 7.0, seed=1)])
+    assert told.endswith("of 1 that have one: none.")
+
+
+def test_rows_without_vsf_say_why():
+    assert without_vsf(MADE) == [
+        "No vsF at 8 NFE, entropy below what the baseline's sweep reaches: rgas."
+    ]
 
 
 def test_the_plot_has_every_plain_setting_at_its_place():
@@ -158,6 +232,21 @@ def test_the_plot_has_every_plain_setting_at_its_place():
     assert words == ["base", "sdtt", "rgas", "ar (256 NFE)"]
     with pytest.raises(UserError, match="no two methods"):
         draw_baselines([MADE[0]])
+
+
+def test_a_method_far_to_the_side_is_cut_and_named():
+    """Plain entropies 5.00 to 5.07 and one of 2: the others keep the panel to themselves."""
+    near = [made(f"m{n}", 8, 1.0, 40.0, 1.0, 7.0) | {"entropy": 5 + n / 100} for n in range(8)]
+    far = made("poor", 8, 1.0, 9.0, None, None) | {"entropy": 2.0}
+    figure = draw_baselines([*near, far])
+    low, high = figure.axes[0].get_xlim()
+    assert 4.9 < low < 5.0 < 5.07 < high < 5.2
+    assert "outside to the side: poor" in figure.texts[0].get_text()
+    assert "outside" not in draw_baselines(near).texts[0].get_text()
+    assert figure.axes[0].get_xlabel() == "entropy, nats"
+    colours = [line.get_color() for line in figure.legends[0].legend_handles]
+    assert len(set(colours)) == len(colours)
+    assert len(set(PALETTE)) >= sum(not way.own_steps for way in WAYS), "one for each"
 
 
 # Minutes
@@ -191,3 +280,27 @@ def test_a_model_that_was_not_trained_here_has_no_minutes(tmp_path):
     assert training_minutes(tmp_path) is None
     write_log(tmp_path, {"step": 3, "path_kl_8": 2.0})
     assert training_minutes(tmp_path) is None
+
+
+# Learning
+
+
+def test_updates_are_the_steps_in_which_a_student_did_not_wait(tmp_path):
+    """Ten steps of warm-up, then 20 of which 6 in 10 wait; what was made again counts once."""
+    write_log(
+        tmp_path,
+        {"step": 10, "student_waits": 1.0, "at_chance": 0.0},
+        {"step": 30, "student_waits": 0.9, "at_chance": 0.9},
+        {"step": 30, "student_waits": 0.6, "at_chance": 0.3},
+        {"step": 30},
+    )
+    assert learning(tmp_path) == {
+        "updates": 8, "updates_of": 30, "at_chance": pytest.approx(0.2)
+    }  # fmt: skip
+
+
+def test_what_has_no_discriminator_says_nothing_of_updates(tmp_path):
+    assert learning(tmp_path) == {}
+    write_log(tmp_path, {"step": 3, "loss": 2.0})
+    assert learning(tmp_path) == {}
+    assert training_texts(tmp_path) is None

@@ -92,6 +92,18 @@ def test_at_paper_scale_many_steps_have_a_student_of_their_own():
     assert uniform[0].key == uniform[1].key
 
 
+@pytest.mark.parametrize("name", ["baselines", "rgas-landscape", "rgas-anova"])
+def test_tables_of_many_settings_have_that_student_too(name):
+    scale = find_scale("paper", Given())
+    job = ITEMS[name].jobs(scale)[0]
+    role = "didi" if name == "baselines" else "model"
+    assert job.inputs[role].settings().didi.pi == (2, 5)
+    assert job.inputs[f"{role}-late"].settings().didi.pi == (5, 2)
+    assert job.options["late_from"] == 32
+    toy = ITEMS[name].jobs(find_scale("toy", Given()))[0]
+    assert f"{role}-late" not in toy.inputs
+
+
 def test_paper_scale_changes_nothing_of_the_papers_recipes():
     scale = find_scale("paper", Given())
     config = scale.ablated("ablation-all-tricks", 0).settings()

@@ -1,12 +1,15 @@
 """What a run needs is looked for before it starts."""
 
 import pytest
+import torch
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import checks
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
+
+from .small_models import save_letters
 
 
 @pytest.fixture
@@ -62,6 +65,42 @@ def test_only_items_that_need_an_extra_ask_for_it(monkeypatch, no_hub, tmp_path)
 
     assert missing("rgas-anova") == {"matplotlib", "optuna", "scipy"}
     assert missing("figure-1") == {"matplotlib"}
+
+
+def test_zero_shot_without_files_needs_the_hub_and_its_library(monkeypatch, no_hub, tmp_path):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    (tmp_path / "a.jsonl").write_text('{"text": "A story."}')
+
+    def lacking(**given):
+        scale = find_scale("small", Given(data=str(tmp_path / "a.jsonl"), **given))
+        found = checks.checks([ITEMS["zero-shot"]], scale, tmp_path / "out")
+        return {c.what.split()[0]: c.remedy for c in found if not c.is_there}
+
+    found = lacking()
+    assert "--corpora" in found["hf:Salesforce/wikitext"]
+    assert "datasets" in found
+    assert "disk:" not in found  # corpora are megabytes
+    given = lacking(corpora=str(tmp_path))
+    assert "datasets" not in given
+    assert not any(name.startswith("hf:") for name in given)
+
+
+def test_tokenizers_that_differ_are_told_before_a_run(no_hub, tmp_path):
+    letters = save_letters(tmp_path / "letters")
+    scale = find_scale("toy", Given(teacher=letters))
+    found = list(checks.checks([ITEMS["figure-1"]], scale, tmp_path / "out"))
+    assert any("oracle language" in c.remedy for c in found if not c.is_there)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_small_scale_runs_on_a_cpu_only_for_who_asks_for_it(tmp_path):
+    scale = find_scale("small", Given(data=str(tmp_path)))
+    with pytest.raises(UserError, match="--device cpu"):
+        checks.require_gpu(scale)
+    checks.require_gpu(scale, "cpu")
+    checks.require_gpu(find_scale("toy", Given()))
+    with pytest.raises(UserError, match="needs a GPU"):
+        checks.require_gpu(find_scale("paper", Given()), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,18 @@ import pytest
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.build import count_parameters
-from didi_instruct.reproduce.costs import PEAK, TRAINING_MFU, Cost, cost_of, forward_flops
+from didi_instruct.reproduce.baselines import WAYS
+from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce.checks import plan
+from didi_instruct.reproduce.costs import (
+    PEAK,
+    SAMPLING_MFU,
+    TRAINING_MFU,
+    Cost,
+    cost_of,
+    forward_flops,
+)
+from didi_instruct.reproduce.costs import model_of as cost_model
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.scale import Given
@@ -43,6 +54,47 @@ def test_samples_cost_a_pass_a_step_and_an_exact_judge_nothing():
     job = quality_job(scale, "m", TEACHER, steps=[4, 8], num=5)
     one = cost_of(quality_job(scale, "m", TEACHER, steps=[1], num=1)).sampling
     assert cost_of(job).sampling == pytest.approx(5 * 12 * one)
+
+
+def test_every_way_of_the_baselines_counts_with_its_own_passes():
+    """Each of three settings: 4 steps, a step per token (32), 16 more steps for the baseline.
+
+    Of a guided step, half are a draw, a gradient and a second draw (5), half 4 candidates.
+    """
+    ways = [way for way in WAYS if way.role == "teacher"]
+    guided = sum(way.sampler == "rgas" for way in WAYS)
+    options = {
+        "steps": [4], "most_steps": 16, "temperatures": [0.8], "top_ps": [0.9], "num": 5,
+    }  # fmt: skip
+    once = forward_flops(cost_model(TEACHER))
+
+    def passes(role):
+        job = Job(name="b", does="m:f", inputs={role: TEACHER, "judge": "oracle"}, options=options)
+        return cost_of(job).sampling / once / 5
+
+    own = sum(way.own_steps for way in ways)
+    assert own == 1
+    assert passes("teacher") == pytest.approx(3 * ((len(ways) - own) * 4 + own * 32 + 16))
+    assert passes("didi") == pytest.approx(3 * (4 + guided * 4 * (5 + 4) / 2))
+
+
+def test_a_shared_bank_is_counted_once(tmp_path):
+    """Two seeds of one recipe differ by the bank, which the first draws."""
+    scale = find_scale("toy", Given(seeds=2))
+    planned = [p for p in plan([ITEMS["generation"]], scale, tmp_path) if p.job.does == "distill"]
+    first, second = planned
+    bank = 512 * 32 * forward_flops(cost_model(scale.teacher))
+    assert first.gpu_hours - second.gpu_hours == pytest.approx(bank / (PEAK * SAMPLING_MFU) / 3600)
+
+
+def test_small_scale_is_planned_for_half_an_hour(tmp_path):
+    """All items that `all` makes, by the estimate."""
+    (tmp_path / "a.jsonl").write_text('{"text": "A story."}')
+    scale = find_scale("small", Given(data=str(tmp_path / "a.jsonl")))
+    if not isinstance(scale.teacher, str):
+        pytest.skip("no teacher is shipped, which `small` is planned with")
+    items = [i for i in ITEMS.values() if not i.planned and i.name not in scale.apart]
+    assert 60 * sum(p.gpu_hours for p in plan(items, scale, tmp_path / "out")) < 30
 
 
 def test_a_model_nobody_has_seen_has_no_cost():

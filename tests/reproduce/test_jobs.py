@@ -1,9 +1,14 @@
 """A job's key is what decides its result, and nothing else."""
 
+from pathlib import Path
+
 import pytest
 
+from didi_instruct.api import shipped
 from didi_instruct.reproduce import jobs
-from didi_instruct.reproduce.jobs import Job, content, in_order
+from didi_instruct.reproduce.jobs import Job, content, in_order, stored
+
+from .small_models import config_of, save
 
 TEACHER = {"name": "teacher", "does": "pretrain", "recipe": "oracle-teacher"}
 
@@ -34,6 +39,11 @@ def test_an_override_that_changes_what_is_learnt_changes_the_key(override):
 )
 def test_an_override_that_changes_what_is_told_or_kept_does_not(override):
     assert teacher(override).key == teacher().key
+
+
+@pytest.mark.parametrize("override", ["watch.budgets=[]", "watch.samples=8", "watch.min_entropy=0"])
+def test_how_a_student_is_watched_has_no_part_in_its_key(override):
+    assert student("oracle", override).key == student("oracle").key
 
 
 def test_a_key_is_of_the_settings_in_force_not_of_how_they_are_written():
@@ -76,17 +86,55 @@ def test_a_folder_is_told_apart_by_the_files_in_it(tmp_path):
     assert content("oracle") == "oracle"
 
 
-def test_the_place_of_a_bank_has_no_part_in_a_key(tmp_path):
-    one = Job(name="s", does="distill", recipe="oracle-didi", inputs={"teacher": "oracle"})
-    there = f"reference.bank={tmp_path}"
-    other = Job(
-        name="s",
-        does="distill",
-        recipe="oracle-didi",
-        overrides=(there,),
-        inputs={"teacher": "oracle"},
-    )
-    assert one.key == other.key
+def test_a_bank_that_is_given_counts_by_its_texts(tmp_path):
+    """One that is not given follows from the teacher and the settings."""
+
+    def key(*overrides):
+        return student("oracle", *overrides).key
+
+    for name, texts in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens").write_text(texts)
+    found = {n: key(f"reference.bank={tmp_path / n}") for n in "abc"}
+    assert found["a"] == found["b"] != found["c"]
+    assert key() not in found.values()
+
+
+def test_a_tokenizer_counts_by_its_file(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    for name, text in (("a", "{}"), ("b", "{}"), ("c", "[]")):
+        (tmp_path / f"{name}.json").write_text(text)
+    data = f"data.source={tmp_path / 'text.txt'}"
+    found = {n: teacher(data, f"data.tokenizer={tmp_path / n}.json").key for n in "abc"}
+    assert found["a"] == found["b"] != found["c"]
+    assert teacher(data, "data.tokenizer=bytes").key != teacher(data).key
+
+
+def test_a_shipped_name_is_the_weights_behind_it(tmp_path, monkeypatch):
+    """Name and path are one model; other weights under the same name are another."""
+    folders = {n: Path(save(tmp_path / n, config_of(), seed=s)) for s, n in enumerate("ab")}
+    keys = {}
+    for name, folder in folders.items():
+        monkeypatch.setattr(shipped, "shipped", lambda f=folder: {"stories/teacher": f})
+        keys[name] = student("stories/teacher").key
+        assert keys[name] == student(str(folder)).key
+    assert keys["a"] != keys["b"]
+
+
+def test_texts_of_a_shipped_name_are_not_the_model_of_that_name(tmp_path, monkeypatch):
+    model = Path(save(tmp_path / "model", config_of()))
+    monkeypatch.setattr(shipped, "shipped", lambda: {"stories": model})
+    keys = []
+    for name, text in (("here", "one"), ("there", "two")):
+        (tmp_path / name / "stories").mkdir(parents=True)
+        (tmp_path / name / "stories" / "a.txt").write_text(text)
+        monkeypatch.chdir(tmp_path / name)
+        stored.cache_clear()
+        measure = Job(name="m", does="m:f", inputs={"model": "x", "reference": "stories"})
+        keys.append((teacher("data.source=stories").key, measure.key))
+    stored.cache_clear()
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] != keys[1][1]
 
 
 def test_jobs_come_after_their_needs_and_only_once():

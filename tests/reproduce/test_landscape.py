@@ -75,6 +75,26 @@ def test_the_control_of_the_sign_is_told_beside_none(rows):
     assert "h = 0" not in told[1], "that pair was not measured"
 
 
+def with_ends(h, low, high):
+    return cell(h, 1, (low + high) / 2, 5.0) | {"ppl_ci95": [low, high]}
+
+
+@pytest.mark.parametrize(
+    ("negative", "verdict"),
+    [((12.0, 14.0), "holds"), ((6.0, 8.0), "fails"), ((8.0, 9.5), "within noise")],
+)
+def test_the_sign_has_a_verdict_where_intervals_part(negative, verdict):
+    rows = [with_ends(-10.0, *negative), with_ends(0.0, 9.0, 11.0), with_ends(10.0, 9.0, 11.0)]
+    (told,) = sign_control(rows)
+    assert f"M = 1: {verdict}." in told
+    (told,) = sign_control(rows[:2])
+    assert "not known" in told, "nothing to set it against"
+
+
+def test_every_h_has_its_negative():
+    assert grid((0.0, 10.0), (4,)) == [(0.0, 1), (0.0, 4), (10.0, 4), (10.0, 1), (-10.0, 1)]
+
+
 def cell(h, m, ppl, entropy, nfe=8):
     return {"h": h, "candidates": m, "ppl": ppl, "entropy": entropy, "nfe": nfe}
 
@@ -130,4 +150,4 @@ def test_the_bars_are_as_long_as_the_shares():
     lengths = [bar.get_width() for bar in figure.axes[0].patches]
     assert lengths == pytest.approx([0.9, 0.04, 0.06, 0.5, 0.3, 0.2])
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["paper", "8 NFE, ours"]
+    assert names == ["8 NFE, paper", "8 NFE, ours"]

@@ -1,15 +1,18 @@
 """From items to files: what cannot be drawn or made is told, and stops nothing else."""
 
+import json
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import making
+from didi_instruct.reproduce.grid import Standing
 from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.making import make
+from didi_instruct.reproduce.making import judged_by_others, make, origin
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import Shown, Table
@@ -65,6 +68,74 @@ def test_without_matplotlib_the_table_says_what_is_missing(toy, tmp_path, monkey
     monkeypatch.setattr(making, "can_draw", lambda: False)
     make([item()], toy[1], tmp_path)
     assert "matplotlib is missing" in (tmp_path / "tables" / "thing.md").read_text()
+
+
+def test_a_run_without_results_leaves_the_older_table_as_it_is(toy, tmp_path):
+    """Whether an item's table fails for the want of a result, or would come out empty."""
+    module, scale = toy
+    make([item()], scale, tmp_path)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tables").iterdir()}
+    module.value = refuse_to_run
+    (done,) = (tmp_path / "jobs").glob("*/done.json")
+    done.unlink()
+    empty = replace(item(), table=lambda scale, results: Table(title="A thing", rows=[], shown=()))
+    for thing in (item(), empty):
+        made = make([thing], scale, tmp_path).made[0]
+        assert made.table is None
+        assert not made.files
+        assert "no luck" in made.error
+        assert "earlier run stays" in made.error
+    assert {p.name: p.read_bytes() for p in (tmp_path / "tables").iterdir()} == before
+
+
+def test_a_table_tells_where_its_jobs_were_made(toy, tmp_path):
+    """A kept result is of the code and the machine that made it, not of those that write."""
+    _, scale = toy
+    make([item()], scale, tmp_path)
+    (path,) = (tmp_path / "jobs").glob("*/done.json")
+    told = json.loads(path.read_text())
+    assert told["provenance"]["device"] in ("cpu", "cuda")
+    told["provenance"] |= {"commit": "abc", "torch": "0.1", "date": "2001-02-03 04:05 UTC"}
+    path.write_text(json.dumps(told))
+    make([item()], scale, tmp_path)
+    found = json.loads((tmp_path / "tables" / "thing.json").read_text())["provenance"]
+    assert (found["commit"], found["torch"]) == ("abc", "0.1")
+    assert found["jobs finished"] == "2001-02-03 04:05 UTC"
+    assert not found["written"].startswith("2001")
+    assert found["note"].startswith("1 of 1 jobs")
+
+
+def test_all_origins_of_a_table_are_named():
+    jobs = [
+        Standing(JOB, provenance={"date": "2026-01-02", "commit": "a", "GPU": "one"}),
+        Standing(JOB, provenance={"date": "2026-01-01", "commit": "b", "GPU": "one"}),
+        Standing(JOB),
+    ]
+    found = dict(origin(jobs, {"date": "2026-01-03", "commit": "b"}))
+    assert found == {
+        "jobs finished": "2026-01-01 to 2026-01-02",
+        "commit": "a; b",
+        "GPU": "one",
+        "written": "2026-01-03, commit b",
+        "note": "1 of 2 jobs are of another commit than the code that writes",
+    }
+    assert "note" not in dict(origin(jobs[1:], {"date": "2026-01-03", "commit": "b"}))
+
+
+def test_a_judge_is_not_asked_of_its_own_samples(toy):
+    """Its numbers go, others' stay, whether it has a job of its own or stands among others."""
+    judge = Job(name="ar", does="pretrain", recipe="oracle-teacher")
+    scale = replace(toy[1], judge=judge)
+    alone = Job(name="alone", does="m:f", inputs={"model": judge, "judge": judge})
+    among = Job(name="among", does="m:f", inputs={"ar": judge, "teacher": "oracle", "judge": judge})
+    row = {"ppl": 2.0, "ppl_ci95": [1, 3], "path_kl": 1.0, "vsf": 0.9, "entropy": 3.0}
+    rows = [row | {"role": "ar"}, row | {"role": "teacher"}]
+    results = {alone.key: [row], among.key: rows}
+    found, note = judged_by_others(results, [alone, among], scale)
+    bare = {"ppl": None, "ppl_ci95": None, "path_kl": None, "vsf": None, "entropy": 3.0}
+    assert found == {alone.key: [bare], among.key: [bare | {"role": "ar"}, rows[1]]}
+    assert "itself the judge" in note
+    assert judged_by_others(results, [alone, among], toy[1]) == (results, "")
 
 
 def test_an_item_that_cannot_do_without_a_failed_job_is_told(toy, tmp_path):

@@ -9,8 +9,10 @@ import torch
 
 from didi_instruct.api.model import load
 from didi_instruct.cli.main import main
+from didi_instruct.cli.reproduce import _time as told_time
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.reproduce import scales
+from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import Given
@@ -83,7 +85,8 @@ def test_a_failed_job_leaves_the_rest_and_exit_code_1(didi, tiny, tmp_path):
     assert "failed: ablation-all-tricks-seed0" in err
     text = (tmp_path / "tables" / "generation.md").read_text()
     assert "**Missing:**" in text
-    assert "MDLM, the teacher | ours" in text
+    table = json.loads((tmp_path / "tables" / "generation.json").read_text())
+    assert {row["role"] for row in table["rows"]} == {"teacher"}
 
 
 def test_a_dry_run_lists_checks_and_does_nothing(didi, tiny, tmp_path):
@@ -92,6 +95,15 @@ def test_a_dry_run_lists_checks_and_does_nothing(didi, tiny, tmp_path):
     assert "5 jobs, 5 to do" in out
     assert "30% of its peak" in out
     assert not (tmp_path / "new").exists()
+
+
+def test_all_leaves_out_what_a_scale_sets_apart_and_says_so(didi, tiny, tmp_path):
+    others = tuple(name for name in ITEMS if name != "generation")
+    tiny["scale"] = replace(tiny["scale"], apart=others)
+    code, out, err = didi("reproduce", "all", "--out", tmp_path / "new", "--dry-run")
+    assert code == 0
+    assert "5 jobs, 5 to do" in out
+    assert "name it to have it: figure-1, " in err
 
 
 def test_the_list_names_what_is_planned(didi):
@@ -117,6 +129,38 @@ def test_mistakes_are_told_in_one_line(didi, arguments, words):
     assert code == 2
     assert words in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_ctrl_c_while_measuring_keeps_what_is_done(didi, tiny, tmp_path, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("didi_instruct.reproduce.measuring.quality", interrupt)
+    code, _, err = didi("reproduce", "generation", "--out", tmp_path)
+    assert code == 130
+    assert "The same command goes on." in err
+    assert "--resume" not in err
+
+
+def test_a_folder_inside_of_a_file_is_refused(didi, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
+        code, _, err = didi("reproduce", "figure-1", "--out", out)
+        assert code == 2
+        assert "is a file" in err
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"),
+    [
+        (0.0, "nothing"),
+        (1e-5, "under a minute"),
+        (0.5, "30 GPU-minutes"),
+        (1234, "1,234 GPU-hours"),
+    ],
+)
+def test_estimates_are_told_in_units_people_plan_with(hours, words):
+    assert told_time(hours) == words
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

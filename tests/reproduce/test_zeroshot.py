@@ -1,6 +1,7 @@
 """The zero-shot table: ratios by hand, stand-ins that the real readers read, rows that add up."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.corpora import find_corpora, open_corpora
 from didi_instruct.evaluation.zeroshot import pack
+from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.paper import CORPORA
 from didi_instruct.reproduce.toy_corpora import sentences, toy_models, write_corpora, write_text
 from didi_instruct.reproduce.zeroshot import (
@@ -111,5 +113,6 @@ def test_toy_models_learn_and_are_trained_once(tmp_path, monkeypatch):
     teacher = didi.load(found["teacher"], device="cpu")
     assert teacher.nelbo(text) < 0.8 * math.log(257)
     assert didi.load(found["student"], device="cpu").discriminator is not None
+    assert learning(Path(found["student"]))["updates"] == 1, "six steps, five of them warm-up"
     monkeypatch.setattr("didi_instruct.training.loop.Loop.run", None)
     assert toy_models(tmp_path, steps=30, device="cpu") == found

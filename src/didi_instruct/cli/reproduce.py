@@ -1,5 +1,6 @@
 """`didi reproduce`."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,8 +39,8 @@ def command(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text: at small, stories (prepared with the teacher's tokenizer, if you bring "
-            "one); at paper, OpenWebText (default: the hub)."
+            help="Text: at small, stories (.jsonl, a folder of .txt, or prepared with the "
+            "teacher's tokenizer); at paper, OpenWebText (default: the hub)."
         ),
     ] = None,
     judge: Annotated[
@@ -84,7 +85,9 @@ def command(
         typer.Option("--dry-run", help="List the jobs, check what they need, estimate GPU-hours."),
     ] = False,
     names: Annotated[bool, typer.Option("--list", help="Name all items.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (at small, for who has hours), cuda, cuda:N.")
+    ] = None,
 ) -> None:
     """Make tables and figures of the paper again, beside the paper's numbers.
 
@@ -112,14 +115,23 @@ def command(
     )
     check_given(given)
     chosen = find_scale(scale, given)
-    wanted = [i for i in ITEMS.values() if not i.planned]
+    wanted = [i for i in ITEMS.values() if not i.planned and i.name not in chosen.apart]
     items = wanted if item == "all" else [find_item(item, ITEMS)]
+    if item == "all" and chosen.apart:
+        apart = ", ".join(chosen.apart)
+        typer.echo(f"Not part of `all` at scale {scale}, name it to have it: {apart}.", err=True)
     folder = out or Path("reproduce") / scale
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder}: is a file, give a folder.")
+    _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder))
     sys.exit(_run(items, chosen, folder, device))
+
+
+def _refuse_file(folder: Path) -> None:
+    """Refuse a folder that cannot be made, before hours of work that would have gone there."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise UserError(f"--out {folder}: {place} is a file, give a folder.")
 
 
 def _judging(
@@ -151,15 +163,17 @@ def _run(items: "Sequence[Item]", scale: "Scale", folder: Path, device: str | No
     from didi_instruct.reproduce.gpus import visible_gpus
     from didi_instruct.reproduce.making import make
     from didi_instruct.reproduce.running import StoppedError
+    from didi_instruct.reproduce.together import check_together
 
-    require_gpu(scale)
+    require_gpu(scale, device)
+    check_together(scale)
     gpus = visible_gpus() if device is None else ()
     try:
         with ProgressBoard() as board:
             outcome = make(items, scale, folder, device=device, gpus=gpus, board=board)
-    except StoppedError as stopped:
+    except (StoppedError, KeyboardInterrupt) as stopped:
         typer.echo("Stopped; what is done is kept. The same command goes on.", err=True)
-        return 128 + stopped.signal
+        return 128 + (stopped.signal if isinstance(stopped, StoppedError) else signal.SIGINT)
     _show(outcome)
     typer.echo(scale.says)
     return 0 if outcome.whole else FAILED
@@ -177,13 +191,22 @@ def _show(outcome: "Outcome") -> None:
         if made.table is not None:
             console.print(render(made.table))
         else:
-            typer.echo(f"{made.item.name}: {made.error}")
+            typer.echo(f"{made.item.name}: {made.error}", err=True)
     for made in outcome.made:
         for path in made.files[:1]:
             others = ", ".join(p.suffix for p in made.files[1:])
             typer.echo(f"Wrote {path} ({others})")
     for lost in outcome.failures:
         typer.echo(f"{lost.state}: {lost.job.name}: {lost.note}", err=True)
+
+
+def _time(hours: float) -> str:
+    """GPU-hours as people plan with them."""
+    if hours == 0:
+        return "nothing"
+    if hours < 1 / 60:
+        return "under a minute"
+    return f"{hours * 60:.0f} GPU-minutes" if hours < 2 else f"{hours:,.0f} GPU-hours"
 
 
 def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path) -> int:
@@ -194,14 +217,14 @@ def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path) -> int:
     width = max(len(one.job.name) for one in planned)
     for one in planned:
         state = "done" if one.is_done else "to do"
-        hours = "" if one.gpu_hours is None else f"{one.gpu_hours:10.3g} GPU-hours"
+        hours = "" if one.gpu_hours is None else _time(one.gpu_hours)
         what = one.job.recipe or one.job.does.rpartition(":")[2]
-        typer.echo(f"{one.job.name.ljust(width)}  {state:5}  {hours:20}  {what}")
+        typer.echo(f"{one.job.name.ljust(width)}  {state:5}  {hours:>20}  {what}")
     left = [one for one in planned if not one.is_done]
     unknown = sum(one.gpu_hours is None for one in left)
     total = sum(one.gpu_hours or 0.0 for one in left)
     typer.echo(
-        f"{len(planned)} jobs, {len(left)} to do: about {total:.3g} GPU-hours on an H100, at "
+        f"{len(planned)} jobs, {len(left)} to do: {_time(total)} on an H100 or H200, at "
         f"{TRAINING_MFU:.0%} of its peak in training and {SAMPLING_MFU:.0%} in sampling (assumed)"
         + (f"; {unknown} jobs of unknown cost are not in it" if unknown else "")
     )

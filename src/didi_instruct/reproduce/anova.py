@@ -2,9 +2,8 @@
 
 The design spreads points evenly over every setting at once (SciPy). The importance of a setting is
 the share of the variance that its main effect explains, read from a random forest that was fitted
-to the points (Optuna's fANOVA). The forest sees settings as places between 0 and 1 on their own
-scale, so that shares are those of the design: a logarithmic setting is even in its logarithm, and
-each of k choices has the weight 1/k (as categories of Optuna, each alone would have one half).
+to the points (Optuna's fANOVA). The forest sees settings as places between 0 and 1 of their own
+range, so that shares are those of the design.
 
 A forest grown to single points takes much of the noise for interaction: shares of noisy numbers sum
 to less than 1, and `rest` is what is left, interaction and noise together. With few points in many
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from didi_instruct.errors import MissingExtraError, UserError
 
-Value = float | int | str
+Value = float | int
 EXTRA = "reproduce"
 FEWEST = 8
 """Points that a forest needs at the least."""
@@ -36,42 +35,27 @@ class Parameter:
     """A setting to vary."""
 
     name: str
-    scale: Literal["linear", "log", "integer", "choice"]
-    low: float = 0.0
-    high: float = 1.0
-    choices: tuple[Value, ...] = ()
+    scale: Literal["linear", "integer"]
+    low: float
+    high: float
 
     def __post_init__(self) -> None:
         """Refuse ranges that hold nothing to compare."""
-        if self.scale == "choice":
-            if len(set(self.choices)) < 2 or len(set(self.choices)) != len(self.choices):
-                raise UserError(f"{self.name}: give two or more choices, each once.")
-        elif not (self.low < self.high and math.isfinite(self.low) and math.isfinite(self.high)):
+        if not (self.low < self.high and math.isfinite(self.low) and math.isfinite(self.high)):
             raise UserError(f"{self.name}: the range {self.low:g} to {self.high:g} is empty.")
-        elif self.scale == "log" and self.low <= 0:
-            raise UserError(f"{self.name}: a logarithmic range begins above 0.")
-        elif self.scale == "integer" and not (self.low % 1 == 0 == self.high % 1):
+        if self.scale == "integer" and not (self.low % 1 == 0 == self.high % 1):
             raise UserError(f"{self.name}: ends of a range of whole numbers are whole numbers.")
 
     def at(self, place: float) -> Value:
-        """The value at a place between 0 and 1; whole numbers and choices take equal parts."""
-        if self.scale == "choice":
-            return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
+        """The value at a place between 0 and 1; whole numbers take equal parts."""
         if self.scale == "integer":
             return int(min(self.low + place * (self.high - self.low + 1) // 1, self.high))
-        if self.scale == "log":
-            return math.exp(math.log(self.low) + place * math.log(self.high / self.low))
         return self.low + place * (self.high - self.low)
 
     def place(self, value: Value) -> float:
-        """Where a value lies, between 0 and 1; whole numbers and choices amid their part."""
-        if self.scale == "choice":
-            return (self.choices.index(value) + 0.5) / len(self.choices)
-        assert not isinstance(value, str)
+        """Where a value lies, between 0 and 1; whole numbers amid their part."""
         if self.scale == "integer":
             return (value - self.low + 0.5) / (self.high - self.low + 1)
-        if self.scale == "log":
-            return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -106,12 +90,6 @@ class Importances:
     rest: float
     """What no main effect explains: interaction, and noise."""
     points: int
-
-    @property
-    def relative(self) -> dict[str, float]:
-        """Main effects as shares of their sum."""
-        total = sum(self.shares.values())
-        return {name: share / total if total else 0.0 for name, share in self.shares.items()}
 
 
 def importances(

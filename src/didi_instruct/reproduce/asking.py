@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from didi_instruct.reproduce.items import Results
@@ -9,10 +10,11 @@ from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import QUALITY, quality_job
 from didi_instruct.reproduce.paper import Printed
 from didi_instruct.reproduce.scale import Scale
-from didi_instruct.reproduce.tables import ENTROPY, PATH_KL, PPL, Row, Shown
+from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, Shown
 
 ALL_TRICKS = "ablation-all-tricks"
 """The paper's algorithm, with every trick of its ablations."""
+HALF = 0.5
 
 
 class Way(NamedTuple):
@@ -102,7 +104,40 @@ def ablated(
 
 def quality(scale: Scale) -> tuple[Shown, ...]:
     """What tables of generation show; path KL where the judge may know the law of the data."""
-    return (PPL, ENTROPY) if scale.name == "paper" else (PPL, ENTROPY, PATH_KL)
+    return (PPL, ENTROPY, *(() if scale.name == "paper" else (PATH_KL,)), PASSES)
+
+
+def learnt(rows: Iterable[Row]) -> list[str]:
+    """How often the students of some rows learnt; loud of one that never did."""
+    found: dict[tuple[str, Any], Row] = {}
+    for row in rows:
+        place = row["method"], row.get("seed")
+        if row.get("updates") is not None:  # of several students, the one that learnt least
+            found[place] = min(row, found.get(place, row), key=itemgetter("updates"))
+    if not found:
+        return []
+    several = len({seed for _, seed in found}) > 1
+    told = {
+        f"{method}, seed {seed}" if several else method: row
+        for (method, seed), row in found.items()
+    }
+    words = "; ".join(f"{name} {r['updates']} of {r['updates_of']}" for name, r in told.items())
+    notes = [
+        f"Steps in which a student learnt, and did not wait for its discriminator: {words}.",
+    ]
+    idle = [name for name, row in told.items() if row["updates"] == 0]
+    if idle:
+        notes.insert(0, f"**Made no update, so that the row is the teacher: {'; '.join(idle)}.**")
+    chance = [
+        f"{name} ({row['at_chance']:.0%} of its steps)"
+        for name, row in told.items()
+        if row["at_chance"] > HALF
+    ]
+    if chance:
+        notes.append(
+            f"The discriminator was mostly at chance, and says little: {'; '.join(chance)}."
+        )
+    return notes
 
 
 def answers(asks: Iterable[Ask], results: Results) -> list[Row]:

@@ -3,11 +3,12 @@
 Every way of sampling is measured at the same NFE, plain and over the same temperatures and top-p,
 so that none is reported at its worst setting alone. The baseline is plain ancestral sampling:
 vsF is a row's perplexity over the lowest that the teacher so reaches at the same NFE and the
-same entropy, below 1 a gain. On the oracle language mistakes raise the entropy, so that vsF
-punishes repairs: there path KL is the measure to choose by.
+same entropy, below 1 a gain. Some students sample in streams order, which costs a teacher nothing:
+all rows stand beside the teacher in that order too. On the oracle language mistakes raise the
+entropy, so that vsF punishes repairs: there path KL is the measure to choose by.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -17,15 +18,25 @@ from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.rows import Row
-from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
+from didi_instruct.reproduce.equal_terms import Found, Setting, Terms, measure
 from didi_instruct.reproduce.latency import time_settings
-from didi_instruct.reproduce.minutes import training_minutes
+from didi_instruct.reproduce.minutes import learning, training_minutes, training_texts
+from didi_instruct.reproduce.tables import Cell, over_seeds
 
 METRICS = ("ppl", "entropy", "path-kl", "self-bleu", "unique-4gram")
-NAMES = {"vsf": "vsF", "path_kl": "path KL"}
 TEACHER = "teacher"
 PLAIN = (1.0, 1.0)
 """Temperature and top-p."""
+STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
+"""The second baseline, and how the columns of numbers against it begin."""
+WARM = 1.1
+"""A temperature of the baselines alone: without it their frontiers end where plain rows lie, and
+half of the resamples of a row that differs in nothing would have no vsF."""
+LATE = "-late"
+"""Ends the role of a model that stands in for another from some NFE on."""
+CHAIN = {"duo": "duo-teacher", "token-matching": "path"}
+"""Students whose teacher is not the teacher of all, and that teacher's role."""
+SIDES = ("below", "above", "in a gap of")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +54,7 @@ class Way:
 WAYS = (
     Way(role=TEACHER, method="MDLM, ancestral"),
     Way(role=TEACHER, method="MDLM, greedy tail", options={"greedy_tail": True}),
-    Way(role=TEACHER, method="MDLM, streams order", options={"order": "streams"}),
+    Way(role=TEACHER, method=STREAMS, options={"order": "streams"}),
     Way(role=TEACHER, method="MDLM, confidence order", sampler="confidence"),
     Way(role=TEACHER, method="MDLM, entropy order", sampler="entropy"),
     Way(role=TEACHER, method="MDLM, margin order", sampler="margin"),
@@ -57,6 +68,12 @@ WAYS = (
     Way(role="duo", method="DUO distilled, greedy tail", options={"greedy_tail": True}),
     Way(role="didi", method="DiDi-Instruct, unguided"),
     Way(role="didi", method="DiDi-Instruct", sampler="rgas"),
+    Way(
+        role="didi",
+        method="DiDi-Instruct, h 10",
+        sampler="rgas",
+        options={"h_start": 10.0, "h_end": 10.0},
+    ),
     Way(role="jump", method="DiDi-Instruct, jump variant (ours)"),
     Way(role="path", method="likelihood along streams (ours)"),
     Way(role="token-matching", method="token matching (ours)"),
@@ -71,25 +88,30 @@ def settings_of(
     temperatures: Sequence[float] = (),
     top_ps: Sequence[float] = (),
     most_steps: int | None = None,
+    late_from: int | None = None,
     ways: Sequence[Way] = WAYS,
 ) -> list[Setting]:
     """All rows of the table; `models` are SOURCEs by role.
 
-    With `most_steps` the baseline is drawn with so many too, for the gap that others close.
+    With `most_steps` the baseline is drawn with so many too, for the gap that others close. From
+    `late_from` NFE on, the model of a role is that of ROLE-late, where there is one.
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
-    unknown = set(models) - {way.role for way in ways}
+    unknown = {role.removesuffix(LATE) for role in models} - {way.role for way in ways}
     assert not unknown, f"nothing samples {unknown}"
     found = []
     for way in (way for way in ways if way.role in models):
-        source = models[way.role]
-        options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
         budgets: list[int | None] = [None] if way.own_steps else [*steps]
         if way is ways[0] and most_steps is not None and most_steps not in steps:
             budgets.append(most_steps)
         for nfe in budgets:
-            for temperature, top_p in sweep(temperatures, top_ps):
+            late = late_from is not None and nfe is not None and nfe >= late_from
+            role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
+            source = models[role]
+            options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
+            warm = (WARM,) if temperatures and way.method in (ways[0].method, STREAMS) else ()
+            for temperature, top_p in sweep((*temperatures, *warm), top_ps):
                 found.append(
                     Setting(
                         method=way.method,
@@ -113,21 +135,29 @@ def baseline_rows(
     temperatures: Sequence[float] = (0.8, 0.9),
     top_ps: Sequence[float] = (0.9, 0.95),
     most_steps: int | None = None,
+    late_from: int | None = None,
     timing_batch: int = 16,
     timing_rounds: int = 3,
 ) -> list[Row]:
-    """Every setting's row, with its place on the baseline's frontier, minutes and tokens/s.
+    """Every setting's row, with its place on the baselines' frontiers, costs and tokens/s.
 
-    `training_minutes` are those of the run's own steps, null for a model that was not trained here.
-    Speed is timed of plain settings alone, since temperature and top-p do not change it.
+    Numbers against the teacher in streams order begin with `streams_`. `training_minutes` are those
+    of the run's own steps, `chain_minutes` also those of a teacher of its own; null for a model
+    that was not trained here. Speed is timed of plain settings alone, since temperature and top-p
+    do not change it.
     """
     settings = settings_of(
-        models, steps, temperatures=temperatures, top_ps=top_ps, most_steps=most_steps
+        models,
+        steps,
+        temperatures=temperatures,
+        top_ps=top_ps,
+        most_steps=most_steps,
+        late_from=late_from,
     )
     found = measure(settings, terms)
-    first = WAYS[0].method
-    baseline = [number for number, s in enumerate(settings) if s.method == first]
+    baseline = [number for number, s in enumerate(settings) if s.method == WAYS[0].method]
     rows = found.compared(baseline, most_steps)
+    beside = _beside_streams(found, steps, most_steps)
     plain = [number for number, s in enumerate(settings) if _plain(s)]
     rates = time_settings(
         [settings[number] for number in plain],
@@ -137,58 +167,147 @@ def baseline_rows(
         device=terms.device,
     )
     timed = dict(zip(plain, rates, strict=True))
-    minutes = {role: training_minutes(Path(source)) for role, source in models.items()}
-    for number, row in enumerate(rows):
-        rate = timed.get(number, {})
-        row["tokens_per_second"] = rate.get("tokens_per_second")
-        row["training_minutes"] = minutes[row["role"]]
+    costs = {source: _costs(role, models) for role, source in models.items()}
+    for number, (row, other) in enumerate(zip(rows, beside, strict=True)):
+        row |= other | costs[settings[number].source]
+        row["tokens_per_second"] = timed.get(number, {}).get("tokens_per_second")
         row["is_baseline"] = number in baseline
     return rows
 
 
-def summary(rows: Sequence[Row], by: Sequence[str] = ("vsf", "path_kl")) -> list[Row]:
-    """One row for each method and NFE: plain, with the best setting of its sweep beside it.
+def _beside_streams(found: Found, steps: Sequence[int], most_steps: int | None) -> list[Row]:
+    """What sets every row apart from the teacher in streams order, at its own best settings.
 
-    The best is lowest in the first of `by` that any row of the sweep has: `best_at` (temperature
-    and top-p) with `best_ppl`, `best_entropy`, `best_vsf` and `best_path_kl`. It is chosen on the
-    samples it is reported on, the baseline's as everyone's: differences within the intervals mean
-    nothing.
+    What it could reach with many steps is what the plain baseline does: the law is the same.
     """
-    groups: dict[tuple[str, int], list[Row]] = {}
+    rivals = [
+        number
+        for number, s in enumerate(found.settings)
+        if s.method == STREAMS
+        or (s.method == WAYS[0].method and s.steps == most_steps and most_steps not in steps)
+    ]
+    names = ("vsf", "path_kl_vs_baseline", "gap_closed", "gap_closed_best")
+    return [
+        {
+            f"{BESIDE_STREAMS}{name}": value
+            for name, value in row.items()
+            if name.startswith(names) and not name.startswith("vsf_passes")
+        }
+        for row in found.compared(rivals, most_steps)
+    ]
+
+
+def _costs(role: str, models: Mapping[str, str]) -> Row:
+    """Texts, minutes (with its own teacher's and without) and updates of a model's training."""
+    folder = Path(models[role])
+    minutes = training_minutes(folder)
+    before = CHAIN.get(role, "")
+    earlier = training_minutes(Path(models[before])) if before in models else 0.0
+    return {
+        "training_texts": training_texts(folder),
+        "training_minutes": minutes,
+        "chain_minutes": None if minutes is None or earlier is None else minutes + earlier,
+        **learning(folder),
+    }
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """One row for each method, NFE and seed: plain, with the lowest path KL of its sweep beside it.
+
+    `lowest_path_kl` is a minimum over settings, on the samples they are chosen by, so it flatters;
+    the baseline's as everyone's. `lowest_path_kl_ci95` is the interval of that setting alone.
+    """
+    groups: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["method"], row["nfe"]), []).append(row)
-    return [_summary(group, by) for group in groups.values()]
+        groups.setdefault((row["method"], row["nfe"], row["seed"]), []).append(row)
+    return [_summary(group) for group in groups.values()]
 
 
-def _summary(group: Sequence[Row], by: Sequence[str]) -> Row:
+def _summary(group: Sequence[Row]) -> Row:
     plain = next(row for row in group if (row["temperature"], row["top_p"]) == PLAIN)
-    best = plain
-    for column in by:
-        known = [row for row in group if row.get(column) is not None]
-        if known:
-            best = min(known, key=itemgetter(column))
-            break
-    beside = {f"best_{name}": best.get(name) for name in ("ppl", "entropy", "vsf", "path_kl")}
-    return plain | {"best_at": [best["temperature"], best["top_p"]], **beside}
+    known = [row for row in group if row.get("path_kl") is not None]
+    if not known:
+        return plain | {"lowest_path_kl": None}
+    best = min(known, key=itemgetter("path_kl"))
+    return plain | {
+        "lowest_path_kl": best["path_kl"],
+        "lowest_path_kl_ci95": best.get("path_kl_ci95"),
+        "lowest_path_kl_at": [best["temperature"], best["top_p"]],
+    }
 
 
-def winners(rows: Sequence[Row], measures: Sequence[str] = ("path_kl", "vsf")) -> list[str]:
-    """Which methods are lowest at which NFE, each at its best setting, in words.
+def winners(rows: Sequence[Row]) -> list[str]:
+    """Which method has the lowest path KL at which NFE, over all seeds, as far as intervals tell.
 
     Those without the number have no part in it, nor have those of a step per token, which share no
     budget with the others.
     """
     told = []
-    for by in measures:
-        found = [row for row in summary(rows, (by,)) if row[f"best_{by}"] is not None]
-        found = [row for row in found if not row["own_steps"]]
-        for nfe in sorted({row["nfe"] for row in found}):
-            ranked = sorted((r for r in found if r["nfe"] == nfe), key=itemgetter(f"best_{by}"))
-            words = "; ".join(f"{r['method']} {r[f'best_{by}']:.2f}" for r in ranked[:3])
-            count = f"of {len(ranked)} that have one, each at its best setting"
-            if len(ranked) > 1:
-                told.append(f"Lowest {NAMES[by]} at {nfe} NFE, {count}: {words}.")
+    for nfe, found in _by_method(rows, "lowest_path_kl"):
+        if len(found) > 1:
+            words = f"Lowest path KL at {nfe} NFE, of {len(found)}, each at its best setting"
+            told.append(f"{words}: {_ranked(found)}.")
     return told
+
+
+def gains(rows: Sequence[Row]) -> list[str]:
+    """Which methods have a vsF below 1 by their interval, over all seeds; the baseline has 1."""
+    told = []
+    for nfe, found in _by_method([row for row in rows if not row["is_baseline"]], "vsf"):
+        below = sorted(
+            (cell.mean, f"{method} {cell.mean:.3f} ({cell.low:.3f} to {cell.high:.3f})")
+            for method, cell in found.items()
+            if cell.mean is not None and cell.high is not None and cell.high < 1
+        )
+        words = "; ".join(text for _, text in below) or "none"
+        known = sum(cell.high is not None for cell in found.values())
+        told.append(f"VsF below 1 by its interval at {nfe} NFE, of {known} that have one: {words}.")
+    return told
+
+
+def _by_method(rows: Sequence[Row], column: str) -> Iterator[tuple[int, dict[str, Cell]]]:
+    """A number of every method that has it, over seeds, at each NFE."""
+    plain = [r for r in summary(rows) if not r["own_steps"] and r.get(column) is not None]
+    for nfe in sorted({row["nfe"] for row in plain}):
+        of: dict[str, list[Row]] = {}
+        for row in (row for row in plain if row["nfe"] == nfe):
+            of.setdefault(row["method"], []).append(row)
+        yield nfe, {method: over_seeds(kin, column) for method, kin in of.items()}
+
+
+def _ranked(found: Mapping[str, Cell]) -> str:
+    """The lowest, and those whose interval meets its own."""
+    ranked = sorted(found, key=lambda method: found[method].mean or 0.0)
+    first, words = found[ranked[0]], f"{ranked[0]} {found[ranked[0]].mean:.2f}"
+    if first.low is None or first.high is None:
+        return f"{words}, without an interval: whether it is lower than the others is not known"
+    words += f" ({first.low:.2f} to {first.high:.2f})"
+    near = [m for m in ranked[1:] if (low := found[m].low) is None or low <= first.high]
+    if not near:
+        return f"{words}, below all others"
+    close = "; ".join(f"{method} {found[method].mean:.2f}" for method in near)
+    return f"{words}, not told apart by intervals from {close}"
+
+
+def without_vsf(rows: Sequence[Row]) -> list[str]:
+    """Which plain rows have no vsF, and why, a sentence for each NFE and reason."""
+    told = []
+    lacking = [row for row in summary(rows) if row.get("vsf") is None and not row["own_steps"]]
+    for nfe in sorted({row["nfe"] for row in lacking}):
+        why: dict[str, list[str]] = {}
+        for row in lacking:
+            if row["nfe"] == nfe and row["method"] not in why.setdefault(_reason(row), []):
+                why[_reason(row)].append(row["method"])
+        told += [f"No vsF at {nfe} NFE, {reason}: {'; '.join(of)}." for reason, of in why.items()]
+    return told
+
+
+def _reason(row: Row) -> str:
+    note = row.get("vsf_note") or "it was not measured"
+    for side in SIDES:
+        if note.startswith("entropy") and side.removesuffix(" of") in note:
+            return f"entropy {side} what the baseline's sweep reaches"
+    return str(note)
 
 
 def _plain(setting: Setting) -> bool:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.report.drawing import (
     FONT,
-    HUES,
     INK,
     MARKERS,
     SOFT,
@@ -16,13 +17,16 @@ from didi_instruct.evaluation.report.drawing import (
     scale,
 )
 from didi_instruct.evaluation.rows import Row
+from didi_instruct.reproduce.figures import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 56, 26, 62, 16, 230
+PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 56, 26, 78, 16, 230
 """Points: of a panel, beside, between and below panels, of a line of the legend and its width."""
+FAR = 3
+"""Widths of the middle half of the plain settings beyond which a method is left out of view."""
 Look = tuple[str, str, bool]
 """Colour, marker, and whether it is filled: open for what was not trained to take few steps."""
 
@@ -44,8 +48,7 @@ def draw_baselines(rows: Sequence[Row], title: str = "") -> "Figure":
     legend = ENTRY * -(-len(looks) // columns) + 2 + (20 if title else 0)
     height = FOOT + HEIGHT + 28 + legend
     figure = new_figure(width, height)
-    entropies = [row["entropy"] for row in shown]
-    room = 0.06 * (max(entropies) - min(entropies)) or 0.1
+    low, high, cut = _window(shown)
     for place, nfe in enumerate(budgets):
         box = (LEFT + place * (PANEL + BETWEEN), FOOT, PANEL, HEIGHT)
         axis = new_axis(figure, box, f"{nfe} NFE")
@@ -54,17 +57,41 @@ def draw_baselines(rows: Sequence[Row], title: str = "") -> "Figure":
                 r for r in shown if r["method"] == method and (r["own_steps"] or r["nfe"] == nfe)
             ]
             _draw_method(axis, mine, look)
-        axis.set_xlim(min(entropies) - room, max(entropies) + room)
+        axis.set_xlim(low, high)
         axis.locator_params(axis="x", nbins=5)
+        axis.set_xlabel("entropy, nats", fontsize=FONT - 1, color=SOFT)
         scale(axis, [row["ppl"] for row in shown])
         if place:
             axis.tick_params(labelleft=False)
+        else:
+            axis.set_ylabel("perplexity", fontsize=FONT - 1, color=SOFT)
     _legend(figure, looks, shown, columns, 1 - (20 / height if title else 0))
-    words = "perplexity (up) over entropy in nats (across); large marks: plain sampling"
+    words = "large marks: plain sampling; small ones: temperature (solid) and top-p (dotted)"
+    words += f"\noutside to the side: {'; '.join(cut)}" if cut else ""
     figure.text(8 / width, 10 / height, words, fontsize=FONT - 1, color=SOFT)
     if title:
         figure.text(8 / width, 1 - 15 / height, title, fontsize=FONT, color=INK, parse_math=False)
     return figure
+
+
+def _window(rows: Sequence[Row]) -> tuple[float, float, list[str]]:
+    """Ends of the axis of entropy, and methods with a plain setting outside.
+
+    One method whose texts are far poorer than all others' would press those into a corner: what
+    lies farther from the middle half of the plain settings than three times its width is cut.
+    """
+    everything = [row["entropy"] for row in rows]
+    first, last = np.quantile([row["entropy"] for row in rows if _is_plain(row)], (0.25, 0.75))
+    reach = FAR * (last - first) or np.inf
+    near = [value for value in everything if first - reach <= value <= last + reach]
+    low, high = min(near), max(near)
+    room = 0.06 * (high - low) or 0.1
+    outside = [r["method"] for r in rows if _is_plain(r) and not low <= r["entropy"] <= high]
+    return low - room, high + room, list(dict.fromkeys(outside))
+
+
+def _is_plain(row: Row) -> bool:
+    return (row["temperature"], row["top_p"]) == (1, 1)
 
 
 def _budgets(rows: Sequence[Row]) -> list[int]:
@@ -90,8 +117,9 @@ def _looks(rows: Sequence[Row]) -> dict[str, Look]:
         elif row["own_steps"]:
             found[method] = (SOFT, "*" if row["role"] == "ar" else "P", True)
         else:
-            marker = MARKERS[(number + number // len(HUES)) % len(MARKERS)]
-            found[method] = (HUES[number % len(HUES)], marker, filled)
+            colours = PALETTE[1:]  # ink is the baseline's
+            colour = colours[(counts[True] + counts[False]) % len(colours)]
+            found[method] = (colour, MARKERS[number % len(MARKERS)], filled)
             counts[filled] += 1
     return found
 
@@ -104,7 +132,7 @@ def _draw_method(axis: "Axes", rows: Sequence[Row], look: Look) -> None:
         across, up = [r["entropy"] for r in line], [r["ppl"] for r in line]
         axis.plot(across, up, style, color=colour, linewidth=1.0, marker=".", ms=3, alpha=0.55)
     for row in rows:
-        if (row["temperature"], row["top_p"]) == (1, 1):
+        if _is_plain(row):
             axis.plot(
                 row["entropy"], row["ppl"], marker, color=colour, markersize=8, zorder=3,
                 markerfacecolor=colour if filled else "white", markeredgewidth=1.6,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from didi_instruct.reproduce.baselines import baseline_rows
+from didi_instruct.reproduce.baselines import LATE, baseline_rows
 from didi_instruct.reproduce.equal_terms import Setting, Terms
 from didi_instruct.reproduce.jobs import Context
-from didi_instruct.reproduce.landscape import grid, guided_rows
+from didi_instruct.reproduce.landscape import Strength, grid, guided_rows
 from didi_instruct.reproduce.latency import latency_rows
 from didi_instruct.reproduce.measuring import EVALS, judge_of
 from didi_instruct.reproduce.sensitivity import design, shares
@@ -55,11 +55,12 @@ def landscape(
     scales: Sequence[float],
     candidates: Sequence[int],
     steps: Sequence[int],
+    late_from: int | None = None,
     **common: Any,
 ) -> Rows:
     """RGAS over all pairs of h and M."""
     terms = terms_of(context, **common)
-    return guided_rows(context.inputs["model"], grid(scales, candidates), steps, terms)
+    return _guided(context, grid(scales, candidates), steps, late_from, terms)
 
 
 def anova(
@@ -69,14 +70,33 @@ def anova(
     scales: Sequence[float],
     candidates: Sequence[int],
     steps: Sequence[int],
+    late_from: int | None = None,
     **common: Any,
 ) -> dict[str, Rows]:
     """RGAS over a Latin hypercube of h and M, and the share of the variance of each."""
     ranges: Any = (tuple(scales), tuple(candidates))
     terms = terms_of(context, **common)
     strengths = design(points, common["seed"], *ranges)
-    rows = guided_rows(context.inputs["model"], strengths, steps, terms)
+    rows = _guided(context, strengths, steps, late_from, terms)
     return {"rows": rows, "shares": shares(rows, *ranges, seed=common["seed"])}
+
+
+def _guided(
+    context: Context,
+    strengths: Sequence[Strength],
+    steps: Sequence[int],
+    late_from: int | None,
+    terms: Terms,
+) -> Rows:
+    """Rows of each budget's own student: `model`, or `model-late` from `late_from` NFE on."""
+    few = [nfe for nfe in steps if late_from is None or nfe < late_from]
+    many = [nfe for nfe in steps if nfe not in few]
+    return [
+        row
+        for role, budgets in (("model", few), (f"model{LATE}", many))
+        if budgets
+        for row in guided_rows(context.inputs[role], strengths, budgets, terms)
+    ]
 
 
 def latency(
@@ -164,6 +184,7 @@ def baselines(
     temperatures: Sequence[float],
     top_ps: Sequence[float],
     machine: str,
+    late_from: int | None = None,
     **common: Any,
 ) -> Rows:
     """All ways to sample all models that are inputs, over temperature and top-p.
@@ -179,5 +200,6 @@ def baselines(
         temperatures=temperatures,
         top_ps=top_ps,
         most_steps=most_steps,
+        late_from=late_from,
     )
     return [row | {"machine": machine} for row in rows]

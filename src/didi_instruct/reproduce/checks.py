@@ -9,15 +9,18 @@ from pathlib import Path
 
 from didi_instruct.api.shipped import shipped
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.corpora import CORPORA
 from didi_instruct.models.build import count_parameters
-from didi_instruct.reproduce.costs import cost_of, model_of
+from didi_instruct.reproduce.costs import BANKED, cost_of, model_of
 from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.making import jobs_of
-from didi_instruct.reproduce.running import finished
+from didi_instruct.reproduce.running import bank_of, finished
 from didi_instruct.reproduce.scale import Given, Scale
+from didi_instruct.reproduce.together import check_together
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
+FETCH = "fetch it with `hf download`, or check the network and the name"
 TIMEOUT = 5.0
 """Seconds that the hub has to answer."""
 STATE_BYTES, CHECKPOINTS = 16, 3
@@ -45,11 +48,22 @@ class Planned:
 
 
 def plan(items: Sequence[Item], scale: Scale, out: Path) -> list[Planned]:
-    """All jobs, with what is left to do and what it may cost."""
-    return [
-        Planned(job, finished(job, out) is not None, cost_of(job).gpu_hours)
-        for job in jobs_of(items, scale)
-    ]
+    """All jobs, with what is left to do and what it may cost.
+
+    Of those that share a bank of texts, the first draws it.
+    """
+    planned, drawn = [], set[str]()
+    for job in jobs_of(items, scale):
+        bank = _bank(job)
+        hours = cost_of(job, draws_bank=bank not in drawn).gpu_hours
+        drawn |= {bank} if bank else set()
+        planned.append(Planned(job, finished(job, out) is not None, hours))
+    return planned
+
+
+def _bank(job: Job) -> str | None:
+    config = job.settings() if job.does == "distill" else None
+    return bank_of(job, config) if config and config.method in BANKED else None
 
 
 def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
@@ -59,7 +73,11 @@ def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
     sources |= {s for job in jobs if job.trains and (s := job.settings().data.source)}
     for source in sorted(sources):
         yield _source(source)
-    yield from _extras(items, scale, sources)
+    corpora = _corpora(jobs, scale)
+    for source in sorted(corpora):
+        yield _source(source, "fetch it with `hf download`, or give files with --corpora")
+    yield _together(scale)
+    yield from _extras(items, scale, sources | corpora)
     yield _disk(jobs, sources, out)
     if scale.name != "toy":
         yield _gpu(scale)
@@ -76,16 +94,37 @@ def check_given(given: Given) -> None:
             raise UserError(f"--{flag} {value}: no such file or folder.")
 
 
-def require_gpu(scale: Scale) -> None:
-    """Refuse to begin weeks of work on a CPU."""
-    if scale.name == "paper" and not _gpu(scale).is_there:
-        raise UserError(
-            "--scale paper trains models of 169M parameters and needs a GPU, but torch sees none: "
-            "use a machine with one, --scale small or toy, or --dry-run to see what it would take."
-        )
+def require_gpu(scale: Scale, device: str | None = None) -> None:
+    """Refuse to begin days or weeks of work on a CPU; who asks for one has `small` on it."""
+    if scale.name == "toy" or _gpu(scale).is_there:
+        return
+    if scale.name == "small" and device == "cpu":
+        return
+    size, more = ("169M", "") if scale.name == "paper" else ("10M", "--device cpu, ")
+    raise UserError(
+        f"--scale {scale.name} trains models of {size} parameters and needs a GPU, but torch sees "
+        f"none: use a machine with one, {more}a smaller --scale, or --dry-run to see what it would "
+        "take."
+    )
 
 
-def _source(source: str) -> Check:
+def _together(scale: Scale) -> Check:
+    """The same as a check."""
+    try:
+        check_together(scale)
+    except UserError as error:
+        return Check("texts and models of one tokenizer", False, str(error))
+    return Check("texts and models of one tokenizer", True)
+
+
+def _corpora(jobs: Sequence[Job], scale: Scale) -> set[str]:
+    """What zero-shot likelihood reads from the hub where no folder was given."""
+    if scale.corpora is not None or not any(job.does.endswith(":zero_shot") for job in jobs):
+        return set()
+    return {f"hf:{corpus.hub.name}" for corpus in CORPORA.values()}
+
+
+def _source(source: str, remedy: str = FETCH) -> Check:
     """A file, a folder, or a name on the hub."""
     if source == "oracle" or source in shipped():
         return Check(f"{source} (built in)", True)
@@ -96,7 +135,6 @@ def _source(source: str) -> Check:
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         return Check(source, False, "no such file or folder: check the path")
     problem = _hub(name, kind)
-    remedy = "fetch it with `hf download`, or check the network and the name"
     return Check(f"{source} ({kind} on the hub)", not problem, f"{problem}: {remedy}")
 
 

@@ -1,11 +1,12 @@
 """What a job costs, in FLOPs: parameters times tokens, and how many passes a method makes of them.
 
-An estimate to plan with, not to compare with: attention is counted, data loading is not, a bank of
-texts is counted in every run that reads it, and what share of a GPU's peak is reached is assumed.
+An estimate to plan with, not to compare with: attention is counted, data loading is not, and what
+share of a GPU's peak is reached is assumed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from didi_instruct.api.shipped import find_shipped
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.models.build import count_parameters
 from didi_instruct.models.manifest import is_ours, read_manifest
 from didi_instruct.reproduce.baselines import WAYS
@@ -27,6 +29,8 @@ FORWARD, LEARN = 1, 3
 GPT2_LARGE = 774e6
 CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
+BANKED = ("didi", "sdtt", "mixture")
+"""Methods that read a bank of the teacher's texts."""
 NO_MODELS = ("judge", "reference", "corpora")
 """Inputs that are not sampled."""
 PER_ITERATION = {
@@ -62,6 +66,7 @@ class Cost:
         return seconds / 3600
 
 
+@lru_cache(maxsize=64)
 def forward_flops(model: ModelConfig) -> float:
     """Of one text: two for each parameter and token, and attention of all tokens to all."""
     length = model.length
@@ -69,19 +74,19 @@ def forward_flops(model: ModelConfig) -> float:
     return 2.0 * count_parameters(model) * length + attention
 
 
-def cost_of(job: Job) -> Cost:
-    """What a job costs."""
+def cost_of(job: Job, *, draws_bank: bool = True) -> Cost:
+    """What a job costs; a bank of texts counts for the run that draws it."""
     if job.does == "pretrain":
         config = job.settings()
         model = _resolve(job)
         texts = config.train.steps * config.train.batch_size
         return Cost(training=texts * LEARN * forward_flops(model))
     if job.does == "distill":
-        return _distillation(job)
+        return _distillation(job, draws_bank)
     return _measuring(job)
 
 
-def _distillation(job: Job) -> Cost:
+def _distillation(job: Job, draws_bank: bool) -> Cost:
     model = model_of(job.inputs["teacher"])
     if model is None:
         return Cost(None, None)
@@ -89,8 +94,8 @@ def _distillation(job: Job) -> Cost:
     texts = config.train.steps * config.train.batch_size
     passes = PER_ITERATION[config.method] + (config.didi.rollout_steps - 1) * FORWARD
     reference = config.reference
-    banked = config.method in ("didi", "sdtt", "mixture") and reference.source == "bank"
-    bank = reference.rows * reference.steps * once if banked else 0.0
+    banked = config.method in BANKED and reference.source == "bank"
+    bank = reference.rows * reference.steps * once if banked and draws_bank else 0.0
     return Cost(training=texts * passes * once, sampling=bank)
 
 
@@ -117,11 +122,10 @@ def _drawn(role: str, model: ModelConfig, options: Mapping[str, Any]) -> tuple[f
     """Passes of one sample in all settings of a model, and how many settings there are."""
     steps = options["steps"]
     budgets = [steps[role]] if isinstance(steps, Mapping) else list(steps)
+    if "temperatures" in options:
+        return _swept(role, model, budgets, options)
     settings = 1.0
-    sweep = len(options.get("temperatures", ())) + len(options.get("top_ps", ()))
-    if sweep:
-        settings = (1 + sweep) * sum(way.role == role for way in WAYS)
-    elif "points" in options or "scales" in options:
+    if "points" in options or "scales" in options:
         candidates = options["candidates"]
         settings = options.get("points") or len(options["scales"]) * len(candidates)
         settings *= _guided(sum(candidates) / len(candidates))
@@ -130,6 +134,23 @@ def _drawn(role: str, model: ModelConfig, options: Mapping[str, Any]) -> tuple[f
     # A cache of keys and values makes one pass of the tokens one by one.
     passes = len(budgets) if model.kind == "ar" else sum(budgets)
     return settings * passes, len(budgets) * max(1, round(settings))
+
+
+def _swept(
+    role: str, model: ModelConfig, budgets: Sequence[int], options: Mapping[str, Any]
+) -> tuple[float, int]:
+    """The same where every way to sample a model is drawn over temperature and top-p."""
+    sweep = 1 + len(options["temperatures"]) + len(options["top_ps"])
+    passes, rows = 0.0, 0
+    for way in (way for way in WAYS if way.role == role):
+        steps = list(budgets)
+        if way.own_steps:
+            steps = [1 if model.kind == "ar" else model.length]
+        elif way is WAYS[0] and options["most_steps"] not in steps:
+            steps.append(options["most_steps"])
+        passes += sweep * sum(steps) * (_guided(4) if way.sampler == "rgas" else 1)
+        rows += sweep * len(steps)
+    return passes, rows
 
 
 def _guided(candidates: float) -> float:
@@ -164,5 +185,7 @@ def _vocabulary(config: PretrainConfig) -> int:
     """Ids of the tokenizer, as far as its name tells."""
     if config.data.source == "oracle":
         return OracleLanguage.default().num_tokens
+    if config.data.tokenizer.endswith(".json") and Path(config.data.tokenizer).is_file():
+        return Tokenizer.load(Path(config.data.tokenizer)).size
     name, _, size = config.data.tokenizer.partition(":")
     return int(size) if name == "bpe" and size.isdigit() else 50257

@@ -18,7 +18,7 @@ from didi_instruct.evaluation.report.drawing import (
     new_figure,
     scale,
 )
-from didi_instruct.reproduce.tables import Shown, Table, cells, over_seeds
+from didi_instruct.reproduce.tables import PASSES, Shown, Table, cells, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +27,22 @@ PANEL, HEIGHT, LEFT, GAP, FOOT, ENTRY = 360, 250, 60, 64, 50, 18
 """Points: of a panel, beside, between and below panels, and of a line of the legend."""
 COLUMNS = 3
 """Of the legend."""
+PALETTE = (
+    INK, *HUES, "#a0522d", "#8fbc3a", "#9a9a9a", "#e377c2", "#17a2a2",
+    "#8b0000", "#1f3a93", "#bfa100", "#4b5d20", "#ff8a75",
+)  # fmt: skip
+"""A colour for every method of the longest table; the first seven hues are told apart by all, what
+follows by its marker too."""
 
 
 def can_draw() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
+
+
+def drawn(shown: Sequence[Shown]) -> list[Shown]:
+    """Numbers that are worth a panel: passes are a cost, told in the table."""
+    return [one for one in shown if one != PASSES]
 
 
 def draw_lines(
@@ -73,7 +84,7 @@ def draw_lines(
 def _panel(
     axis: "Axes", table: Table, one: Shown, sides: Sequence[Any], names: Sequence[str]
 ) -> None:
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import NullLocator, PercentFormatter
 
     seen: list[float] = []
     places: set[int] = set()
@@ -104,6 +115,8 @@ def _panel(
         axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=SOFT)
         return
     scale(axis, seen)
+    if one.form.endswith("%"):
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(places), [str(place) for place in sorted(places)])
     axis.xaxis.set_minor_locator(NullLocator())
@@ -115,8 +128,8 @@ def _name(table: Table, row: dict[str, Any]) -> str:
 
 
 def _colour(number: int) -> str:
-    return INK if number == 0 else HUES[(number - 1) % len(HUES)]
+    return PALETTE[number % len(PALETTE)]
 
 
 def _marker(number: int) -> str:
-    return MARKERS[(number + number // len(HUES)) % len(MARKERS)]
+    return MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]

@@ -5,14 +5,14 @@ checkpoint. With several GPUs each has a process of its own, which runs one job 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.processes import Processes
-from didi_instruct.reproduce.running import StoppedError, finished, run_job
+from didi_instruct.reproduce.running import Done, StoppedError, finished, run_job
 
 State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
 """`kept`: done before. `blocked`: something it needs has failed."""
@@ -30,6 +30,12 @@ class Standing:
     note: str = ""
     """How far it is, what it waits for, or why it failed."""
     result: Any = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Of the process that made the result."""
+
+    def take(self, done: Done) -> None:
+        """Note what a finished job found."""
+        self.seconds, self.result, self.provenance = done.seconds, done.result, done.provenance
 
 
 class Board(Protocol):
@@ -62,11 +68,8 @@ class Grid:
         for standing in self.standings:
             done = finished(standing.job, self.out)
             if done is not None:
-                standing.state, standing.seconds, standing.result = (
-                    "kept",
-                    done.seconds,
-                    done.result,
-                )
+                standing.state = "kept"
+                standing.take(done)
 
     def run(self, gpus: Sequence[str] = ()) -> None:
         """Run what is missing; here, or in a process for each of several GPUs."""
@@ -86,7 +89,7 @@ class Grid:
                 standing.seconds = time.monotonic() - started
                 self._change(standing, "failed", explain(error))
                 continue
-            standing.seconds, standing.result = done.seconds, done.result
+            standing.take(done)
             self._change(standing, "done")
 
     def _run_in_processes(self, gpus: Sequence[str]) -> None:
@@ -103,7 +106,7 @@ class Grid:
                     if done is None:
                         self._change(standing, "failed", error or "its process ended early")
                         continue
-                    standing.seconds, standing.result = done.seconds, done.result
+                    standing.take(done)
                     self._change(standing, "done")
                 time.sleep(PAUSE)
 

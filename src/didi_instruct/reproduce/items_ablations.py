@@ -1,20 +1,21 @@
 """Items on the tricks: Table 1 adds them one by one, Table 2 leaves out one at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.asking import Ask, ablated, answers, printed, quality
-from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.asking import Ask, ablated, answers, learnt, printed, quality
+from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.scale import Scale
-from didi_instruct.reproduce.tables import Table
+from didi_instruct.reproduce.tables import PATH_KL, Row, Shown, Table
 
 GUIDED = {"ablation-cumulative-6-guidance", "ablation-all-tricks"}
 ALSO_GUIDED = "ablation-without-"
 """Rows sampled by RGAS: all of Table 2 but the one without it, the last of Table 1."""
+UNGUIDED = Shown("unguided_path_kl", "path KL, unguided", ".2f")
 
 
 def sampler_of(recipe: str) -> str:
@@ -39,6 +40,32 @@ def asks(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask]:
                 yield Ask(job, {"method": line.label, "recipe": recipe})
 
 
+def unguided(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask]:
+    """The same students without guidance, which path KL needs; none where it is not shown."""
+    if PATH_KL not in quality(scale):
+        return
+    for recipe, line in numbers.items():
+        for seed in scale.seeds:
+            for student, steps in ablated(scale, recipe, seed, scale.budgets):
+                name = f"unguided-{recipe}-{steps[0]}-seed{seed}"
+                job = quality_job(scale, name, student, steps=steps, seed=seed, sampler="ancestral")
+                yield Ask(job, {"method": line.label, "recipe": recipe})
+
+
+def with_unguided(rows: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
+    """Rows with the path KL of their student without guidance."""
+    found = {(row["recipe"], row["nfe"], row["seed"]): row for row in plain}
+    names = {UNGUIDED.column: "path_kl", f"{UNGUIDED.column}_ci95": "path_kl_ci95"}
+    return [
+        row
+        | {
+            mine: found.get((row["recipe"], row["nfe"], row["seed"]), {}).get(theirs)
+            for mine, theirs in names.items()
+        }
+        for row in rows
+    ]
+
+
 def _table(
     numbers: Mapping[str, paper.Printed], title: str, scale: Scale, results: Results
 ) -> Table:
@@ -47,23 +74,27 @@ def _table(
         if scale.late_from is None
         else f"From {scale.late_from} NFE on, rows with a law of τ use Beta(5, 2), as in the paper."
     )
+    plain = answers(unguided(numbers, scale), results)
+    rows = with_unguided(answers(asks(numbers, scale), results), plain)
     return Table(
         title=title,
-        rows=answers(asks(numbers, scale), results),
-        shown=quality(scale),
+        rows=rows,
+        shown=tuple(UNGUIDED if one == PATH_KL else one for one in quality(scale)),
         paper=printed(numbers, {}),
         notes=[
+            *learnt(rows),
             "Rows that differ in guidance alone are one training, sampled in two ways.",
             law,
             "A difference between rows is one of perplexity only where entropies agree; rows with "
-            "guidance also cost more passes (see the CSV).",
+            "guidance also cost more passes.",
+            *(["Path KL is that of the same student without guidance."] if plain else []),
         ],
     )
 
 
 def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
     caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
-    draw_lines(table, path, table.shown, paper=scale.name == "paper", caption=caption)
+    draw_lines(table, path, drawn(table.shown), paper=scale.name == "paper", caption=caption)
 
 
 def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed]) -> Item:
@@ -71,7 +102,7 @@ def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed
         name=name,
         title=title,
         where=where,
-        jobs=lambda scale: [ask.job for ask in asks(numbers, scale)],
+        jobs=lambda scale: [ask.job for some in (asks, unguided) for ask in some(numbers, scale)],
         table=partial(_table, numbers, title),
         figure=_draw,
     )

@@ -10,15 +10,16 @@ from didi_instruct.reproduce.asking import (
     answers,
     ask_method,
     labels,
+    learnt,
     printed,
     quality,
 )
-from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import TEXTS, quality_job
 from didi_instruct.reproduce.scale import Scale
-from didi_instruct.reproduce.tables import ENTROPY, PPL, Row, Shown, Table
+from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Row, Shown, Table
 
 UNMATCHED = (
     "Perplexity falls when entropy falls: two lines compare where their entropies agree. The item "
@@ -29,7 +30,11 @@ PATH = (
     "the judge, whatever its temperature; guided samplers and those that rewrite tokens have none. "
     "A judge that is itself a model brings its own errors into it."
 )
-GAIN = Shown("gain", "below the teacher", ".1%")
+COST = (
+    "NFE counts steps. RGAS takes more forward passes than steps (the last number): at equal "
+    "passes a row stands beside the teacher's of more NFE."
+)
+GAIN = Shown("gain", "perplexity below the teacher", ".1%")
 
 
 def _figure_1(scale: Scale) -> Iterator[Ask]:
@@ -40,20 +45,21 @@ def _figure_1(scale: Scale) -> Iterator[Ask]:
 
 def _figure_1_table(scale: Scale, results: Results) -> Table:
     left_out = [m.label for role, m in METHODS.items() if role == "dimo" and not scale.has(role)]
+    rows = answers(_figure_1(scale), results)
     lacking = [f"Not at this scale: {', '.join(left_out)}."] if left_out else []
     return Table(
         title="Perplexity against NFE, all methods",
-        rows=answers(_figure_1(scale), results),
+        rows=rows,
         shown=quality(scale),
         paper=printed(paper.GENERATION, labels("teacher", "didi") | {"gpt2": METHODS["ar"].label}),
-        notes=[UNMATCHED, PATH, *lacking],
+        notes=[*learnt(rows), UNMATCHED, PATH, COST, *lacking],
     )
 
 
 def _draw_quality(scale: Scale, table: Table, results: Results, path: Path) -> None:
     caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
     is_paper = scale.name == "paper"
-    draw_lines(table, path, table.shown, paper=is_paper, caption=caption)
+    draw_lines(table, path, drawn(table.shown), paper=is_paper, caption=caption)
 
 
 def _generation(scale: Scale) -> Iterator[Ask]:
@@ -63,12 +69,13 @@ def _generation(scale: Scale) -> Iterator[Ask]:
 
 
 def _generation_table(scale: Scale, results: Results) -> Table:
+    rows = answers(_generation(scale), results)
     return Table(
         title="Generation results: perplexity with entropy",
-        rows=answers(_generation(scale), results),
+        rows=rows,
         shown=quality(scale),
         paper=printed(paper.GENERATION, labels("teacher", "didi")),
-        notes=[UNMATCHED, PATH],
+        notes=[*learnt(rows), UNMATCHED, PATH, COST],
     )
 
 
@@ -108,13 +115,15 @@ def _scaling_table(scale: Scale, results: Results) -> Table:
     return Table(
         title="A larger teacher (424M in the paper)",
         rows=rows,
-        shown=(PPL, ENTROPY, GAIN),
+        shown=(PPL, ENTROPY, GAIN, PASSES),
         paper=theirs,
         notes=[
-            "The last number is how far the student's perplexity lies below the teacher's at the "
-            "same NFE.",
+            "Perplexity below the teacher is the share by which the student's lies below the "
+            "teacher's at the same NFE.",
             "The paper draws most perplexities of its 424M models and prints few.",
+            *learnt(rows),
             UNMATCHED,
+            COST,
         ],
     )
 

@@ -7,6 +7,7 @@ from didi_instruct.data.files import write_atomic
 from didi_instruct.evaluation.report.drawing import as_png
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS
+from didi_instruct.reproduce.baselines import LATE
 from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job
@@ -24,10 +25,18 @@ SHARES = (
 def _guided(scale: Scale, name: str, **options: Any) -> Job:
     """A job on the student of all tricks, of the first seed."""
     seed = scale.seeds[0]
+    inputs: dict[str, Job | str] = {
+        "model": scale.ablated(ALL_TRICKS, seed),
+        "judge": scale.judge,
+    }
+    late = [nfe for nfe in scale.guided_budgets if scale.late_from and nfe >= scale.late_from]
+    if late:
+        inputs[f"model{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
+        options["late_from"] = scale.late_from
     return Job(
         name=name,
         does=f"{HERE}:{name.removeprefix('rgas-')}",
-        inputs={"model": scale.ablated(ALL_TRICKS, seed), "judge": scale.judge},
+        inputs=inputs,
         options={
             "steps": list(scale.guided_budgets),
             **scale.drawing(seed, scale.guided_samples),
@@ -59,6 +68,9 @@ def _landscape_table(scale: Scale, results: Results) -> Table:
             "Guidance costs passes: a tilting step three and more, a re-ranking step one for each "
             "candidate beside the draw (`passes` in the CSV).",
             *sign_control(rows),
+            "The control of the sign: if tilting steers towards the teacher, the perplexity of -h "
+            "lies above that of h; a verdict is given where their 95% intervals part. Entropy "
+            "moves with it: read both.",
             f"The paper draws this at {paper.LANDSCAPE_NFE} NFE with {paper.LANDSCAPE_SAMPLES} "
             "samples a point and prints no number of it.",
         ],

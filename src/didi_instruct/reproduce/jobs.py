@@ -16,19 +16,23 @@ from typing import Any, Literal
 from didi_instruct import __version__
 from didi_instruct.api.open import digests
 from didi_instruct.api.runs import configure
+from didi_instruct.api.shipped import find_shipped
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.models.manifest import is_ours
 
-VERSION = 1
+VERSION = 2
 """Raised where a function behind a job changes its numbers, so that old results are made again."""
 Does = Literal["pretrain", "distill"] | str
 """What a job does: train a model, or call a function by name, `package.module:function`."""
 SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig}
-NO_PART = {"": ("reproduces", "expect"), "train": ("log_every", "save_every", "keep")}
-"""Settings that change what is told and kept, not what is learnt."""
+TEXTS = ("reference", "corpora")
+"""Inputs that are no models: a folder `stories` of texts is not the model of that name."""
+NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_every", "keep")}
+"""Settings that change what is told and kept, not what is learnt; a run that is watched and given
+up has no result to keep."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,8 +75,10 @@ class Job:
     def key(self) -> str:
         """Short hash of all that decides the result."""
         inputs = {
-            role: job.key if isinstance(job, Job) else content(job)
-            for role, job in self.inputs.items()
+            role: given.key
+            if isinstance(given, Job)
+            else (stored if role in TEXTS else content)(given)
+            for role, given in self.inputs.items()
         }
         settings = _deciding(asdict(self.settings())) if self.trains else {}
         return digest(VERSION, __version__, self.does, settings, dict(self.options), inputs)
@@ -106,8 +112,13 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@lru_cache(maxsize=256)
 def content(source: str) -> str:
+    """What a model is, by hash; a shipped name is what lies behind it, which may change."""
+    return stored(str(find_shipped(source) or source))
+
+
+@lru_cache(maxsize=256)
+def stored(source: str) -> str:
     """What is in a file or folder, by hash; a name alone (hub id, `oracle`) stands for itself."""
     path = Path(source)
     if not path.exists():
@@ -124,13 +135,14 @@ def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings that decide what is learnt, with data and models by their content."""
     kept: dict[str, Any] = {k: v for k, v in settings.items() if k not in NO_PART[""]}
     kept["train"] = {k: v for k, v in kept["train"].items() if k not in NO_PART["train"]}
-    if kept["data"]["source"]:
-        kept["data"] = kept["data"] | {"source": content(kept["data"]["source"])}
+    if source := kept["data"]["source"]:
+        # Prepared data has a tokenizer of its own, whatever the settings name.
+        words = None if is_prepared(Path(source)) else stored(kept["data"]["tokenizer"])
+        kept["data"] = kept["data"] | {"source": stored(source), "tokenizer": words}
     if kept.get("student"):
         kept["student"] = content(kept["student"])
-    if "reference" in kept:
-        # Where a bank lies says nothing: its texts follow from the teacher and these settings.
-        kept["reference"] = kept["reference"] | {"bank": None}
+    if "reference" in kept and kept["reference"]["bank"]:
+        kept["reference"] = kept["reference"] | {"bank": stored(kept["reference"]["bank"])}
     return kept
 
 

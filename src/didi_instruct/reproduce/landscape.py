@@ -26,9 +26,13 @@ CELL, LINE, BESIDE, ABOVE, TICKS, FOOT = 46, 26, 60, 28, 22, 58
 
 
 def grid(scales: Iterable[float], candidates: Iterable[int]) -> list[Strength]:
-    """All pairs, and the setting without guidance, whether it was named or not."""
+    """All pairs, the setting without guidance and -h of every h above 0, named or not.
+
+    The control of the sign needs no candidates: what was not named is drawn with M = 1 alone.
+    """
     pairs = [(float(h), m) for h in scales for m in candidates]
-    return list(dict.fromkeys([NO_GUIDANCE, *pairs]))
+    mirrored = [pair for h, _ in pairs if h > 0 for pair in ((h, 1), (-h, 1))]
+    return list(dict.fromkeys([NO_GUIDANCE, *pairs, *mirrored]))
 
 
 def guided_rows(
@@ -55,7 +59,7 @@ def guided_rows(
 
 
 def sign_control(rows: Sequence[Row]) -> list[str]:
-    """What a negative h does, beside none and the same h above 0; a sentence per budget and M."""
+    """Whether a negative h does harm beside the same h above 0; a sentence per budget and M."""
     found = {(row["nfe"], row["candidates"], row["h"]): row for row in rows}
     told = []
     for nfe, m, h in sorted(place for place in found if place[2] < 0):
@@ -65,8 +69,23 @@ def sign_control(rows: Sequence[Row]) -> list[str]:
             for row in sides
             if row is not None
         )
-        told.append(f"At {nfe} NFE and M = {m}, perplexity / entropy are {words}.")
+        verdict = _verdict(found[nfe, m, h], found.get((nfe, m, -h)))
+        told.append(
+            f"The sign of h = {-h:g} at {nfe} NFE and M = {m}: {verdict}. Perplexity / entropy are "
+            f"{words}."
+        )
     return told
+
+
+def _verdict(negative: Row, positive: Row | None) -> str:
+    """By the 95% intervals of perplexity over samples."""
+    against = positive and positive.get("ppl_ci95")
+    harm = negative.get("ppl_ci95")
+    if not against or not harm:
+        return "not known, an interval is missing"
+    if harm[0] > against[1]:
+        return "holds"
+    return "fails" if harm[1] < against[0] else "within noise"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,7 +1,7 @@
 """From items to files: one grid for all of them, then a table for each."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,32 +60,111 @@ def make(
 
 
 def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
-    """One item's table, of the jobs that have finished."""
+    """One item's table, of the jobs that have finished; without any, an older one stays."""
     assert item.table is not None
     assert item.jobs is not None
     mine = {job.key for job in in_order(item.jobs(scale))}
     standings = [s for s in grid.standings if s.job.key in mine]
     failed = [f"{s.job.name}: {s.note}" for s in standings if s.state in ("failed", "blocked")]
-    results = grid.results
+    results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
     try:
         table = item.table(scale, results)
     except (KeyError, ValueError) as error:
         if not failed:
             raise
-        return Made(item, None, error=f"no table: {failed[0]} ({error})")
-    picture = _draw(item, scale, table, results, out / "tables", failed)
+        return _lost(item, f"{failed[0]} ({error})", out)
+    if not table.rows:
+        return _lost(item, failed[0] if failed else "its jobs found nothing", out)
+    notes = [note] if note else []
+    if item.name in scale.apart:
+        notes.append(f"Not part of `all` at scale {scale.name}, for what it costs: made by name.")
+    table = replace(table, notes=[*table.notes, *notes])
+    picture = _draw(item, scale, table, _drawable(results), out / "tables", failed)
     edition = Edition(
         item=item.name,
         where=item.where,
         scale=scale.name,
         says=scale.says,
         judge=scale.judge_name,
-        provenance={**provenance(), "seeds": scale.seed_list, "command": command(item, scale)},
+        provenance={
+            **dict(origin(standings, provenance())),
+            "seeds": scale.seed_list,
+            "command": command(item, scale),
+        },
         jobs=[_job(s) for s in standings],
         failed=failed,
         figure=picture,
     )
     return Made(item, table, write_table(table, edition, out / "tables"))
+
+
+def _lost(item: Item, why: str, out: Path) -> Made:
+    """An item without numbers of its own: what an earlier run wrote is better than nothing."""
+    older = (out / "tables" / f"{item.name}.md").exists()
+    stays = "; the one of an earlier run stays as it is" if older else ""
+    return Made(item, None, error=f"no table: {why}{stays}")
+
+
+OWN = ("ppl", "path_kl", "vsf", "gap_closed")
+"""Numbers that a judge gives, and what is made of them."""
+
+
+def judged_by_others(
+    results: Results, jobs: Sequence[Job], scale: Scale
+) -> tuple[dict[str, Any], str]:
+    """Results without what a model says of its own samples, and a note where one did.
+
+    Where no judge is given the left-to-right rival is itself the judge: it would win by that alone.
+    """
+    found, hidden = dict(results), False
+    judge = scale.judge.key if isinstance(scale.judge, Job) else None
+    for job in (job for job in jobs if job.key in found):
+        own = {r for r, g in job.inputs.items() if isinstance(g, Job) and g.key == judge} - {
+            "judge"
+        }
+        if not own or "judge" not in job.inputs or not isinstance(found[job.key], list):
+            continue
+        hidden = True
+        found[job.key] = [
+            _unjudged(row) if row.get("role", "model") in own else row for row in found[job.key]
+        ]
+    note = (
+        "AR is itself the judge of this table, so its perplexity, path KL and vsF are left out: "
+        "with --judge it has them."
+    )
+    return found, note if hidden else ""
+
+
+def _drawable(results: Results) -> dict[str, Any]:
+    """Results without rows that have no perplexity, which a figure has no place for."""
+    return {
+        key: [row for row in found if not isinstance(row, dict) or row.get("ppl", 0) is not None]
+        if isinstance(found, list)
+        else found
+        for key, found in results.items()
+    }
+
+
+def _unjudged(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if any(one in k for one in OWN) else v for k, v in row.items()}
+
+
+def origin(standings: Sequence[Standing], here: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Where the results come from, as their jobs tell, and who writes the table: `here`."""
+    made = [s.provenance for s in standings if s.provenance]
+    days = sorted(one["date"] for one in made if "date" in one)
+    if days:
+        yield "jobs finished", days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+    names = dict.fromkeys(name for one in made for name in one if name != "date")
+    for name in names:
+        yield name, "; ".join(dict.fromkeys(one[name] for one in made if name in one))
+    yield "written", f"{here['date']}, commit {here.get('commit', 'unknown')}"
+    others = sum(one.get("commit") != here.get("commit") for one in made)
+    if others:
+        yield (
+            "note",
+            f"{others} of {len(made)} jobs are of another commit than the code that writes",
+        )
 
 
 def _draw(

@@ -18,6 +18,7 @@ from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.rows import plain
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.scale import Scale
 
 QUALITY = "didi_instruct.reproduce.measuring:quality"
@@ -121,9 +122,8 @@ def _evaluate(
         progress=lambda stage, done, total: context.tell(f"{_short(stage)} {done} of {total}"),
     )
     # Where a model lay on this machine says nothing to a reader.
-    rows = [
-        row | {"model": None, "judge": found.judge and Path(found.judge).name} for row in found.rows
-    ]
+    whose = {"model": None, "judge": found.judge and Path(found.judge).name}
+    rows = [row | whose | learning(Path(context.inputs["model"])) for row in found.rows]
     return rows, found.samples
 
 

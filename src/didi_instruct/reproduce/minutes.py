@@ -1,8 +1,10 @@
-"""How long a run trained, from its own log."""
+"""How long a run trained, on how many texts, and how often its student learnt, by its own files."""
 
 from pathlib import Path
+from typing import Any
 
 from didi_instruct.api.runs import configure
+from didi_instruct.config.parse import read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.evaluation.curves import read_log
 
@@ -30,6 +32,39 @@ def training_minutes(folder: Path) -> float | None:
         seconds += (record["step"] - before) / rate
         before = record["step"]
     return seconds / 60
+
+
+def training_texts(folder: Path) -> int | None:
+    """Texts of all steps together, a text counted as often as it was read or written."""
+    if not (folder / RECIPE).is_file():
+        return None
+    train = read_yaml(folder / RECIPE).get("train") or {}
+    steps, size = train.get("steps"), train.get("batch_size")
+    return None if steps is None or size is None else steps * size
+
+
+def learning(folder: Path) -> dict[str, Any]:
+    """How many steps changed a student (`updates`) of all (`updates_of`), and `at_chance`.
+
+    A student waits while its discriminator warms up or is at chance; one that always waited is its
+    teacher. `at_chance` is a share of all steps. Empty for a run without a discriminator.
+    """
+    if not (folder / LOG).is_file():
+        return {}
+    told = {r["step"]: r for r in read_log(folder / LOG) if "student_waits" in r}
+    waited, chance, before = 0.0, 0.0, 0.0
+    for _, record in sorted(told.items()):
+        steps = record["step"] - before
+        waited += steps * record["student_waits"]
+        chance += steps * record.get("at_chance", 0.0)
+        before = record["step"]
+    if not before:
+        return {}
+    return {
+        "updates": round(before - waited),
+        "updates_of": round(before),
+        "at_chance": chance / before,
+    }
 
 
 def _tokens_per_step(folder: Path) -> int:

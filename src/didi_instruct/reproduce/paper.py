@@ -170,7 +170,6 @@ LATENCY: Mapping[str, Speed] = {
     "sdtt": Speed(64, 806.498, 1.269),
     "didi": Speed(16, 2366.604, 0.432),
 }
-SPEEDUP_OVER_AR = 13.2
 
 # table:zeroshot:ppl; all but "Ours" and "DUO distilled" are taken from other papers.
 CORPORA = ("ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv")
@@ -188,9 +187,6 @@ ZERO_SHOT: Mapping[str, Likelihood] = {
 
 # fig:rgas_sensitivity; the picture's numbers are not in the source.
 LANDSCAPE_NFE, LANDSCAPE_SAMPLES = 16, 16
-LANDSCAPE_SCALES = (0.0, 100.0)
-"""Ends of the range of h."""
-LANDSCAPE_CANDIDATES = (1, 2, 4, 8, 16, 32)
 
 # tab:fanova_results; shares of the variance of perplexity, main effects of h and M. Those of 16
 # NFEs leave 4% to both together, those of 8 and 32 nothing.
@@ -199,15 +195,13 @@ ANOVA: Mapping[int, Mapping[str, float]] = {
     16: {"h": 0.900, "candidates": 0.060},
     32: {"h": 0.637, "candidates": 0.363},
 }
-ANOVA_POINTS, ANOVA_SAMPLES = 1000, 16
+ANOVA_POINTS = 1000
 ANOVA_SCALES = (20.0, 60.0)
 ANOVA_CANDIDATES = (1, 32)
 
 # fig:scaling_results and the two sections on the 424M models.
 SCALING_GAIN: Mapping[int, float] = {8: 0.885, 16: 0.877, 32: 0.853, 64: 0.827, 128: 0.790}
 """How far the student's perplexity lies below the teacher's at the same NFE."""
-SCALING_GAIN_OVER_1024: Mapping[int, float] = {16: 0.114, 64: 0.568, 128: 0.612, 1024: 0.642}
-"""The same below the teacher with 1024 NFEs."""
 SCALING: Mapping[str, Printed] = {
     "teacher": Printed(
         "MDLM, the teacher (424M)",
@@ -217,67 +211,4 @@ SCALING: Mapping[str, Printed] = {
         "DiDi-Instruct (424M)",
         {16: Cell(32.79, 5.52), 512: Cell(None, 5.43), 1024: Cell(None, 5.40)},
     ),
-}
-
-
-def implied_scaling() -> dict[str, dict[int, float]]:
-    """Perplexities of the 424M models that follow from the one printed and the percentages.
-
-    To about 1%: 32.79 at 16 NFEs is 11.4% below the teacher's 1024, and so on.
-    """
-    known = SCALING["didi"].cells[16].ppl
-    assert known is not None
-    most = known / (1 - SCALING_GAIN_OVER_1024[16])
-    student = {nfe: most * (1 - gain) for nfe, gain in SCALING_GAIN_OVER_1024.items()}
-    teacher = {n: student[n] / (1 - gain) for n, gain in SCALING_GAIN.items() if n in student}
-    return {"teacher": {**teacher, 1024: most}, "didi": student}
-
-
-class Adaptation(NamedTuple):
-    """Before and after 5,000 steps of fine-tuning."""
-
-    nll_before: float
-    nll_after: float
-    other_before: float
-    """Accuracy on MMLU, perplexity on PubMed."""
-    other_after: float
-
-
-# tab:mmlu_sft
-MMLU: Mapping[str, Adaptation] = {
-    "teacher": Adaptation(9.879, 2.814, 0.206, 0.253),
-    "sdtt": Adaptation(9.773, 2.844, 0.212, 0.243),
-    "didi": Adaptation(9.960, 2.815, 0.216, 0.251),
-}
-# tab:pubmed_sft
-PUBMED: Mapping[str, Adaptation] = {
-    "teacher": Adaptation(3.761, 3.217, 42.983, 24.944),
-    "sdtt": Adaptation(3.938, 3.243, 51.336, 25.602),
-    "duo": Adaptation(4.028, 3.338, 56.174, 27.734),
-    "didi": Adaptation(3.879, 3.215, 47.563, 24.894),
-}
-# tab:mrpc_frozen; accuracy and F1.
-MRPC: Mapping[str, tuple[float, float]] = {
-    "teacher": (0.596, 0.722),
-    "sdtt": (0.591, 0.720),
-    "didi": (0.623, 0.733),
-}
-
-PROTEIN_LENGTHS = (100, 200, 300, 400, 500)
-# tab:protein_diversity; cluster entropy by length, then the average cluster size.
-PROTEINS: Mapping[str, Mapping[int, tuple[float, ...]]] = {
-    "teacher": {
-        32: (3.68, 3.68, 3.55, 3.65, 3.68, 1.02),
-        64: (3.68, 3.51, 3.45, 3.68, 3.53, 1.07),
-        128: (3.68, 3.65, 3.50, 3.52, 3.61, 1.05),
-        256: (3.61, 3.42, 3.41, 3.19, 3.44, 1.19),
-        512: (3.58, 3.23, 3.02, 3.11, 2.97, 1.41),
-    },
-    "didi": {
-        32: (3.68, 3.52, 3.15, 3.58, 3.55, 1.11),
-        64: (3.68, 3.65, 3.45, 3.45, 3.54, 1.09),
-        128: (3.62, 3.20, 3.42, 3.45, 3.38, 1.21),
-        256: (3.61, 3.11, 3.41, 2.87, 3.07, 1.40),
-        512: (3.54, 3.11, 2.95, 2.77, 2.79, 1.53),
-    },
 }

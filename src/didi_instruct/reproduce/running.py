@@ -6,9 +6,9 @@
 import importlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce.jobs import Context, Job, content, digest
 from didi_instruct.training.reporting import SilentReporter
+from didi_instruct.training.world import pick_device
 
 DONE, SPENT, RUN = "done.json", "spent.json", "run"
 Tell = Callable[[str], None]
@@ -39,6 +40,8 @@ class Done:
     seconds: float
     """Of all attempts together."""
     result: Any
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Of the process that finished it, which may be older than the one that reads it."""
 
 
 def folder_of(job: Job, out: Path) -> Path:
@@ -53,7 +56,8 @@ def finished(job: Job, out: Path) -> Done | None:
     folder = folder_of(job, out)
     try:
         told = json.loads((folder / DONE).read_text(encoding="utf-8"))
-        done = Done(folder, float(told["seconds"]), told["result"])
+        made = dict(told.get("provenance") or {})
+        done = Done(folder, float(told["seconds"]), told["result"], made)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if told["key"] != job.key or (job.trains and steps_made(folder / RUN) is None):
@@ -77,8 +81,9 @@ def run_job(job: Job, out: Path, *, device: str | None = None, tell: Tell | None
     finally:
         seconds = before + time.monotonic() - started
         _write(folder / SPENT, {"seconds": seconds})
-    _write(folder / DONE, _told(job, seconds, result))
-    return Done(folder, seconds, result)
+    made = {**provenance(), "device": pick_device(device).type}
+    _write(folder / DONE, _told(job, seconds, result, made))
+    return Done(folder, seconds, result, made)
 
 
 def sources(job: Job, out: Path) -> dict[str, str]:
@@ -115,13 +120,18 @@ def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) ->
 
 def _share_bank(job: Job, config: Any, out: Path) -> list[str]:
     """Runs that read one bank of a teacher's texts draw it once."""
+    name = bank_of(job, config)
+    return [] if name is None else [f"reference.bank={json.dumps(str(out / 'banks' / name))}"]
+
+
+def bank_of(job: Job, config: Any) -> str | None:
+    """Name of the bank that a run shares; None where it reads none, or one that was given."""
     if config.reference.source != "bank" or config.reference.bank is not None:
-        return []
+        return None
     teacher = job.inputs["teacher"]
     of = teacher.key if isinstance(teacher, Job) else content(teacher)
     settings = {"reference": config.reference, "prompt": config.prompt, "data": config.data}
-    name = digest(of, {k: str(v) for k, v in settings.items()})
-    return [f"reference.bank={json.dumps(str(out / 'banks' / name))}"]
+    return digest(of, {k: str(v) for k, v in settings.items()})
 
 
 def _call(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) -> Any:
@@ -143,7 +153,7 @@ def _call(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) -> 
     return json.loads(json.dumps(found, allow_nan=False))  # as it will be read again
 
 
-def _told(job: Job, seconds: float, result: Any) -> dict[str, Any]:
+def _told(job: Job, seconds: float, result: Any, made: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": job.name,
         "key": job.key,
@@ -153,7 +163,7 @@ def _told(job: Job, seconds: float, result: Any) -> dict[str, Any]:
         "inputs": {r: g.key if isinstance(g, Job) else g for r, g in job.inputs.items()},
         "options": dict(job.options),
         "seconds": seconds,
-        "provenance": provenance(),
+        "provenance": dict(made),
         "result": result,
     }
 

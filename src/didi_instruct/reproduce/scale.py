@@ -62,6 +62,8 @@ class Scale:
     """Whether the judge is a causal LM, whose features MAUVE compares."""
     corpora: str | None = None
     """Folder of the zero-shot corpora; None: the hub."""
+    apart: tuple[str, ...] = ()
+    """Items that `all` leaves out, since they alone cost as much as the others: name them."""
     reader: Job | str | None = None
     """Teacher of the zero-shot table, where it is another: corpora are streams of text, which a
     model of one text a window cannot read."""

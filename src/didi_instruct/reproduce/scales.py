@@ -8,7 +8,7 @@ paper's own setting: 169M and 424M parameters, OpenWebText, GPT-2 Large as judge
 from dataclasses import replace
 from pathlib import Path
 
-from didi_instruct.api.shipped import shipped
+from didi_instruct.api.shipped import find_shipped, shipped
 from didi_instruct.errors import UserError
 from didi_instruct.models.manifest import is_ours, read_manifest
 from didi_instruct.reproduce.jobs import Job
@@ -132,19 +132,19 @@ def _toy(given: Given) -> Scale:
 
 
 SMALL_STUDENT = ("train.eval_every=0",)
+SMALL_BANK = ("reference.rows=4096", "reference.steps=64")
 SMALL_ABLATION = (
-    "train.steps=1000",
+    "train.steps=300",
     "train.batch_size=64",
     "train.ema=0.99",
     "train.log_every=20",
-    "train.save_every=500",
+    "train.save_every=100",
     "train.eval_every=0",
     "optim.lr=1e-4",
     "optim.beta2=0.98",
     "discriminator.lr=3e-5",
-    "discriminator.warmup=100",
-    "reference.steps=128",
-    "reference.rows=16384",
+    "discriminator.warmup=50",
+    *SMALL_BANK,
     "watch.budgets=[]",
     "watch.min_entropy=0",
 )
@@ -154,15 +154,14 @@ SMALL_LARGER = ("model.layers=8", "model.hidden=512", "model.heads=8")
 def _small(given: Given) -> Scale:
     if given.data is None:
         raise UserError(
-            "--scale small needs text: give stories (a prepared folder, .jsonl, .txt) with --data."
+            "--scale small needs text: give stories (a prepared folder, .jsonl, a folder of .txt) "
+            "with --data."
         )
-    data = (f"data.source={given.data}",)
+    known = given.teacher or ("stories/teacher" if "stories/teacher" in shipped() else None)
+    # One tokenizer for all: a judge can only score the tokens that it knows.
+    data = _data(given.data, known or given.judge)
     ar = Job(name="ar", does="pretrain", recipe="stories-ar", overrides=data)
-    teacher: Job | str = Job(
-        name="teacher", does="pretrain", recipe="stories-teacher", overrides=data
-    )
-    if "stories/teacher" in shipped():
-        teacher = "stories/teacher"
+    teacher = Job(name="teacher", does="pretrain", recipe="stories-teacher", overrides=data)
     return Scale(
         name="small",
         says=(
@@ -170,38 +169,47 @@ def _small(given: Given) -> Scale:
             "up to 256 tokens. Orders and directions may be compared with the paper's, values may "
             "not: data, length, judge and size differ."
         ),
-        teacher=given.teacher or teacher,
+        teacher=known or teacher,
         judge=given.judge or ar,
         judge_name=_told(given) or "a left-to-right model of the same stories, trained here",
         data=given.data,
         models={
             "ar": Training("stories-ar", data),
-            "duo-teacher": Training("stories-duo-teacher", data),
+            "duo-teacher": Training("stories-duo-teacher", (*data, "train.steps=4000")),
             "teacher-large": Training("stories-teacher", (*data, *SMALL_LARGER)),
             "didi-large": Training("ablation-all-tricks", SMALL_ABLATION),
-            "jump": Training("stories-didi", SMALL_STUDENT),
-            "path": Training("stories-path", (*data, *SMALL_STUDENT)),
+            "jump": Training("stories-didi", (*SMALL_STUDENT, *SMALL_BANK, "train.steps=300")),
+            "path": Training("stories-path", (*data, *SMALL_STUDENT, "train.steps=1500")),
             "token-matching": Training("stories-token-matching", SMALL_STUDENT),
-            "sdtt": Training("stories-sdtt", SMALL_STUDENT),
-            "dimo": Training("stories-dimo", SMALL_STUDENT),
-            "duo": Training("stories-duo", (*data, *SMALL_STUDENT)),
+            "sdtt": Training(
+                "stories-sdtt",
+                (*SMALL_STUDENT, *SMALL_BANK, "train.steps=1000", "sdtt.iterations=200"),
+            ),
+            "dimo": Training("stories-dimo", (*SMALL_STUDENT, "train.steps=600")),
+            "duo": Training(
+                "stories-duo", (*data, *SMALL_STUDENT, "train.steps=1200", "duo.iterations=200")
+            ),
         },
         ablation=SMALL_ABLATION,
-        budgets=(8, 16, 32),
-        most_steps=256,
-        samples=1024,
+        budgets=(4, 8, 16),
+        most_steps=128,
+        samples=512,
         seeds=(0, 1),
+        apart=("scaling",),
         until_eot=True,
         causal_judge=given.judge is not None and _reads_text(given.judge),
         corpora=given.corpora,
         reader=_reader(given, data),
         batch_size=256,
-        scales_h=(-35.0, 0.0, 5.0, 15.0, 35.0, 70.0),
-        candidates=(1, 2, 4, 8),
+        scales_h=(-35.0, 0.0, 15.0, 35.0),
+        candidates=(1, 4),
         anova_points=64,
         anova_h=(0.0, 40.0),
         anova_candidates=(1, 8),
-        guided_samples=256,
+        guided_budgets=(8, 16),
+        guided_samples=128,
+        temperatures=(0.9, 0.8),
+        top_ps=(0.95, 0.9),
         latency={"ar": 256, "teacher": 128, "sdtt": 32, "didi": 16},
     )
 
@@ -211,10 +219,22 @@ def _reader(given: Given, data: tuple[str, ...]) -> Job | str | None:
     known = given.teacher and is_ours(Path(given.teacher))
     if known and read_manifest(Path(str(given.teacher))).model.end_id is None:
         return given.teacher
-    streams = ("model.own_window=false", "data.rows=stream")
+    streams = ("model.own_window=false", "data.rows=stream", "train.steps=3000")
     return Job(
         name="reader", does="pretrain", recipe="stories-teacher", overrides=(*data, *streams)
     )
+
+
+def _data(source: str, like: str | None) -> tuple[str, ...]:
+    """Overrides that name a text, read with the tokenizer of a model that is there already."""
+    words = words_of(like) if like else None
+    return (f"data.source={source}", *([f"data.tokenizer={words}"] if words else []))
+
+
+def words_of(source: str) -> str | None:
+    """The tokenizer's file of a model that is here; None where it has none, or is not here."""
+    file = (find_shipped(source) or Path(source)) / "tokenizer.json"
+    return str(file) if file.is_file() else None
 
 
 def _reads_text(judge: str) -> bool:
@@ -231,7 +251,7 @@ def _told(given: Given) -> str:
 
 def _paper(given: Given) -> Scale:
     source = given.data or "hf:Skylion007/openwebtext"
-    data = (f"data.source={source}",)
+    data = _data(source, given.teacher)
     teacher = Job(name="teacher", does="pretrain", recipe="owt-169m-teacher", overrides=data)
     return Scale(
         name="paper",

@@ -87,7 +87,9 @@ def draw_shares(
         bars.append((f"{nfe} NFE, ours", ours))
         if paper and nfe in paper:
             theirs = dict(paper[nfe])
-            bars.append(("paper", theirs | {"rest": max(0.0, 1 - sum(theirs.values()))}))
+            bars.append(
+                (f"{nfe} NFE, paper", theirs | {"rest": max(0.0, 1 - sum(theirs.values()))})
+            )
     height = 26 * len(bars) + 76
     figure = new_figure(430, height)
     axis = figure.add_axes((0.24, 44 / height, 0.69, 26 * len(bars) / height))

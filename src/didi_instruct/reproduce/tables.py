@@ -9,7 +9,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,14 @@ from didi_instruct.data.files import no_space_as_user_error, write_atomic
 
 Row = dict[str, Any]
 NOTHING = "–"
+ENOUGH_SEEDS = 3
+"""Seeds whose range says something."""
+TRAINED_ONCE = ("teacher", "ar", "duo-teacher", "teacher-large")
+"""Roles whose seeds differ in what is drawn, not in what was trained."""
 ALWAYS = ("seed", "num_samples")
 """What every row of ours says beside its numbers."""
+SOMETIMES = ("temperature", "top_p", "updates", "updates_of", "at_chance")
+"""What a CSV says where a row of it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,9 @@ class Shown:
 
 PPL, ENTROPY = Shown("ppl", "perplexity", ".4g"), Shown("entropy", "entropy", ".3f")
 PATH_KL = Shown("path_kl", "path KL", ".2f")
+APART = "In the paper, of another language, judge and size (nothing here compares with it):"
+PASSES = Shown("passes", "passes", ".3g")
+"""Forward passes of a text, which guidance takes more of than steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +55,15 @@ class Table:
     """Column whose values stand side by side."""
     across_title: str = "NFE"
     shown: tuple[Shown, ...] = (PPL, ENTROPY)
+    brief: tuple[Shown, ...] = ()
+    """What a terminal shows of many columns; empty: all."""
     paper: Sequence[Row] = ()
     notes: Sequence[str] = ()
     """What a reader has to know, one sentence or two each."""
     appendix: str = ""
     """Markdown that follows the table."""
+    sweep: Sequence[Row] = ()
+    """Rows of the files for programs, where those of the table are a choice from them."""
 
     def __post_init__(self) -> None:
         """Perplexity alone proves nothing."""
@@ -78,15 +91,22 @@ def cells(rows: Sequence[Row], labels: Sequence[str], across: str | None) -> dic
 
 
 def over_seeds(rows: Sequence[Row], column: str) -> Cell:
-    """Mean over seeds, and the smallest and largest; of one seed, the interval over samples."""
-    values = [row[column] for row in rows if _known(row.get(column))]
+    """Mean over seeds; ends are the smallest and largest of three seeds or more.
+
+    The range of two seeds holds the truth half of the time: of two or one, the ends are those of
+    the samples' 95% intervals, from the lowest to the highest, where every seed has one.
+    """
+    known = [row for row in rows if _known(row.get(column))]
+    values = [row[column] for row in known]
     if not values:
         return Cell(None)
+    mean, ends = sum(values) / len(values), [row.get(f"{column}_ci95") for row in known]
+    if len(values) < ENOUGH_SEEDS and all(ends):
+        lows, highs = zip(*ends, strict=True)
+        return Cell(mean, min(lows), max(highs), len(values))
     if len(values) > 1:
-        return Cell(sum(values) / len(values), min(values), max(values), len(values))
-    ends = next((r.get(f"{column}_ci95") for r in rows if _known(r.get(column))), None)
-    low, high = ends or (None, None)
-    return Cell(values[0], low, high)
+        return Cell(mean, min(values), max(values), len(values))
+    return Cell(mean)
 
 
 def _known(value: Any) -> bool:
@@ -96,8 +116,10 @@ def _known(value: Any) -> bool:
 def lay_out(table: Table, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
     """Titles and lines: ours, and the paper's under it where it has the same.
 
-    `brief` leaves out intervals, and columns that the paper alone has.
+    `brief` leaves out intervals, columns that the paper alone has, and what is too much.
     """
+    if brief and table.brief:
+        table = replace(table, shown=table.brief)
     ours, theirs = (cells(r, table.labels, table.across) for r in (table.rows, table.paper))
     lines = list(dict.fromkeys(line for line, _ in (*ours, *theirs)))
     columns = ours if brief and ours else (*ours, *theirs)
@@ -147,7 +169,9 @@ def show(cell: Cell, shown: Shown) -> str:
     if cell.low is None or cell.high is None:
         return text
     half = (cell.high - cell.low) / 2
-    digits = ",.0f" if half >= 10 else ".2g"
+    if half == 0:
+        return text
+    digits = ".0%" if shown.form.endswith("%") else ",.0f" if half >= 10 else ".2g"
     return f"{text} ± {half:{digits}}"
 
 
@@ -181,15 +205,19 @@ class Edition:
 
 def to_markdown(table: Table, edition: Edition) -> str:
     """The table for people."""
-    titles, body = lay_out(table)
+    apart = edition.scale == "toy" and bool(table.paper)
+    blocks = [replace(table, paper=())] if apart else [table]
     where = f"{edition.where} of the paper. " if edition.where else "Not in the paper. "
     parts = [
         f"# {table.title}",
         f"{where}{edition.says}",
         *([f"![{table.title}]({edition.figure})"] if edition.figure else []),
         _how_to_read(table, edition),
-        "\n".join(_markdown(titles, body)),
+        *("\n".join(_markdown(*lay_out(block))) for block in blocks),
     ]
+    if apart:
+        theirs = replace(table, rows=table.paper, paper=(), shown=_printed(table))
+        parts += [APART, "\n".join(_markdown(*lay_out(theirs)))]
     if edition.failed:
         lost = "\n".join(f"- {line}" for line in edition.failed)
         parts.append(f"**Missing:**\n\n{lost}")
@@ -201,6 +229,11 @@ def to_markdown(table: Table, edition: Edition) -> str:
     facts += [f"- job {j['name']}: {j['key']}, {j['seconds']:.0f} s" for j in edition.jobs]
     parts.append("## Where the numbers come from\n\n" + "\n".join(facts))
     return "\n\n".join(parts) + "\n"
+
+
+def _printed(table: Table) -> tuple[Shown, ...]:
+    """Numbers of a table that the paper prints."""
+    return tuple(s for s in table.shown if any(_known(row.get(s.column)) for row in table.paper))
 
 
 def _how_to_read(table: Table, edition: Edition) -> str:
@@ -216,12 +249,30 @@ def _how_to_read(table: Table, edition: Edition) -> str:
     ]
     text = "; ".join(part for part in parts if part)
     text = text[:1].upper() + text[1:]
-    spread = "half the range over seeds" if len(seeds) > 1 else "half of the 95% interval"
     has_ends = len(seeds) > 1 or any(
         row.get(f"{one.column}_ci95") for row in table.rows for one in table.shown
     )
     theirs = "; the paper gives none" if table.paper else ""
-    return f"{text}." + (f" ± is {spread}{theirs}." if has_ends else "")
+    return f"{text}." + (f" ± is {_spread(len(seeds))}{theirs}.{_draws(table)}" if has_ends else "")
+
+
+def _spread(seeds: int) -> str:
+    """What stands behind ±."""
+    if seeds < 2:
+        return "half of the 95% interval over samples"
+    if seeds < ENOUGH_SEEDS:
+        return (
+            "half the way from the lowest to the highest end of both seeds' 95% intervals over "
+            "samples (a number that has none: half the range of the two, which says little)"
+        )
+    return f"half the range over {seeds} seeds, which is no 95% interval"
+
+
+def _draws(table: Table) -> str:
+    """What seeds are of rows whose model is trained once."""
+    seeds = {row.get("seed") for row in table.rows}
+    once = any(row.get("role") in TRAINED_ONCE for row in table.rows)
+    return " Seeds of a teacher's or an AR row are draws alone." if once and len(seeds) > 1 else ""
 
 
 def _markdown(titles: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -238,13 +289,15 @@ def _safe(text: str) -> str:
 def to_csv(table: Table) -> str:
     """Every row, ours and the paper's; what is not a plain value is left to the JSON."""
     names = [*table.labels, *([table.across] if table.across else []), "of"]
+    rows = table.sweep or table.rows
     numbers = [c for one in table.shown for c in (one.column, f"{one.column}_ci95")]
-    columns = list(dict.fromkeys([*names, *numbers, "passes", *ALWAYS]))
+    more = [c for c in SOMETIMES if any(row.get(c) is not None for row in rows)]
+    columns = list(dict.fromkeys([*names, *numbers, "passes", *more, *ALWAYS]))
     file = io.StringIO()
     writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    for whose, rows in (("ours", table.rows), ("paper", table.paper)):
-        for row in rows:
+    for whose, side in (("ours", rows), ("paper", table.paper)):
+        for row in side:
             flat = {
                 k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v
                 for k, v in row.items()
@@ -262,7 +315,7 @@ def to_json(table: Table, edition: Edition) -> str:
         "scale": edition.scale,
         "says": edition.says,
         "judge": edition.judge,
-        "rows": list(table.rows),
+        "rows": list(table.sweep or table.rows),
         "paper": list(table.paper),
         "notes": list(table.notes),
         "failed": list(edition.failed),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from didi_instruct.api.zeroshot import Progress, evaluate_zero_shot
 from didi_instruct.evaluation.rows import Row
+from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.paper import CORPORA, ZERO_SHOT
 
 TEACHERS = {"DiDi-Instruct": "MDLM", "DUO distilled": "DUO base"}
@@ -56,7 +57,9 @@ def zero_shot_rows(
     )
     names = {source: name for name, source in models.items()}
     rows: list[Row] = [
-        row | {"method": names[row["model"]], "model": None, "source": _plain(row["source"])}
+        row
+        | {"method": names[row["model"]], "model": None, "source": _plain(row["source"])}
+        | learning(Path(row["model"]))
         for row in report.rows
     ]
     return with_ratios(rows, teacher_of or {})
