@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
 from didi_instruct.api import shipped
-from didi_instruct.cli.main import main
 from didi_instruct.config.pretrain import (
     DataConfig,
     ModelRecipe,
@@ -38,15 +36,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def didi(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", "generate", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
+def didi(didi):
+    """Run `didi generate`."""
+    return lambda *arguments: didi("generate", *arguments)
 
 
 def test_text_comes_out_and_the_seed_fixes_it(didi, model):

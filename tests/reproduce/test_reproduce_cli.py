@@ -1,14 +1,12 @@
 """`didi reproduce` from end to end, with an item made tiny."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from didi_instruct.api.model import load
-from didi_instruct.cli.main import main
 from didi_instruct.cli.reproduce import _time as told_time
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.reproduce import scales
@@ -26,21 +24,6 @@ TEACHER = Job(
     ),
 )  # fmt: skip
 SMALLER = ("train.steps=4", "discriminator.warmup=1", "reference.rows=16", "reference.steps=2")
-
-
-@pytest.fixture
-def didi(monkeypatch, capsys):
-    """Run `didi`: exit code, standard output and error."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["didi", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from didi_instruct.cli.files import check_target
+from didi_instruct.cli.judging import (
+    JudgeBeyond,
+    JudgeCollapsesSpaces,
+    JudgeEnd,
+    JudgeTemperature,
+)
 from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
 from didi_instruct.errors import UserError
 
@@ -39,29 +45,10 @@ def command(
         str | None,
         typer.Option(help="oracle, a didi folder, a causal LM (folder, hub id, GGUF file)."),
     ] = None,
-    judge_temperature: Annotated[float, typer.Option(help="Divides the judge's logits.")] = 1.0,
-    judge_collapse_spaces: Annotated[
-        bool,
-        typer.Option(
-            "--judge-collapse-spaces", help="For judges that never saw two spaces in a row."
-        ),
-    ] = False,
-    judge_end: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID|TOKEN",
-            help="What ends a text for a causal LM, for path-kl of texts that end (default: its "
-            "end-of-text token).",
-        ),
-    ] = None,
-    judge_beyond: Annotated[
-        str,
-        typer.Option(
-            metavar="cut|uniform",
-            help="Tokens after a causal LM's context: not read, or each as likely as any other, so "
-            "that long texts have a path KL.",
-        ),
-    ] = "cut",
+    judge_temperature: JudgeTemperature = 1.0,
+    judge_collapse_spaces: JudgeCollapsesSpaces = False,
+    judge_end: JudgeEnd = None,
+    judge_beyond: JudgeBeyond = "cut",
     reference: Annotated[
         str | None,
         typer.Option(

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from didi_instruct.cli.judging import (
+    JudgeBeyond,
+    JudgeCollapsesSpaces,
+    JudgeEnd,
+    JudgeTemperature,
+)
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,26 +56,10 @@ def command(
             "on --data, at paper GPT-2 Large)."
         ),
     ] = None,
-    judge_temperature: Annotated[float, typer.Option(help="Divides the judge's logits.")] = 1.0,
-    judge_collapse_spaces: Annotated[
-        bool,
-        typer.Option(
-            "--judge-collapse-spaces", help="For judges that never saw two spaces in a row."
-        ),
-    ] = False,
-    judge_end: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID|TOKEN", help="What ends a text for a causal LM (default: its end-of-text)."
-        ),
-    ] = None,
-    judge_beyond: Annotated[
-        str,
-        typer.Option(
-            metavar="cut|uniform",
-            help="Tokens after a causal LM's context: not read, or each as likely as any other.",
-        ),
-    ] = "cut",
+    judge_temperature: JudgeTemperature = 1.0,
+    judge_collapse_spaces: JudgeCollapsesSpaces = False,
+    judge_end: JudgeEnd = None,
+    judge_beyond: JudgeBeyond = "cut",
     teacher: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="A teacher, instead of training one.")
     ] = None,

@@ -373,6 +373,11 @@ class DistillConfig:
         return self.didi.group_size if self.didi.grouping != "batch" or self.prompt else 1
 
     @property
+    def aux_lr(self) -> float:
+        """Learning rate of the auxiliary denoiser, where a method has one."""
+        return self.dimo.aux_lr if self.method == "dimo" else self.token_matching.aux_lr
+
+    @property
     def warmup(self) -> int:
         """Iterations before the student begins to learn."""
         if self.method == "token-matching":

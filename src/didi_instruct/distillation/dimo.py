@@ -16,15 +16,12 @@ from there. Other than published: how many positions are random or hidden is lef
 weights learn, and the targets of φ are not smoothed.
 """
 
-import copy
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from didi_instruct.config.distill import DistillConfig
-from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.hosting import Tensors, law
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rollout import (
@@ -33,7 +30,7 @@ from didi_instruct.distillation.rollout import (
     draw_from,
     revealed_between,
 )
-from didi_instruct.distillation.task import CriticTask, Teacher
+from didi_instruct.distillation.task import AuxiliaryTask
 from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import entropy, kl
@@ -41,7 +38,6 @@ from didi_instruct.process.masking import revealed_shares, stratified_times
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.dimo import Seen, Start, later
 from didi_instruct.seeding import mix
-from didi_instruct.training.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +89,15 @@ def hidden_share(kind: str, numbers: Tensor) -> Tensor:
     return numbers.acos() / (math.pi / 2) if kind == "arccos" else 1 - numbers
 
 
-class DiMOTask(CriticTask):
+class DiMOTask(AuxiliaryTask):
     """Student and auxiliary denoiser, in turns."""
 
-    critic_name, rates = "auxiliary", "optim.lr or dimo.aux_lr"
+    rates = "optim.lr or dimo.aux_lr"
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        world: World,
-        *,
-        data: TokenSource | None = None,
-    ) -> None:
-        auxiliary = copy.deepcopy(teacher.network).requires_grad_(True)
-        lr = config.dimo.aux_lr
-        super().__init__(config, teacher, student, auxiliary, lr, world, data)
-        self.start = Start(config.dimo.random, config.dimo.noise)
+    @property
+    def start(self) -> Start:
+        """Where the student's texts begin."""
+        return Start(self.config.dimo.random, self.config.dimo.noise)
 
     def step(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""

@@ -1,5 +1,6 @@
 """What all methods of distillation share: the networks, their state, the batch and its parts."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -370,3 +371,21 @@ def _whole(network: nn.Module) -> dict[str, Tensor]:
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in network.state_dict().items()
     }
+
+
+class AuxiliaryTask(CriticTask):
+    """Student and auxiliary denoiser, which begins as the teacher, in turns."""
+
+    critic_name = "auxiliary"
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: Teacher,
+        student: DiT,
+        world: World,
+        *,
+        data: TokenSource | None = None,
+    ) -> None:
+        auxiliary = copy.deepcopy(teacher.network).requires_grad_(True)
+        super().__init__(config, teacher, student, auxiliary, config.aux_lr, world, data)

@@ -8,15 +8,12 @@ token, so the expectation over that token is exact:
     loss = sum_v p_ν(v | z) stopgrad[log p_φ(v | c) - log p_θ(v | c)]
 """
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import Order
-from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.hosting import Tensors, law
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages
@@ -28,15 +25,13 @@ from didi_instruct.distillation.rollout import (
     revealed_between,
     walk,
 )
-from didi_instruct.distillation.task import CriticTask, Teacher
-from didi_instruct.models.dit import DiT
+from didi_instruct.distillation.task import AuxiliaryTask
 from didi_instruct.process.divergences import divergence, entropy, kl
 from didi_instruct.process.masking import revealed_shares, stratified_times
 from didi_instruct.process.orders import stream_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +130,10 @@ def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:
     return [1 - n / steps for n in range(steps + 1)]
 
 
-class TokenMatchingTask(CriticTask):
+class TokenMatchingTask(AuxiliaryTask):
     """Student and auxiliary denoiser, in turns."""
 
-    critic_name, rates = "auxiliary", "optim.lr or token_matching.aux_lr"
-
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        world: World,
-        *,
-        data: TokenSource | None = None,
-    ) -> None:
-        auxiliary = copy.deepcopy(teacher.network).requires_grad_(True)
-        lr = config.token_matching.aux_lr
-        super().__init__(config, teacher, student, auxiliary, lr, world, data)
+    rates = "optim.lr or token_matching.aux_lr"
 
     def step(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.models.compiling import compiled
-from didi_instruct.models.graphs import say_once
+from didi_instruct.models.graphs import in_a_line, say_once
 
 CHUNK = 128
 BELOW_ONE = 1 - 2.0**-53
@@ -71,6 +71,5 @@ def draw_compiled(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the compiler raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        say_once(f"Draws cannot be compiled here, so they run slower: {reason}")
+        say_once(f"Draws cannot be compiled here, so they run slower: {in_a_line(error)}")
         return draw_by_chunks(logits, uniforms)
