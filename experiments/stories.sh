@@ -2,8 +2,9 @@
 # The models and tables of docs/results.md, stage by stage, on one GPU:
 #   DATA=prepared/ SOURCE=stories15m/ OUT=runs/stories experiments/stories.sh teacher
 # DATA is a folder of `didi data prepare --rows document --length 256 --tokenizer bpe:4096`, SOURCE
-# the causal LM whose stories they are, REAL a text with a real story on each line. STEPS=4,8 are the budgets that `compare` and `plain` look at.
-# FEW=1 makes everything tiny, to see that it runs.
+# the causal LM whose stories they are, REAL a text with a real story on each line.
+# STEPS=4,8 are the budgets to look at, WITH="--temperature 1.05" are further options of `didi eval`,
+# NAME=warm names the numbers (warm.json). FEW=1 makes everything tiny, to see that it runs.
 set -euo pipefail
 : "${DATA:?}" "${OUT:=runs/stories}" "${SEED:=0}"
 DIDI="${DIDI:-didi}"
@@ -16,6 +17,8 @@ if [[ -n "${FEW:-}" ]]; then
     --set token_matching.warmup=1 --set discriminator.warmup=1)
   num=64 steps=4 most=8
 fi
+name="${NAME:-$1}"
+read -ra with <<<"${WITH:-}"
 judge=(--judge "${SOURCE:-}" --judge-temperature 0.8 --judge-collapse-spaces --judge-end "<s>" --judge-beyond uniform)
 
 pretrain() { $DIDI pretrain "$1" "${data[@]}" "${shape[@]}" "${@:3}" --out "$OUT/$2"; }
@@ -39,17 +42,22 @@ case "$1" in
     for model in "${@:2}"; do
       $DIDI eval "$OUT/$model" --metrics nelbo --data "$DATA" --sequences $((num * 4)) --batch-size 256 --json "$OUT/nelbo-$model.json"
     done ;;
-  compare | plain) # students beside the teacher, each at its best temperature and top-p; or at T 1
-    sweep=(--frontier) && [[ "$1" == compare ]] || sweep=()
+  compare | plain | guided | alone | confirm | mauve)
     sources=() && for model in "${@:2}"; do sources+=("$OUT/$model"); done
-    $DIDI eval "${sources[@]}" --against "$OUT/teacher" --most-steps "$most" --steps "$steps" --num "$num" \
-      --metrics ppl,entropy,path-kl,unique-4gram,self-bleu "${sweep[@]}" "${judge[@]}" --batch-size 512 \
-      --out "$OUT/compare" --json "$OUT/$1.json" ;;
-  confirm) # by a fresh network that tells samples from stories, one that learns the samples, and MAUVE
-    sources=() && for model in "${@:2}"; do sources+=("$OUT/$model"); done
-    $DIDI eval "${sources[@]}" --steps "$steps" --num "$num" --metrics ppl,entropy,path-kl,c2st,ar-kl \
-      --ar-start "$OUT/ar" "${judge[@]}" --reference "$DATA" --batch-size 512 --out "$OUT/compare" --json "$OUT/confirm.json"
-    $DIDI eval "${sources[@]}" --steps "$steps" --num "$num" --metrics ppl,entropy,mauve "${judge[@]}" \
-      --reference "${REAL:-$DATA}" --documents line --batch-size 512 --out "$OUT/compare" --json "$OUT/mauve.json" ;;
+    variety=ppl,entropy,unique-4gram,self-bleu
+    case "$1" in
+      compare) # students beside the teacher, each at its best temperature and top-p
+        with+=(--frontier --against "$OUT/teacher" --most-steps "$most" --metrics $variety,path-kl) ;;
+      plain) # the same at T 1
+        with+=(--against "$OUT/teacher" --most-steps "$most" --metrics $variety,path-kl) ;;
+      alone) with+=(--metrics $variety,path-kl) ;;
+      guided) # WITH="--option candidates=1 --option split=1": tilting alone
+        with+=(--sampler rgas --metrics $variety) ;;
+      confirm) # by a fresh network that tells samples from stories, and one that learns the samples
+        with+=(--metrics ppl,entropy,path-kl,c2st,ar-kl --ar-start "$OUT/ar" --reference "$DATA") ;;
+      mauve) with+=(--metrics ppl,entropy,mauve --reference "${REAL:-$DATA}" --documents line) ;;
+    esac
+    $DIDI eval "${sources[@]}" --steps "$steps" --num "$num" "${with[@]}" "${judge[@]}" --batch-size 512 \
+      --out "$OUT/evals/$name" --json "$OUT/$name.json" ;;
   *) echo "unknown stage $1" >&2; exit 2 ;;
 esac

@@ -1,13 +1,14 @@
 """What is timed, in which order, and what becomes of it."""
 
 import json
+import time
 
 import pytest
 import torch
 
 from didi_instruct.benchmarking import timing
 from didi_instruct.benchmarking.report import Bench, make_rows, notes, table
-from didi_instruct.benchmarking.timing import Case, Timing, time_cases
+from didi_instruct.benchmarking.timing import Case, Timing, covered, time_cases
 
 CPU = torch.device("cpu")
 
@@ -111,3 +112,40 @@ def test_rows_are_the_contract(tmp_path):
     Bench("m", rows, {"device": "CPU"}).write(tmp_path / "b.json")
     report = json.loads((tmp_path / "b.json").read_text())
     assert report == {"model": "m", "rows": rows, "device": "CPU"}
+
+
+def test_time_that_is_covered_twice_counts_once():
+    assert covered([(4, 6), (0, 2), (1, 3), (1, 2), (6, 7)]) == 6
+    assert covered([]) == 0
+
+
+def test_a_busy_share_is_shown_where_it_was_asked_for():
+    rows = make_rows([case("ours"), case("other")], [Timing([0.2], busy=0.19), Timing([0.4])])
+    assert [row["gpu_busy"] for row in rows] == [pytest.approx(0.95), None]
+    shown = table(Bench("m", rows))
+    assert [list(column.cells) for column in shown.columns][-1] == ["95%", "-"]
+    rows = make_rows([case("ours")], [Timing([0.2])])
+    assert shown.columns[-1].header == "busy" != table(Bench("m", rows)).columns[-1].header
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_waits_is_not_busy():
+    a = torch.randn(4096, 4096, device="cuda")
+
+    def work(seed):
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+    def lazy(seed):
+        begun = time.perf_counter()
+        work(seed)
+        time.sleep(time.perf_counter() - begun)
+
+    shape = {"batch": 1, "length": 1, "steps": 1}
+    cases = [Case(name="busy", run=work, **shape), Case(name="lazy", run=lazy, **shape)]
+    found = time_cases(cases, 3, torch.device("cuda"), busy=True)
+    shares = [row["gpu_busy"] for row in make_rows(cases, found)]
+    assert shares[0] > 0.8
+    assert 0.2 < shares[1] < 0.7

@@ -44,6 +44,6 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
         distill_case(name, kind, network, plan.batch, length, world, bf16=bf16, compiled=own)
         for name, kind, own in rows
     ]
-    timings = time_cases(cases, plan.repeat, world.device, progress, warm_up=WARM_UP)
+    timings = time_cases(cases, plan.repeat, world.device, progress, warm_up=WARM_UP, busy=True)
     facts = {**about(plan, model), "dtype": "bfloat16" if bf16 else "float32", "fast": compiled}
     return Bench(plan.name, make_rows(cases, timings), facts)

@@ -51,6 +51,7 @@ def make_rows(
                 "seconds_max": max(timing.seconds, default=None),
                 "tokens_per_second": None if median is None else tokens / median,
                 "ms_per_step": None if median is None else 1e3 * median / steps,
+                "gpu_busy": None if not median or timing.busy is None else timing.busy / median,
                 "peak_memory_gib": None if timing.peak is None else timing.peak / GIB,
                 "note": timing.failure or case.note,
             }
@@ -74,13 +75,15 @@ def table(bench: Bench) -> "Table":
     titles = ["", "batch", "length", "steps"]
     extra = [name for name in ("vocabulary",) if any(name in row for row in bench.rows)]
     titles += [*extra, "seconds", "min..max", "tokens/s", "ms/step", "GiB", "ratio"]
+    busy = any(row["gpu_busy"] is not None for row in bench.rows)
+    titles += ["busy"] * busy
     shown = Table(*titles, box=None, pad_edge=False)
     for number, column in enumerate(shown.columns):
         column.justify, column.no_wrap = "right" if number else "left", True
     for row in bench.rows:
         shape = [str(row[name]) for name in ("batch", "length", "steps", *extra)]
         if row["seconds_median"] is None:
-            shown.add_row(row["name"], *shape, "-", *["-"] * 5)
+            shown.add_row(row["name"], *shape, "-", *["-"] * (5 + busy))
             continue
         shown.add_row(
             row["name"],
@@ -91,6 +94,7 @@ def table(bench: Bench) -> "Table":
             f"{row['ms_per_step']:.2f}",
             "-" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.2f}",
             "-" if row["ratio_to_first"] is None else f"{row['ratio_to_first']:.2f}",
+            *[f"{row['gpu_busy']:.0%}" if row["gpu_busy"] is not None else "-"] * busy,
         )
     return shown
 

@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,8 @@ class Timing:
     """Bytes that it keeps between runs."""
     steps: int | None = None
     """That a run took, if it said so."""
+    busy: float | None = None
+    """Seconds of a run in which the GPU did something, if asked."""
     failure: str | None = None
     """Why it did not run, in a line."""
 
@@ -71,12 +73,13 @@ def time_cases(
     progress: Progress | None = None,
     *,
     warm_up: int | None = None,
+    busy: bool = False,
 ) -> list[Timing]:
     """Warm each case up, then time rounds of all of them.
 
     What compiles does so in the warm-up; by default twice on a GPU, since the shapes of a second
     run may be new, and once elsewhere. A case that fails (memory, most of the time) is left out of
-    what follows, and says why.
+    what follows, and says why. With `busy` a last, untimed run of each tells how long a GPU worked.
     """
     timings = [Timing() for _ in cases]
     warm_up = warm_up or (2 if device.type == "cuda" else 1)
@@ -88,6 +91,10 @@ def time_cases(
             done += 1
             if timing.failure is None:
                 _take_turn(case, timing, turn, device)
+    if busy and device.type == "cuda":
+        for case, timing in zip(cases, timings, strict=True):
+            if timing.failure is None:
+                timing.busy = _seconds_busy(case, timing, repeat)
     if progress is not None:
         progress("done", total, total)
     return timings
@@ -146,6 +153,30 @@ def _kept(case: Case, timing: Timing, seed: int, device: torch.device) -> int:
     _run(case, timing, seed)
     empty(device)
     return max(0, torch.cuda.memory_reserved(device) - before) if cuda else 0
+
+
+def _seconds_busy(case: Case, timing: Timing, seed: int) -> float:
+    """Seconds in which at least one kernel or copy of a run was under way."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _run(case, timing, seed)
+        torch.cuda.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+    return covered(spans) / 1e6
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of a line is covered by spans that may overlap."""
+    total, end = 0.0, -float("inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _weights(case: Case) -> int:
