@@ -23,9 +23,11 @@ def test_rounds_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     def runs(name, seconds):
+        left = iter([3e7, *seconds])
+
         def run(seed):
             seen.append((name, seed))
-            now[0] += seconds[seed] if seed >= 0 else 3e7
+            now[0] += next(left)
 
         return case(name, run)
 
@@ -37,7 +39,7 @@ def test_rounds_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
         lambda name, done, total: told.append((done, total)),
     )
     assert [name for name, _ in seen] == ["a", "b"] * 4
-    assert [seed for _, seed in seen] == [-1, -1, 0, 0, 1, 1, 2, 2]
+    assert [seed for _, seed in seen] == [1, 1, 0, 0, 1, 1, 0, 0]
     assert [t.seconds for t in found] == [[3.0, 1.0, 2.0], [5.0, 5.0, 6.0]]
     assert [t.median for t in found] == [2.0, 5.0]
     assert told[0] == (0, 8)
@@ -54,7 +56,7 @@ def test_what_fails_is_left_out_and_says_why():
 
     cases = [case("fits"), case("large", run)]
     found = time_cases(cases, 3, CPU)
-    assert tries == [-1]
+    assert len(tries) == 1
     rows = make_rows(cases, found)
     assert rows[0]["note"] is None
     assert rows[1]["note"] == "CUDA out of memory."

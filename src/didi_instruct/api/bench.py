@@ -13,6 +13,7 @@ from didi_instruct.benchmarking.report import Bench, add_ratios, make_rows
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case, Progress, empty, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
+from didi_instruct.models.graphs import remarks
 from didi_instruct.training.world import pick_device
 
 SWEEPS: dict[str, tuple[int, ...]] = {
@@ -53,7 +54,7 @@ def sweep(
         rows += found
         if found[0]["seconds_median"] is None:
             break
-    return Bench(plan.name, add_ratios(rows), facts)
+    return Bench(plan.name, add_ratios(rows), {**facts, "remarks": list(remarks)})
 
 
 def _checked(plan: BenchPlan, name: str, values: Sequence[int]) -> list[int]:
@@ -126,5 +127,6 @@ def about(plan: BenchPlan, model: Model) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "fast": model.is_accelerated,
         "repeat": plan.repeat,
+        "remarks": list(remarks),
         "versions": provenance(),
     }

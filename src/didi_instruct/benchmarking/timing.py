@@ -13,6 +13,8 @@ from didi_instruct.models.graphs import in_a_line
 
 TOO_LARGE = (RuntimeError, MemoryError)
 """What is raised where memory ends: by torch, which may say it in many ways, and by Python."""
+SEEDS = 2
+"""Seeds that runs go through: those of the warm-up, since a seed decides shapes."""
 Progress = Callable[[str, int, int], None]
 """Told the case that runs next, and how many of how many runs are done."""
 
@@ -94,7 +96,7 @@ def time_cases(
     if busy and device.type == "cuda":
         for case, timing in zip(cases, timings, strict=True):
             if timing.failure is None:
-                timing.busy = _seconds_busy(case, timing, repeat)
+                timing.busy = _seconds_busy(case, timing, 0)
     if progress is not None:
         progress("done", total, total)
     return timings
@@ -104,9 +106,9 @@ def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> N
     """Run a case once; turns below 0 are the warm-up."""
     try:
         if turn < -1:
-            timing.held += _kept(case, timing, turn, device)
+            timing.held = max(0, timing.held + _kept(case, timing, turn % SEEDS, device))
             return
-        seconds, peak = _timed(case, timing, turn, device)
+        seconds, peak = _timed(case, timing, turn % SEEDS, device)
     except TOO_LARGE as error:
         timing.failure = in_a_line(error)
         timing.seconds.clear()
@@ -152,7 +154,7 @@ def _kept(case: Case, timing: Timing, seed: int, device: torch.device) -> int:
     before = torch.cuda.memory_reserved(device) if cuda else 0
     _run(case, timing, seed)
     empty(device)
-    return max(0, torch.cuda.memory_reserved(device) - before) if cuda else 0
+    return torch.cuda.memory_reserved(device) - before if cuda else 0
 
 
 def _seconds_busy(case: Case, timing: Timing, seed: int) -> float:

@@ -26,9 +26,14 @@ ALIGN = 64
 """GPUs multiply matrices whose width is a multiple of it, others are slow."""
 
 
+remarks: list[str] = []
+"""What was said so far: who measures has to repeat it beside the numbers."""
+
+
 @functools.cache
 def say_once(text: str) -> None:
     """Tell the user something that need not be told again."""
+    remarks.append(text)
     logging.getLogger("didi_instruct").warning(text)
 
 
@@ -48,7 +53,7 @@ def why_not(network: nn.Module) -> str | None:
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    """Where passes warm up: one for all of them, since cuBLAS keeps memory for every stream."""
+    """Where passes warm up and are captured: one, since cuBLAS keeps memory for every stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -73,7 +78,16 @@ class Captured:
         self.buffers = buffers
         with torch.cuda.device(buffers[0].device):
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            side = _side_stream(buffers[0].device)
+            recording = torch.cuda.graph(
+                self.graph, pool=pool, stream=side, capture_error_mode="thread_local"
+            )
+            # Whatever fails, the stream is the old one again; to compile would spoil the capture.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.compiler.set_stance("fail_on_recompile"),
+                recording,
+            ):
                 self.output = function(*buffers)
         self.pool = self.graph.pool()
         """Memory that other graphs may share, if none runs while the result of another counts."""

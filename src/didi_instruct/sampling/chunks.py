@@ -61,9 +61,13 @@ def _compiled_sums() -> Sums:
     return compiled(chunk_sums)
 
 
+_refused: list[str] = []
+"""Why torch could not compile the sums: asked again, it would try again at every draw."""
+
+
 def draw_compiled(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """`draw_by_chunks`, with compiled sums where torch can compile."""
-    if not logits.is_cuda or len(logits) < 2:  # a single row would be compiled anew
+    if _refused or not logits.is_cuda or len(logits) < 2:  # a single row would be compiled anew
         return draw_by_chunks(logits, uniforms)
     torch._dynamo.maybe_mark_dynamic(logits, 0)
     try:
@@ -71,5 +75,6 @@ def draw_compiled(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the compiler raises
-        say_once(f"Draws cannot be compiled here, so they run slower: {in_a_line(error)}")
+        _refused.append(in_a_line(error))
+        say_once(f"Draws cannot be compiled here, so they run slower: {_refused[0]}")
         return draw_by_chunks(logits, uniforms)
