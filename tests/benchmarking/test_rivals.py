@@ -62,11 +62,11 @@ def test_compiled_code_never_copies_the_cache():
     decoder = StaticDecoder(model, batch=3, length=256)
     keys = 3 * 256 * 32
     assert decoder._cache[0][0].numel() == keys
-    inputs = torch.full((3,), 37), torch.zeros(3, dtype=torch.float64), torch.tensor([5])
+    inputs = torch.full((3,), 37), torch.tensor([5])
     # Code is written but not built, so nothing of it may be remembered; and not for one CPU.
     fresh = inductor.patch({"fx_graph_cache": False, "cpp.simdlen": 1})
     with fresh, functorch.patch(enable_autograd_cache=False):
-        code = "".join(get_code(compiled(decoder._next, dynamic=False), *inputs))
+        code = "".join(get_code(compiled(decoder._logits, dynamic=False), *inputs))
     shapes = re.findall(r"= empty_strided_\w+\(\(([\d, ]+)\)", code)
     sizes = [math.prod(int(n) for n in text.split(",") if n.strip()) for text in shapes]
     assert 3 * 32 in sizes

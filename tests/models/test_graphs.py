@@ -10,6 +10,7 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models import graphs
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import GraphedDiT, capture, pad_output, round_up, why_not
+from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.network import selected_logits
 
 DEVICES = [
@@ -34,7 +35,7 @@ KINDS = {
 class Buffered:
     """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
 
-    def __init__(self, function, inputs, pool=None):
+    def __init__(self, function, inputs, pool=None, compiling=True):
         self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
         self.output = function(*self.inputs)
 
@@ -146,9 +147,11 @@ def test_weights_that_change_are_noticed(device, monkeypatch):
     """In place, by loading, and by a move; the padded output layer and the modulations too."""
     uncompiled(monkeypatch)
     network = make(device)
-    fast = GraphedDiT(network)
+    fast = GraphedDiT(network, draw_by_chunks)
     tokens, sigma, where = inputs(network, 4)
     before = fast.logits(tokens, sigma, where)
+    place = where.flatten().nonzero().squeeze(1)
+    numbers = torch.linspace(0.01, 0.99, len(place), dtype=torch.float64, device=device)
     changes = [
         lambda: network.output_layer.linear.weight.mul_(2),
         lambda: network.output_layer.linear.bias.add_(1),
@@ -162,8 +165,33 @@ def test_weights_that_change_are_noticed(device, monkeypatch):
     for change in changes:
         change()
         after = fast.logits(tokens, sigma, where)
-        torch.testing.assert_close(after, selected_logits(network, tokens, sigma, where))
+        expected = selected_logits(network, tokens, sigma, where)
+        torch.testing.assert_close(after, expected)
+        drawn = fast.drawn_at(tokens, sigma, place, numbers)
+        for one, other in zip(drawn, draw_by_chunks(expected, numbers), strict=True):
+            torch.testing.assert_close(one, other)
     assert not torch.allclose(after.double(), before)
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.no_grad()
+def test_tokens_are_drawn_from_the_logits_part_by_part(kind, fold, monkeypatch):
+    """At most 12 rows at a time, in buffers that the next part overwrites."""
+    network = make(fold=fold, **KINDS[kind])
+    monkeypatch.setattr(graphs, "capture", Buffered)
+    monkeypatch.setattr(graphs, "LOGITS_AT_ONCE", 12 * network.config.num_tokens)
+    fast = GraphedDiT(network, draw_by_chunks)
+    for seed, rows in enumerate((9, 1, 2, 7)):
+        tokens, sigma, where = inputs(network, rows, seed=seed)
+        place = where.flatten().nonzero().squeeze(1)
+        numbers = torch.rand(len(place), dtype=torch.float64)
+        expected = draw_by_chunks(selected_logits(network, tokens, sigma, where), numbers)
+        found = fast.drawn_at(tokens, sigma, place, numbers)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
+    assert max(fast._ends) == 12
+    assert len(fast._ends) <= 5
 
 
 def test_sizes_are_few_and_close():
@@ -276,7 +304,7 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
     class Pooled(Buffered):
         pool = "its own"
 
-    def captured(function, inputs, pool=None):
+    def captured(function, inputs, pool=None, compiling=True):
         pools.append(pool)
         return function if failing.pop(0) else Pooled(function, inputs)
 

@@ -16,6 +16,7 @@ from didi_instruct.sampling import network as networks
 from didi_instruct.sampling import planned
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
+from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.first_hitting import first_hitting
 from didi_instruct.sampling.guided import Guidance, rgas
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
@@ -48,7 +49,7 @@ def make(device, kind=DiT, **changes):
 def denoisers(device, **changes):
     """Plain and fast."""
     network, schedule = make(device, **changes)
-    fast = NetworkDenoiser(network, schedule, GraphedDiT(network))
+    fast = NetworkDenoiser(network, schedule, GraphedDiT(network, draw_compiled))
     return NetworkDenoiser(network, schedule), fast, schedule
 
 

@@ -160,6 +160,34 @@ def test_tilted_logits_are_those_of_autograd(kind, clamp):
     assert chain.passes == pytest.approx((2 + 3 * 2) / 3)
 
 
+def test_mixtures_of_16_bits_are_those_of_32():
+    """Up to the rounding of what is mixed: a guide that hears of it says the same."""
+
+    class Listener(ToyGuide):
+        """It remembers what it was shown."""
+
+        heard: torch.Tensor
+
+        def score(self, embeddings, z, t):
+            self.heard = embeddings.detach().double()
+            return super().score(embeddings, z, t)
+
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, 6, 7, generator=generator).bfloat16()
+    z, where = torch.full((64, 6), 7), torch.ones(64, 6, dtype=torch.bool)
+    heard = []
+    for dtype in (torch.float64, torch.bfloat16):
+        guide = Listener(7)
+        guide.embedding = guide.embedding.to(dtype)
+        canvas = Canvas(z, 7, torch.arange(64))
+        chain = Chain(lambda z, t: logits[: len(z)], canvas, Draw(), steps=1)
+        chain.z = z.clone()
+        chain.z[0, 0] = 1  # no longer all alike
+        tilted_logits(chain, guide, 0.7, where & chain.masked, h=1.0, clamp=1.0)
+        heard.append(guide.heard)
+    assert (heard[1] - heard[0]).abs().max() < 0.02 * heard[0].abs().max()
+
+
 def law_of_tilting(language, guide, guidance, steps):
     """Law of the tilted sampler: reveal coins by enumeration, tokens from dense_tilt."""
     V, L = language.num_tokens, language.length

@@ -4,6 +4,8 @@ The rival that few-step samplers are told against. Every pass has one shape, att
 cache behind a mask and draws its tokens exactly, so that it is one CUDA graph.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,12 +13,20 @@ from torch import Tensor
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.graphs import capture, pad_output
 from didi_instruct.models.layers import Block, upcast
-from didi_instruct.sampling.categorical import draw
 from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.noise import uniforms
 
 STREAM = (int(Purpose.TOKEN), 0)
 """The random numbers of `sampling.autoregressive`, so that both draw the same tokens."""
+
+
+def _drawn(logits: Tensor, numbers: Tensor) -> Tensor:
+    return draw_by_chunks(logits, numbers)[0]
+
+
+_draw: Callable[[Tensor, Tensor], Tensor] = torch.compiler.disable(_drawn)  # type: ignore[no-untyped-call]
+"""Exact draws, few and small, as they are: inductor fails at long sums in float64."""
 
 
 class StaticDecoder:
@@ -55,6 +65,10 @@ class StaticDecoder:
 
     def _next(self, tokens: Tensor, numbers: Tensor, position: Tensor) -> Tensor:
         """Tokens (B,) after `tokens` (B,), which stand at `position` (1,)."""
+        return _draw(self._logits(tokens, position), numbers)
+
+    def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Logits (B, V) of the tokens after these."""
         model = self.model
         x = upcast(model.vocab_embed(tokens[:, None]))
         if model.position_embed is not None:
@@ -66,7 +80,7 @@ class StaticDecoder:
             x = self._read(block, layer, x, cos, sin, seen, position)
         weight, bias = self._output
         x = model.output_layer.norm_final(x[:, 0]).to(weight.dtype)
-        return draw(F.linear(x, weight, bias).double().log_softmax(-1), numbers)
+        return F.linear(x, weight, bias)
 
     def _read(
         self,

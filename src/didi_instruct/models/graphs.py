@@ -18,10 +18,13 @@ from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
 from didi_instruct.models.layers import NEVER, Affine, Block, first_weight, upcast
 
+Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
 """Passes before a capture: the first ones compile and choose kernels, which no graph may hold."""
 MOST_GRAPHS = 16
 """Shapes that are kept; the oldest goes first."""
+LOGITS_AT_ONCE = 1 << 26
+"""Entries of the logits that tokens are drawn from at a time."""
 ALIGN = 64
 """GPUs multiply matrices whose width is a multiple of it, others are slow."""
 
@@ -101,18 +104,22 @@ class Captured:
 
 
 def capture(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: Any = None
+    function: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    pool: Any = None,
+    *,
+    compiling: bool = True,
 ) -> Callable[..., Tensor]:
     """Return a function at the shapes of these inputs, as fast as this machine runs it.
 
-    Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, which
-    is said once. Gradients are off.
+    Compiled (if wanted) and captured, or captured alone, or as it is: on a CPU, and where torch
+    cannot, which is said once. Gradients are off.
     """
     if not inputs[0].is_cuda:
         return function
     # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
     buffers = tuple(tensor.clone() for tensor in inputs)
-    for name in ("compiled", "captured"):
+    for name in ("compiled", "captured")[not compiling :]:
         begun = False
         try:
             with torch.no_grad():
@@ -131,15 +138,19 @@ def capture(
 class GraphedDiT:
     """A denoiser whose trunk is replayed; its output layer sees the chosen positions alone.
 
-    So does the MLP of the last block. Modulations are folded where they are constant.
+    So does the MLP of the last block. Modulations are folded where they are constant. With `draw`
+    (logits (R, V), numbers (R,)) -> tokens (R,), log-probabilities (R,), a second graph goes on
+    from the states of chosen positions to their tokens.
     """
 
-    def __init__(self, network: DiT) -> None:
-        self.network = network
+    def __init__(self, network: DiT, draw: Drawer | None = None) -> None:
+        self.network, self.draw = network, draw
         self._graphs: dict[tuple[int, int], Callable[..., Tensor]] = {}
+        self._ends: dict[int, Callable[..., Tensor]] = {}
         self._pool: Any = None
         self._folded: Tensor | None = None
         self._place = 0
+        self._positions: Tensor | None = None
         self._output: tuple[Tensor, Tensor] | None = None
         self._output_state = (0, 0)
 
@@ -151,25 +162,67 @@ class GraphedDiT:
     @torch.no_grad()
     def logits_at(self, tokens: Tensor, sigma: Tensor, place: Tensor) -> Tensor:
         """The same of positions by their numbers (R,) in (B * L): no wait for the GPU."""
+        hidden, c = self._states_at(tokens, sigma, place)
+        return self._logits(hidden, c)
+
+    @torch.no_grad()
+    def drawn_at(
+        self, tokens: Tensor, sigma: Tensor, place: Tensor, numbers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (R,) and their log-probabilities (R,) at positions by their numbers in (B * L).
+
+        `numbers` (R,) are what they are drawn by.
+        """
+        hidden, c = self._states_at(tokens, sigma, place)
+        most = max(1, LOGITS_AT_ONCE // self.network.config.num_tokens)
+        drawn = []
+        for start in range(0, len(place), most):
+            part = slice(start, start + most)
+            values: tuple[Tensor, ...] = (hidden[part], numbers[part])
+            if c is not self.network.folded_condition:
+                values = (*values, c.expand(len(hidden), -1)[part])
+            # A copy: the next part is written to the same place.
+            drawn.append(self._end_at(values, most).clone())
+        token, log_p = torch.cat(drawn).unbind(1)
+        return token.long(), log_p
+
+    def _states_at(self, tokens: Tensor, sigma: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """States (R, d) before the last MLP, and their condition: (R, c) or (1, c) for all."""
         c = self.network.condition(sigma)
         self._forget_if_changed()
         hidden = self._read(tokens, c).flatten(0, 1)[place]
-        if len(c) > 1:
-            c = c[place // tokens.shape[1]]
-        return self._head(finish(self.network, hidden, c), c)
+        return hidden, c[place // tokens.shape[1]] if len(c) > 1 else c
 
-    def _head(self, hidden: Tensor, c: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor, c: Tensor) -> Tensor:
         """Logits (R, V) of states (R, d), by an output layer that is cut and padded once."""
-        layer, config = self.network.output_layer, self.network.config
-        weight, bias = layer.linear.weight, layer.linear.bias
-        state = (weight.data_ptr(), _changes(list(layer.linear.parameters())))
-        if self._output is None or state != self._output_state:
-            self._output = pad_output(weight, bias, config.num_tokens, config.end_id)
-            self._output_state = state
-        own = layer.folded if c is self.network.folded_condition else None
+        network = self.network
+        assert self._output is not None
+        layer, hidden = network.output_layer, finish(network, hidden, c)
+        own = layer.folded if c is network.folded_condition else None
         affine = layer.affine(c, hidden.ndim) if own is None else own.unbind()
-        x = layer.norm_final(hidden, *affine).to(weight.dtype)
-        return F.linear(x, *self._output)[:, : config.num_tokens]
+        x = layer.norm_final(hidden, *affine).to(layer.linear.weight.dtype)
+        return F.linear(x, *self._output)[:, : network.config.num_tokens]
+
+    def _end_at(self, values: tuple[Tensor, ...], most: int) -> Tensor:
+        """`_end` by a graph of the next size, of which there is none above `most`."""
+        rows = len(values[0])
+        there = [s for s in self._ends if rows <= s <= 2 * rows]
+        size = min(there, default=min(round_up(rows), most))
+        if size not in self._ends:
+            if len(self._ends) >= MOST_GRAPHS:
+                del self._ends[next(iter(self._ends))]
+            inputs = tuple(grown(v, size) for v in values)
+            # What is compiled of it serves all sizes; the rest is a few small launches.
+            self._ends[size] = capture(self._end, inputs, self._pool, compiling=False)
+        return self._ends[size](*values)
+
+    def _end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:
+        """Draw: tokens and log-probabilities as columns (R, 2) in float64."""
+        c = self.network.folded_condition if c is None else c
+        assert c is not None
+        assert self.draw is not None
+        token, log_p = self.draw(self._logits(hidden, c), numbers)
+        return torch.stack([token.double(), log_p.double()], 1)
 
     def _read(self, tokens: Tensor, c: Tensor) -> Tensor:
         """State (B, L, d) before the last MLP, by a graph of the next size."""
@@ -195,11 +248,27 @@ class GraphedDiT:
         return min(there, default=round_up(rows))
 
     def _forget_if_changed(self) -> None:
-        """Drop graphs that hold other modulations, or weights that lay somewhere else."""
+        """Drop graphs that hold other modulations, or what lay somewhere else.
+
+        Weights are elsewhere after a move, the tables of the positions also after a loading. The
+        output layer is a copy, so it is made again after any change.
+        """
         network, place = self.network, self.network.vocab_embed.embedding.data_ptr()
-        if network.folded_condition is not self._folded or place != self._place:
+        config, layer = network.config, network.output_layer.linear
+        state = (layer.weight.data_ptr(), _changes(list(layer.parameters())))
+        if self._output is None or state != self._output_state:
+            self._ends.clear()
+            self._output = pad_output(layer.weight, layer.bias, config.num_tokens, config.end_id)
+            self._output_state = state
+        if (
+            network.folded_condition is not self._folded
+            or network.rotary_emb.cos is not self._positions
+            or place != self._place
+        ):
             self._graphs.clear()
-            self._folded, self._place, self._pool = network.folded_condition, place, None
+            self._ends.clear()
+            self._folded, self._positions = network.folded_condition, network.rotary_emb.cos
+            self._place, self._pool = place, None
 
 
 def begin(network: DiT, tokens: Tensor, c: Tensor | None = None) -> Tensor:

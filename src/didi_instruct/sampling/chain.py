@@ -200,6 +200,10 @@ class Chain:
 
     def _one_of_many(self, purpose: int, step: int) -> Tensor:
         """The same numbers, made for this step and the next ones together."""
+        return self.ahead(purpose, step)[0]
+
+    def ahead(self, purpose: int, step: int) -> Tensor:
+        """(N, B, L) numbers of a step and of those after it, as far as they are made at once."""
         first, numbers = self._ahead.get(purpose, (step, None))
         if numbers is None or not first <= step < first + len(numbers):
             count = max(1, min(self.steps - step, NOISE_ELEMENTS // max(1, self.z.numel())))
@@ -208,7 +212,7 @@ class Chain:
             samples, length = self.canvas.samples, self.z.shape[1]
             first, numbers = step, uniforms(self.settings.seed, samples, stream, length)
             self._ahead[purpose] = first, numbers
-        return numbers[step - first]
+        return numbers[step - first :]
 
     @property
     def code(self) -> Tensor:

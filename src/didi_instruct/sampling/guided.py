@@ -183,8 +183,11 @@ def tilted_logits(
             f"The discriminator knows {len(embedding)} tokens and the denoiser {logits.shape[1]}: "
             "use one that was trained for this model."
         )
+    # Where both come in 16 bits, so may the products that are summed; the sums are in 32.
+    narrow = logits.dtype == guide.embedding.dtype
+    wide, table = (logits.dtype, guide.embedding) if narrow else (dtype, embedding)
     parts = torch.split(logits, SOFTMAX_ROWS)
-    mixed = torch.cat([part.to(dtype).softmax(-1) @ embedding for part in parts])
+    mixed = torch.cat([part.to(wide).softmax(-1) @ table for part in parts])
     gradient = reward_gradient(guide, chain.z[runs], masked[runs], mixed, t)
     chain.passes += FORWARD_AND_BACKWARD * int(runs.sum()) / len(chain.z)
 
@@ -263,12 +266,12 @@ def draw_candidates(chain: Chain, num: int, n: int, reveals: Reveals) -> Candida
     log_p = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
     either = reveal.any(0)
     if either.any():
-        law = chain.law(chain.logits(reveals.times[n], either))
+        logits = chain.logits(reveals.times[n], either)
         for m, stream in enumerate(streams):
-            rows = law[reveal[m][either]]
-            token = draw(rows, chain.uniforms(Purpose.TOKEN, *stream)[reveal[m]])
-            z[m, reveal[m]] = token
-            log_p[m, reveal[m]] = rows.gather(-1, token[:, None]).squeeze(-1)
+            numbers = chain.uniforms(Purpose.TOKEN, *stream)[reveal[m]]
+            if len(numbers):
+                token, own = chain.draw(logits[reveal[m][either]], numbers)
+                z[m, reveal[m]], log_p[m, reveal[m]] = token, own
     return Candidates(z, reveal, log_p)
 
 

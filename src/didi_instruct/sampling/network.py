@@ -28,6 +28,7 @@ class NetworkDenoiser:
         self.network, self.schedule, self.graphs = network, schedule, graphs
         self.draw = None if graphs is None else draw_compiled
         self.at = None if graphs is None else self._at
+        self.draw_at = None if graphs is None or graphs.draw is None else self._draw_at
 
     @torch.no_grad()
     def __call__(self, z: Tensor, t: Tensor) -> Tensor:
@@ -48,8 +49,20 @@ class NetworkDenoiser:
     def _at(self, z: Tensor, t: float, place: Tensor) -> Tensor:
         """Logits (R, V) at positions by their numbers in (B * L); z has no padding."""
         assert self.graphs is not None
-        sigma = self.schedule.sigma(torch.full((len(z),), t, device=z.device))
-        return self.graphs.logits_at(z, sigma, place)
+        return self.graphs.logits_at(z, self._sigma(t, z), place)
+
+    @torch.no_grad()
+    def _draw_at(
+        self, z: Tensor, t: float, place: Tensor, numbers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities (R,) at such positions, drawn by numbers (R,)."""
+        assert self.graphs is not None
+        return self.graphs.drawn_at(z, self._sigma(t, z), place, numbers)
+
+    def _sigma(self, t: float, z: Tensor) -> Tensor:
+        """(B,); what nobody reads is not computed."""
+        times = torch.full((len(z),), t, device=z.device)
+        return self.schedule.sigma(times) if self.network.config.time_conditioning else times
 
 
 class InferenceDenoiser:

@@ -6,6 +6,7 @@ noise, and so the tokens, are those of a chain of steps; only the first pass is 
 that are alike, where a chain would look again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from didi_instruct.sampling.reveals import Reveals
 
 class Placed(Protocol):
     """A denoiser that is told positions by their numbers in (B * L)."""
+
+    draw_at: Callable[[Tensor, float, Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    """Tokens and log-probabilities (R,) there, as it is, by numbers (R,); None: by `at` alone."""
 
     def at(self, z: Tensor, t: float, place: Tensor) -> Tensor:
         """Logits (R, V) of the positions `place` (R,) of texts z (B, L) without padding."""
@@ -69,9 +73,14 @@ def make_plan(chain: Chain, reveals: Reveals) -> Plan:
 def _turns_by_chance(chain: Chain, reveals: Reveals) -> Tensor:
     """The first step of which a position's coin falls below the chance: (B, L)."""
     turns = torch.full_like(chain.z, -1)
-    for n, chance in enumerate(reveals.chances):
-        falls = chain.uniforms(Purpose.REVEAL, n) < chance
-        turns = torch.where((turns < 0) & falls, n, turns)
+    chances = torch.tensor(reveals.chances, dtype=torch.float64, device=turns.device)[:, None, None]
+    n = 0
+    while n < chain.steps:
+        coins = chain.ahead(Purpose.REVEAL, n)
+        falls = coins < chances[n : n + len(coins)]
+        first = n + falls.byte().argmax(0)
+        turns = torch.where((turns < 0) & falls.any(0), first, turns)
+        n += len(coins)
     return turns
 
 
@@ -82,6 +91,7 @@ def planned(
     plan = make_plan(chain, reveals)
     batch, length = chain.z.shape
     untouched = plan.alike
+    at_once = denoiser.draw_at if chain.settings.as_it_is else None
     for n, (place, rows) in enumerate(zip(plan.places, plan.rows, strict=True)):
         if len(place):
             if untouched and len(rows) > 1:
@@ -94,10 +104,15 @@ def planned(
                 local = torch.searchsorted(rows, place // length) * length + place % length
             # Numbers first: making them begins with a wait, which costs nothing before the pass.
             numbers = chain.uniforms(Purpose.TOKEN, n).flatten()[place]
-            logits = denoiser.at(z, reveals.times[n], local)
-            chain.passes += len(z) / batch
             greedy = greedy_tail and n == chain.steps - 1
-            chain.put_at(place, *chain.draw(logits, numbers, greedy=greedy))
+            if at_once is not None and not greedy:
+                drawn = at_once(z, reveals.times[n], local, numbers)
+            else:
+                logits = denoiser.at(z, reveals.times[n], local)
+                drawn = chain.draw(logits, numbers, greedy=greedy)
+            chain.passes += len(z) / batch
+            chain.put_at(place, *drawn)
             untouched = False
-        chain.tell(reveals.times[n], plan.turns == n)
+        if chain.callback is not None:
+            chain.tell(reveals.times[n], plan.turns == n)
     return chain.samples(nfe=chain.steps)
