@@ -35,7 +35,7 @@ KINDS = {
 class Buffered:
     """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
 
-    def __init__(self, function, inputs, pool=None, compiling=True):
+    def __init__(self, function, inputs, pool=None, dynamic=False):
         self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
         self.output = function(*self.inputs)
 
@@ -304,7 +304,7 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
     class Pooled(Buffered):
         pool = "its own"
 
-    def captured(function, inputs, pool=None, compiling=True):
+    def captured(function, inputs, pool=None, dynamic=False):
         pools.append(pool)
         return function if failing.pop(0) else Pooled(function, inputs)
 

@@ -27,7 +27,7 @@ from didi_instruct.models.inference import InferenceDiT, suits
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
-from didi_instruct.sampling.chunks import draw_compiled
+from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, NetworkGuide
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
@@ -67,7 +67,7 @@ class Model:
             say_once(f"Sampling is not accelerated: {reason}.")
             return False
         assert isinstance(self.network, DiT)
-        self._graphs, self._guide = GraphedDiT(self.network, draw_compiled), None
+        self._graphs, self._guide = GraphedDiT(self.network, draw_by_chunks), None
         return True
 
     @property

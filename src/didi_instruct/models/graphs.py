@@ -108,22 +108,26 @@ def capture(
     inputs: tuple[Tensor, ...],
     pool: Any = None,
     *,
-    compiling: bool = True,
+    dynamic: bool = False,
 ) -> Callable[..., Tensor]:
     """Return a function at the shapes of these inputs, as fast as this machine runs it.
 
-    Compiled (if wanted) and captured, or captured alone, or as it is: on a CPU, and where torch
-    cannot, which is said once. Gradients are off.
+    Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, which
+    is said once. Gradients are off. With `dynamic` code is compiled once for all numbers of rows.
     """
     if not inputs[0].is_cuda:
         return function
     # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
     buffers = tuple(tensor.clone() for tensor in inputs)
-    for name in ("compiled", "captured")[not compiling :]:
+    if dynamic:
+        for tensor in buffers:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for name in ("compiled", "captured"):
         begun = False
         try:
             with torch.no_grad():
-                attempt = compiled(function, dynamic=False) if name == "compiled" else function
+                own = None if dynamic else False
+                attempt = compiled(function, dynamic=own) if name == "compiled" else function
                 _warm_up(attempt, buffers)
                 begun = True
                 return Captured(attempt, buffers, pool)
@@ -171,7 +175,7 @@ class GraphedDiT:
     ) -> tuple[Tensor, Tensor]:
         """Tokens (R,) and their log-probabilities (R,) at positions by their numbers in (B * L).
 
-        `numbers` (R,) are what they are drawn by.
+        `numbers` (R,) are what they are drawn by. The next call overwrites the log-probabilities.
         """
         hidden, c = self._states_at(tokens, sigma, place)
         most = max(1, LOGITS_AT_ONCE // self.network.config.num_tokens)
@@ -181,9 +185,10 @@ class GraphedDiT:
             values: tuple[Tensor, ...] = (hidden[part], numbers[part])
             if c is not self.network.folded_condition:
                 values = (*values, c.expand(len(hidden), -1)[part])
-            # A copy: the next part is written to the same place.
-            drawn.append(self._end_at(values, most).clone())
-        token, log_p = torch.cat(drawn).unbind(1)
+            own = self._end_at(values, most)
+            # A copy if there is a next part, which is written to the same place.
+            drawn.append(own.clone() if len(place) > most else own)
+        token, log_p = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).unbind(1)
         return token.long(), log_p
 
     def _states_at(self, tokens: Tensor, sigma: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,13 +212,12 @@ class GraphedDiT:
         """`_end` by a graph of the next size, of which there is none above `most`."""
         rows = len(values[0])
         there = [s for s in self._ends if rows <= s <= 2 * rows]
-        size = min(there, default=min(round_up(rows), most))
+        size = min(there, default=min(round_up(rows, 8), most))
         if size not in self._ends:
             if len(self._ends) >= MOST_GRAPHS:
                 del self._ends[next(iter(self._ends))]
             inputs = tuple(grown(v, size) for v in values)
-            # What is compiled of it serves all sizes; the rest is a few small launches.
-            self._ends[size] = capture(self._end, inputs, self._pool, compiling=False)
+            self._ends[size] = capture(self._end, inputs, self._pool, dynamic=True)
         return self._ends[size](*values)
 
     def _end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:
@@ -296,7 +300,7 @@ def finish(network: DiT, x: Tensor, c: Tensor) -> Tensor:
     block = last_block(network)
     m = affine(block, None if c is network.folded_condition else c, x.ndim)
     branch = block.norm2(x, m.weight2, m.bias2).to(first_weight(block.mlp).dtype)
-    return block.residual(x, block.mlp(branch), m.gate2)
+    return block.residual(x, block.feed(branch), m.gate2)
 
 
 def pad_output(
@@ -333,7 +337,10 @@ def grown(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor[:1].expand(rows - len(tensor), *tensor.shape[1:])])
 
 
-def round_up(rows: int) -> int:
-    """The next of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ...: few, and none much too large."""
-    power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+def round_up(rows: int, parts: int = 2) -> int:
+    """The next of few sizes, none much too large: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ....
+
+    There are so many sizes from each power of 2 to the next.
+    """
+    step = max(1, (1 << (rows - 1).bit_length()) // (2 * parts))
+    return -(-rows // step) * step

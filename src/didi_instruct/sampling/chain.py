@@ -202,16 +202,24 @@ class Chain:
         """The same numbers, made for this step and the next ones together."""
         return self.ahead(purpose, step)[0]
 
-    def ahead(self, purpose: int, step: int) -> Tensor:
-        """(N, B, L) numbers of a step and of those after it, as far as they are made at once."""
+    def ahead(self, purpose: int, step: int, *also: int) -> Tensor:
+        """(N, B, L) numbers of a step and of those after it, as far as they are made at once.
+
+        Those for the purposes `also` are made in passing.
+        """
         first, numbers = self._ahead.get(purpose, (step, None))
         if numbers is None or not first <= step < first + len(numbers):
-            count = max(1, min(self.steps - step, NOISE_ELEMENTS // max(1, self.z.numel())))
-            steps = torch.arange(step, step + count, device=self.z.device)[:, None]
-            stream: tuple[int | Tensor, ...] = (*self.canvas.stream, purpose, steps)
+            purposes = torch.tensor([purpose, *also])  # on the CPU: no GPU has to wait for them
+            room = NOISE_ELEMENTS // max(1, self.z.numel() * len(purposes))
+            steps = torch.arange(step, step + max(1, min(self.steps - step, room)))
+            where = [n.to(self.z.device, non_blocking=True) for n in (purposes, steps)]
+            stream: tuple[int | Tensor, ...] = self.canvas.stream
+            stream = (*stream, where[0][:, None, None], where[1][:, None])
             samples, length = self.canvas.samples, self.z.shape[1]
-            first, numbers = step, uniforms(self.settings.seed, samples, stream, length)
-            self._ahead[purpose] = first, numbers
+            made = uniforms(self.settings.seed, samples, stream, length)
+            for key, own in zip((purpose, *also), made, strict=True):
+                self._ahead[key] = step, own
+            first, numbers = self._ahead[purpose]
         return numbers[step - first :]
 
     @property
@@ -310,10 +318,16 @@ class Chain:
         self.confidence = self.confidence.masked_scatter(where, log_p.exp())
 
     def put_at(self, place: Tensor, token: Tensor, log_p: Tensor) -> None:
-        """`put` at positions by their numbers (R,) in (B * L), which needs no wait for a GPU."""
-        self.z = self.z.flatten().scatter(0, place, token).view_as(self.z)
-        self.log_prob.index_add_(0, place // self.z.shape[1], log_p)
-        self.confidence = self.confidence.flatten().scatter(0, place, log_p.exp()).view_as(self.z)
+        """`put` at positions by their numbers (R,) in (B * L), which needs no wait for a GPU.
+
+        What the tokens cost is left to the caller.
+        """
+        if self.callback is None:  # nobody keeps what was there before
+            self.z.view(-1).scatter_(0, place, token)
+        else:
+            self.z = self.z.flatten().scatter(0, place, token).view_as(self.z)
+            confidence = self.confidence.flatten().scatter(0, place, log_p.exp())
+            self.confidence = confidence.view_as(self.z)
 
     def erase(self, where: Tensor) -> None:
         """Mask positions that were written."""

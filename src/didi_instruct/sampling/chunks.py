@@ -41,16 +41,16 @@ def draw_by_chunks(
     top, sums = sums_of(logits)
     until = sums.cumsum(-1)
     target = uniforms[:, None] * until[:, -1:]
-    # `right`: the first chunk, and the first token, whose sum exceeds the target; never one of
+    # The first chunk, and the first token, whose sum exceeds the target; never one of
     # probability 0.
-    chunk = torch.searchsorted(until, target, right=True).clamp(max=sums.shape[1] - 1)
+    chunk = (until <= target).sum(-1, keepdim=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(chunk > 0, until.gather(1, (chunk - 1).clamp(min=0)), 0.0)
     columns = chunk * CHUNK + torch.arange(CHUNK, device=logits.device)
     inside = logits.gather(1, columns.clamp(max=num - 1)).double() - top
     inside = inside.masked_fill(columns >= num, -torch.inf).exp().cumsum(-1)
     # Two ways to add up the same numbers round differently: the target stays within the chunk.
     rest = torch.minimum(target - before, inside[:, -1:] * BELOW_ONE)
-    place = torch.searchsorted(inside, rest, right=True).clamp(max=CHUNK - 1)
+    place = (inside <= rest).sum(-1, keepdim=True).clamp(max=CHUNK - 1)
     token = (chunk * CHUNK + place).clamp(max=num - 1)
     log_p = logits.gather(1, token).double() - top - until[:, -1:].log()
     return token.squeeze(1), log_p.squeeze(1)

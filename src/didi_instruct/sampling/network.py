@@ -122,8 +122,16 @@ class NetworkGuide:
     def _score_compiled(self, embeddings: Tensor, sigma: Tensor, attended: Tensor | None) -> Tensor:
         if self._run is None:
             self._run = compiled(self.discriminator._run)
-        hidden = self._run(None, self.discriminator.condition(sigma), attended, embeddings)
-        return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)
+        rows = len(embeddings)
+        if rows == 1:  # would be compiled anew
+            embeddings, sigma = embeddings.expand(2, -1, -1), sigma.expand(2)
+            attended = None if attended is None else attended.expand(2, -1)
+        c = self.discriminator.condition(sigma)
+        for tensor in (embeddings, c, attended):
+            if tensor is not None and len(tensor) > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        hidden = self._run(None, c, attended, embeddings)
+        return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)[:rows]
 
 
 def selected_logits(

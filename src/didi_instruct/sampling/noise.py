@@ -21,8 +21,7 @@ def uniforms(seed: int, samples: Tensor, stream: tuple[int | Tensor, ...], count
     Shapes: samples (B,) int64, the index of each sample -> (B, count), or (N, B, count).
     """
     device = samples.device
-    key = _hash(torch.tensor(_signed(seed), device=device))
-    key = _hash(key + _GOLDEN * (samples + 1))
+    key = _hash(_signed(_hash_number(seed)) + _GOLDEN * (samples + 1))
     for number in stream:
         turn = _GOLDEN * (number + 1)
         key = _hash(key + (turn if isinstance(turn, Tensor) else _signed(turn)))
@@ -35,6 +34,14 @@ def _hash(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND
     return x ^ _shift(x, 31)
+
+
+def _hash_number(number: int) -> int:
+    """`_hash` of one number, for which a GPU would be kept waiting."""
+    x, whole = number % (1 << 64), (1 << 64) - 1
+    x = (x ^ (x >> 30)) * _FIRST & whole
+    x = (x ^ (x >> 27)) * _SECOND & whole
+    return x ^ (x >> 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

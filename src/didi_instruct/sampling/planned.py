@@ -76,7 +76,7 @@ def _turns_by_chance(chain: Chain, reveals: Reveals) -> Tensor:
     chances = torch.tensor(reveals.chances, dtype=torch.float64, device=turns.device)[:, None, None]
     n = 0
     while n < chain.steps:
-        coins = chain.ahead(Purpose.REVEAL, n)
+        coins = chain.ahead(Purpose.REVEAL, n, *(() if n else (Purpose.TOKEN,)))
         falls = coins < chances[n : n + len(coins)]
         first = n + falls.byte().argmax(0)
         turns = torch.where((turns < 0) & falls.any(0), first, turns)
@@ -92,6 +92,7 @@ def planned(
     batch, length = chain.z.shape
     untouched = plan.alike
     at_once = denoiser.draw_at if chain.settings.as_it_is else None
+    costs = torch.zeros(chain.z.numel(), dtype=torch.float64, device=chain.z.device)
     for n, (place, rows) in enumerate(zip(plan.places, plan.rows, strict=True)):
         if len(place):
             if untouched and len(rows) > 1:
@@ -102,7 +103,6 @@ def planned(
             else:
                 z = chain.z[rows]
                 local = torch.searchsorted(rows, place // length) * length + place % length
-            # Numbers first: making them begins with a wait, which costs nothing before the pass.
             numbers = chain.uniforms(Purpose.TOKEN, n).flatten()[place]
             greedy = greedy_tail and n == chain.steps - 1
             if at_once is not None and not greedy:
@@ -112,7 +112,9 @@ def planned(
                 drawn = chain.draw(logits, numbers, greedy=greedy)
             chain.passes += len(z) / batch
             chain.put_at(place, *drawn)
+            costs[place] = drawn[1]
             untouched = False
         if chain.callback is not None:
             chain.tell(reveals.times[n], plan.turns == n)
+    chain.log_prob += costs.view(batch, length).sum(1)
     return chain.samples(nfe=chain.steps)
