@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
+from didi_instruct.reproduce import grid as grids
 from didi_instruct.reproduce.grid import Grid
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.processes import from_plain, to_plain
+from didi_instruct.reproduce.running import Done
 
 CALLS = """
 import os
@@ -38,3 +40,46 @@ def test_each_process_sees_one_gpu_and_a_failure_is_told(tmp_path: Path, monkeyp
     grid.run(["5", "7"])
     assert grid.results[jobs[0].key] == [3, "5"]
     assert [(s.job.name, s.note) for s in grid.failures] == [("bad", "ValueError: no luck")]
+
+
+def test_jobs_share_a_gpu_but_not_one_that_is_timed(monkeypatch, tmp_path: Path):
+    """On a stage that starts and ends what it is told: three at once, the timed one alone."""
+    history: list[tuple[str, ...]] = []
+
+    class Stage:
+        def __init__(self, gpus, out):
+            self.gpus, self.running = gpus, {}
+
+        free = property(lambda self: len(self.running) < len(self.gpus))
+        busy = property(lambda self: bool(self.running))
+
+        def start(self, job):
+            self.running[job.key] = job
+            history.append(tuple(sorted(j.name for j in self.running.values())))
+
+        def ended(self):
+            key = next(iter(self.running))
+            del self.running[key]
+            yield key, ""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(grids, "Processes", Stage)
+    monkeypatch.setattr(grids, "PAUSE", 0.0)
+
+    def run(gpus):
+        history.clear()
+        monkeypatch.setattr(grids, "finished", lambda job, out: None)
+        grid = Grid(jobs, tmp_path)
+        monkeypatch.setattr(grids, "finished", lambda job, out: Done(tmp_path, 1.0, None))
+        grid.run(gpus)
+        assert [s.state for s in grid.standings] == ["done"] * 5
+        return history
+
+    jobs = [Job(name=name, does="m:f", options={"n": name}, timed=name == "c") for name in "abcde"]
+    assert run(["0"] * 3) == [("a",), ("a", "b"), ("a", "b", "d"), ("b", "d", "e"), ("c",)]
+    assert ("a", "b", "c") in run(["0", "1", "2"])

@@ -152,3 +152,10 @@ def test_paper_scale_does_not_begin_without_a_gpu(didi, tmp_path):
     assert code == 2
     assert "needs a GPU" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_minutes_are_not_compared_on_a_shared_gpu(didi, tmp_path):
+    code, _, err = didi("reproduce", "baselines", "--at-once", 2, "--out", tmp_path / "out")
+    assert code == 2
+    assert "--at-once" in err
+    assert not (tmp_path / "out").exists()

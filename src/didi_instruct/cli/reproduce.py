@@ -70,6 +70,10 @@ def command(
     seeds: Annotated[
         int | None, typer.Option(help="Students and draws of each row (toy 1, small 2, paper 1).")
     ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(min=1, help="Jobs that share a GPU: small ones leave it idle half the time."),
+    ] = 1,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="List the jobs, check what they need, estimate GPU-hours."),
@@ -114,7 +118,12 @@ def command(
     _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder))
-    sys.exit(_run(items, chosen, folder, device))
+    if at_once > 1 and any(i.name == "baselines" for i in items):
+        raise UserError(
+            "--at-once: `baselines` compares training minutes, which need a GPU of their own; "
+            "leave it out, or name other items."
+        )
+    sys.exit(_run(items, chosen, folder, device, at_once))
 
 
 def _refuse_file(folder: Path) -> None:
@@ -147,7 +156,9 @@ def _list(items: "Sequence[Item]") -> None:
         typer.echo(f"{item.name.ljust(width)}  {item.title}{where}{planned}")
 
 
-def _run(items: "Sequence[Item]", scale: "Scale", folder: Path, device: str | None) -> int:
+def _run(
+    items: "Sequence[Item]", scale: "Scale", folder: Path, device: str | None, at_once: int
+) -> int:
     from didi_instruct.cli.board import ProgressBoard
     from didi_instruct.reproduce.checks import require_gpu
     from didi_instruct.reproduce.gpus import visible_gpus
@@ -157,7 +168,7 @@ def _run(items: "Sequence[Item]", scale: "Scale", folder: Path, device: str | No
 
     require_gpu(scale, device)
     check_together(scale)
-    gpus = visible_gpus() if device is None else ()
+    gpus = visible_gpus() * at_once if device is None else ()
     try:
         with ProgressBoard() as board:
             outcome = make(items, scale, folder, device=device, gpus=gpus, board=board)

@@ -1,7 +1,8 @@
 """The grid: any jobs, in the order of their needs, each once; what fails stops nothing else.
 
 A job whose result is on disk is read. A training run that was stopped goes on from its last
-checkpoint. With several GPUs each has a process of its own, which runs one job after the other.
+checkpoint. With several GPUs each has a process of its own, which runs one job after the other; a
+GPU that is named several times has several, for jobs that leave it idle most of the time.
 """
 
 import time
@@ -72,7 +73,7 @@ class Grid:
                 standing.take(done)
 
     def run(self, gpus: Sequence[str] = ()) -> None:
-        """Run what is missing; here, or in a process for each of several GPUs."""
+        """Run what is missing; here, or in a process for each of several GPUs (or names of one)."""
         if len(gpus) > 1:
             self._run_in_processes(gpus)
             return
@@ -93,9 +94,10 @@ class Grid:
             self._change(standing, "done")
 
     def _run_in_processes(self, gpus: Sequence[str]) -> None:
+        shared = len(set(gpus)) < len(gpus)
         with Processes(gpus, self.out) as processes:
             while True:
-                while processes.free and (standing := self._next()) is not None:
+                while processes.free and (standing := self._next(shared)) is not None:
                     processes.start(standing.job)
                     self._change(standing, "running")
                 if not processes.busy:
@@ -110,9 +112,15 @@ class Grid:
                     self._change(standing, "done")
                 time.sleep(PAUSE)
 
-    def _next(self) -> Standing | None:
-        """The first job that can run now; those that never can are marked on the way."""
+    def _next(self, shared: bool = False) -> Standing | None:
+        """The first job that can run now; those that never can are marked on the way.
+
+        Where jobs share a GPU, one that is timed runs while no other does.
+        """
         states = {s.job.key: s for s in self.standings}
+        running = [s for s in self.standings if s.state == "running"] if shared else []
+        if any(s.job.timed for s in running):
+            return None
         for standing in self.standings:
             if standing.state != "waiting":
                 continue
@@ -121,7 +129,9 @@ class Grid:
             if lost:
                 self._change(standing, "blocked", f"needs {', '.join(lost)}")
             elif all(need.state in ("done", "kept") for need in needs):
-                return standing
+                if not (running and standing.job.timed):
+                    return standing
+                standing.note = "waits for the GPU to be its own"
             else:
                 open_ones = [n.job.name for n in needs if n.state not in ("done", "kept")]
                 standing.note = f"waits for {', '.join(dict.fromkeys(open_ones))}"

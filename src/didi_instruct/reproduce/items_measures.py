@@ -81,6 +81,7 @@ def _latency(scale: Scale) -> Job:
     return Job(
         name="latency",
         does=f"{HERE}:latency",
+        timed=True,
         inputs={**models, **others, "judge": scale.judge},
         options={
             "steps": roles,

@@ -50,6 +50,8 @@ class Job:
     """By role (`teacher`, `model`, `judge`, `data`): another job, or a SOURCE."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function; plain values, as JSON has them."""
+    timed: bool = False
+    """Its result is a time: nothing else may run on its GPU meanwhile."""
 
     def __post_init__(self) -> None:
         """Refuse jobs that nothing can run."""
