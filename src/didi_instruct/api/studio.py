@@ -142,7 +142,7 @@ def texts_of(
 
 def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
     started = time.perf_counter()
-    with _fast_products():
+    with fast_products():
         done, config = model.request(wish), model.config
     drawn = done.samples
     tokens = drawn.tokens.cpu()  # waits for the device
@@ -176,7 +176,7 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
 
 
 @contextmanager
-def _fast_products() -> Iterator[None]:
+def fast_products() -> Iterator[None]:
     """Within, GPUs multiply float32 matrices as TensorFloat-32, several times faster.
 
     It rounds the model's logits; samples and their probabilities are exact for the rounded ones.

@@ -6,13 +6,13 @@ them alike. A number is the median of the rounds; the range tells how steady it 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 
 from didi_instruct.api.model import Model, load
+from didi_instruct.api.studio import fast_products
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.samples import text_lengths
@@ -60,7 +60,7 @@ def time_settings(
     sources = dict.fromkeys(setting.source for setting in settings)
     models = {source: load(source, device=device, dtype=dtype) for source in sources}
     draws = [_drawer(s, models[s.source], batch, length) for s in settings]
-    with _fast_products():
+    with fast_products():
         timed = interleaved(draws, rounds)
     rows = []
     for setting, found in zip(settings, timed, strict=True):
@@ -126,14 +126,3 @@ def _drawer(setting: Setting, model: Model, batch: int, length: int | None) -> D
         return int(text_lengths(tokens, end, end is not None).sum())
 
     return draw
-
-
-@contextmanager
-def _fast_products() -> Iterator[None]:
-    """Within, GPUs multiply float32 matrices as where samples are drawn to be measured."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
