@@ -123,7 +123,7 @@ def about(plan: BenchPlan, model: Model) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "CPU",
-        "dtype": str(next(model.network.parameters()).dtype).removeprefix("torch."),
+        "dtype": plan.dtype or str(next(model.network.parameters()).dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "fast": model.is_accelerated,
         "repeat": plan.repeat,

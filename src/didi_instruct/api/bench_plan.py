@@ -114,6 +114,8 @@ def open_model(plan: BenchPlan) -> Model:
             f"{plan.source} has no discriminator to guide it: distil with --method didi, sample "
             "without rgas, or use --arch NAME, whose weights are random."
         )
+    if plan.dtype == "float8":
+        model.use_float8()
     if plan.fast or (plan.fast is None and why_not(model.network) is None):
         model.accelerate()
     return model

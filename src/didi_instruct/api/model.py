@@ -20,6 +20,7 @@ from didi_instruct.evaluation.likelihood import Likelihood, likelihood
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, Trunk
+from didi_instruct.models.float8 import to_float8
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.graphs import GraphedDiT, say_once, why_not
@@ -32,8 +33,8 @@ from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, N
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types that weights may be cast to, by name."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
+"""Types that weights may be cast to, by name; `float8` also multiplies in 8 bits."""
 
 
 class Model:
@@ -55,6 +56,18 @@ class Model:
             network.fold_modulation()
         self._graphs: GraphedDiT | None = None
         self._guide: NetworkGuide | None = None
+
+    def use_float8(self) -> None:
+        """Multiply in 8-bit floats from now on, faster on recent GPUs; this rounds the weights.
+
+        Samples are exact draws of the rounded model, whose quality is to be measured.
+        """
+        if not isinstance(self.network, Trunk):
+            raise UserError("float8 is for networks of the DiT family: use bfloat16.")
+        self.network.to(torch.bfloat16)
+        to_float8(self.network)
+        self._laid_out = self._graphs = None
+        self.network.fold_modulation()
 
     def accelerate(self) -> bool:
         """Sample by compiled passes and CUDA graphs from now on; return whether that is possible.
@@ -266,7 +279,8 @@ def load(
 
     `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
     tells its student the real time although the teacher was trained without. `dtype` casts the
-    weights: `bfloat16` makes sampling faster on a GPU, and on a CPU that has instructions for it.
+    weights: `bfloat16` makes sampling faster on a GPU, and on a CPU that has instructions for it;
+    `float8` as `Model.use_float8`.
     The others are for foreign models: which of a training run's `weights` to take, the
     `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
     that brings none, and whether code in a folder may run. `fast` as `Model.accelerate`: worth
@@ -288,6 +302,8 @@ def load(
             trunk = loaded.discriminator
             _tell_time(trunk, trunk.config, time_conditioning)
     model = Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
+    if dtype == "float8":
+        model.use_float8()
     if fast:
         model.accelerate()
     return model

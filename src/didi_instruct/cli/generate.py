@@ -54,7 +54,11 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: float32, or bfloat16, which is faster.")
+        str | None,
+        typer.Option(
+            help="Of the weights: float32, or bfloat16, which is faster; float8 rounds them for "
+            "recent GPUs."
+        ),
     ] = None,
     fast: Annotated[
         bool,

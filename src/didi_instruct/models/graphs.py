@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
-from didi_instruct.models.layers import NEVER, Affine, Block, first_weight, upcast
+from didi_instruct.models.layers import NEVER, Affine, Block, reads, upcast
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
@@ -299,7 +299,7 @@ def finish(network: DiT, x: Tensor, c: Tensor) -> Tensor:
     """
     block = last_block(network)
     m = affine(block, None if c is network.folded_condition else c, x.ndim)
-    branch = block.norm2(x, m.weight2, m.bias2).to(first_weight(block.mlp).dtype)
+    branch = block.norm2(x, m.weight2, m.bias2).to(reads(block.mlp[0]))
     return block.residual(x, block.feed(branch), m.gate2)
 
 

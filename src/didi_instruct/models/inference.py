@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.float8 import is_float8
 from didi_instruct.models.layers import NEVER, NORM_EPS, Block
 from didi_instruct.models.packed import PackedLinear
 
@@ -37,7 +38,8 @@ def suits(network: nn.Module) -> bool:
     if not isinstance(network, DiT) or network.training or network.config.time_conditioning:
         return False
     weight = network.vocab_embed.embedding
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    known = weight.dtype in (torch.float32, torch.bfloat16) and not is_float8(network)
+    return weight.device.type == "cpu" and known
 
 
 class InferenceDiT:

@@ -38,6 +38,12 @@ def first_weight(layers: nn.Sequential) -> Tensor:
     return weight
 
 
+def reads(layer: nn.Module) -> torch.dtype:
+    """Type of what a linear layer takes in: it may keep its weights in another."""
+    own: torch.dtype = getattr(layer, "reads", None) or layer.weight.dtype  # type: ignore[assignment]
+    return own
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which operations keep the precision of their arguments."""
     if device.type == "meta":  # where autocast does not exist
@@ -308,13 +314,13 @@ class Block(Modulated):
         branch = self.norm1(x, m.weight1, m.bias1)
         branch = self.attend(branch, cos, sin, mask, causal, extend)
         x = self.residual(x, branch, m.gate1)
-        branch = self.norm2(x, m.weight2, m.bias2).to(first_weight(self.mlp).dtype)
+        branch = self.norm2(x, m.weight2, m.bias2).to(reads(self.mlp[0]))
         return self.residual(x, self.feed(branch), m.gate2)
 
     def feed(self, x: Tensor) -> Tensor:
         """The MLP of x (..., d); on a GPU in 16 bits its GELU is a part of the first product."""
         first, _, second = self.mlp
-        narrow = first.weight.dtype in (torch.bfloat16, torch.float16)
+        narrow = x.dtype in (torch.bfloat16, torch.float16) and isinstance(first, nn.Linear)
         if not (x.is_cuda and narrow) or torch.is_grad_enabled():  # it has no gradient
             return self.mlp(x)  # type: ignore[no-any-return]
         product = torch.ops.aten._addmm_activation.default  # its GELU is the tanh one on GPUs
@@ -331,7 +337,7 @@ class Block(Modulated):
         extend: Extend | None,
     ) -> Tensor:
         """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads."""
-        qkv = self.attn_qkv(x.to(self.attn_qkv.weight.dtype))
+        qkv = self.attn_qkv(x.to(reads(self.attn_qkv)))
         qkv = qkv.unflatten(-1, (3, self.heads, -1))
         q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
         v = qkv[:, :, 2].transpose(1, 2)
