@@ -5,6 +5,7 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.api import studio
+from didi_instruct.api.evaluate import evaluate_likelihood
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.studio import Studio
@@ -162,3 +163,23 @@ def test_the_model_says_what_ends_a_text_without_a_tokenizer():
     tokens = torch.tensor([[5, 7, 9, 9], [9, 9, 9, 9]])
     texts, lengths = studio.texts_of(None, tokens, until_eot=True, end_id=9)
     assert (texts, lengths.tolist()) == (("", ""), [2, 0])
+
+
+def test_rounded_weights_are_another_model(words, tmp_path):
+    """In the row, in the key of what is kept, and in the likelihood of a text."""
+    rows = {}
+    for dtype in (None, "bfloat16", "float8"):
+        found = evaluate_quality(
+            [words], Plan(**PLAIN), ["entropy"], out=tmp_path, device="cpu", dtype=dtype
+        )
+        rows[dtype] = found.rows[0]
+        assert found.rows[0]["dtype"] == dtype
+    assert len({row["fingerprint"] for row in rows.values()}) == 3
+    assert len(list((tmp_path / "samples").iterdir())) == 3
+    noise = {"sequences": 8, "draws": 1, "batch_size": 8, "seed": 0}
+    plain, eight = (
+        evaluate_likelihood(words, "oracle", **noise, device="cpu", dtype=dtype).rows[0]
+        for dtype in (None, "float8")
+    )
+    assert (plain["dtype"], eight["dtype"]) == (None, "float8")
+    assert 0 < abs(eight["nelbo"] - plain["nelbo"]) < 0.1 * plain["nelbo"]

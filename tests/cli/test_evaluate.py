@@ -406,6 +406,8 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
         (["--samples", "head.jsonl"], "head.jsonl is damaged"),
         (["--samples", "bad.txt"], "bad.txt: cannot be read"),
         (["words", "--device", "cuda:77x"], "not a device"),
+        (["words", "--dtype", "int3"], "not a dtype"),
+        (["words", "--dtype", "float8", "--metrics", "zero-shot"], "leave it out"),
         (["words", "--frobnicate"], "frobnicate"),
     ],
 )

@@ -81,13 +81,14 @@ def evaluate_likelihood(
     reading: ReadOptions | None = None,
     tokenizer: str | None = None,
     device: str | None = None,
+    dtype: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out).
 
-    `tokenizer` is for a model that brings none.
+    `tokenizer` is for a model that brings none; `dtype` as in `load`.
     """
-    model = load(source, device=device, tokenizer=tokenizer)
+    model = load(source, device=device, dtype=dtype, tokenizer=tokenizer)
     reading = reading or ReadOptions()
     config = model.config
     documents = config.end_id is not None
@@ -143,6 +144,7 @@ def likelihood_row(
         "length": rows.length,
         "draws": result.draws,
         "seed": seed,
+        "dtype": model.cast,
     }
 
 

@@ -51,6 +51,8 @@ class Model:
         self.network, self.config, self.tokenizer = network.eval(), config, tokenizer
         self.discriminator, self.provenance = discriminator, provenance or {}
         self.schedule = make_schedule(config.schedule)
+        self.cast: str | None = None
+        """What its weights were rounded to when it was loaded; None: they are as they were."""
         self._laid_out: InferenceDiT | None = None
         if isinstance(network, Trunk):
             network.fold_modulation()
@@ -302,6 +304,7 @@ def load(
             trunk = loaded.discriminator
             _tell_time(trunk, trunk.config, time_conditioning)
     model = Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
+    model.cast = None if dtype is None else str(dtype).removeprefix("torch.")
     if dtype == "float8":
         model.use_float8()
     if fast:

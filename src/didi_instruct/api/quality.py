@@ -69,13 +69,14 @@ def evaluate_quality(
     tokenizer: str | None = None,
     ar_start: str | None = None,
     device: str | None = None,
+    dtype: str | None = None,
     progress: Progress | None = None,
 ) -> Quality:
     """Draw from models (or read saved samples), measure, and compare with a baseline.
 
     `reference` is text or a file of samples. `tokenizer` is for models that bring none; beside
     saved samples alone, it reads the text of the reference. `ar_start` is a left-to-right model
-    that the metric ar-kl begins with.
+    that the metric ar-kl begins with. `dtype` as in `load`, for all models.
     """
     check_metrics(metrics, judge is not None, reference is not None)
     if not sources and not samples:
@@ -93,7 +94,7 @@ def evaluate_quality(
     rivals: list[SampleSet] = []
     for candidate in models:
         source = candidate.source
-        model = load(source, device=device, tokenizer=candidate.given)
+        model = load(source, device=device, dtype=dtype, tokenizer=candidate.given)
         if source in sources:
             sets += studio.draw(source, model, plan, progress)
         if source == against:

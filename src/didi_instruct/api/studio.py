@@ -52,6 +52,8 @@ class Studio:
     ) -> list[SampleSet]:
         """Samples of a model for every row, drawn now where they are missing."""
         weights = fingerprint(source)
+        if model.cast is not None:  # other numbers, another model
+            weights = key(weights, model.cast)
         tokens = model.tokenizer.hash if model.tokenizer else None
         sampler = find_sampler(plan.sampler, model.config.kind)
         wishes = list(plan.requests(sampler.counts_tokens))
@@ -168,6 +170,7 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
         options=_options(sampler, wish.options, model),
         batch_size=wish.batch_size,
         device=_name(model.device),
+        dtype=model.cast,
         own_window=config.end_id is not None and config.kind == "mdlm" and wish.length is None,
     )
     log_prob = None if drawn.log_prob is None else drawn.log_prob.cpu()

@@ -133,6 +133,9 @@ def command(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers here.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What to round the weights to: bfloat16 or float8.")
+    ] = None,
 ) -> None:
     """Measure models: quality and variety of their samples, or the likelihood of text."""
     names = list(dict.fromkeys(name.strip() for name in metrics.split(",") if name.strip()))
@@ -149,8 +152,9 @@ def command(
     models = sources or []
     _check_alone(names, data, corpora)
     noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
+    _check_dtype(dtype, names)
     if NELBO in names:
-        nelbo(models, data, noise, reading, **common)
+        nelbo(models, data, noise, reading, dtype=dtype, **common)
         return
     if ZERO_SHOT in names:
         zero_shot(models, data, corpora, noise, out, **common)
@@ -206,8 +210,20 @@ def command(
         out,
         reading=reading,
         ar_start=ar_start,
+        dtype=dtype,
         **common,
     )
+
+
+def _check_dtype(dtype: str | None, metrics: "Sequence[str]") -> None:
+    """Refuse a type that is none, before anything is loaded."""
+    if dtype is None:
+        return
+    from didi_instruct.api.model import dtype_of
+
+    dtype_of(dtype)
+    if ZERO_SHOT in metrics:
+        raise UserError("--dtype is for samples and nelbo: leave it out of zero-shot.")
 
 
 def _check_alone(metrics: "Sequence[str]", data: str | None, corpora: str | None) -> None:
@@ -257,6 +273,7 @@ def _quality(
     ar_start: str | None,
     json_file: Path | None,
     device: str | None,
+    dtype: str | None,
 ) -> None:
     """Sample quality, as a table and as JSON."""
     from didi_instruct.api.evaluate import Report
@@ -287,6 +304,7 @@ def _quality(
             tokenizer=tokenizer,
             ar_start=ar_start,
             device=device,
+            dtype=dtype,
             progress=lambda stage, done, total: bar.update(
                 stage, done, total, "rows" if stage.startswith("Drawing") else "texts"
             ),

@@ -25,6 +25,7 @@ def nelbo(
     tokenizer: str | None,
     json_file: Path | None,
     device: str | None,
+    dtype: str | None,
 ) -> None:
     """Likelihood of held-out text, with its confidence interval."""
     if len(sources) != 1:
@@ -42,6 +43,7 @@ def nelbo(
             reading=reading,
             tokenizer=tokenizer,
             device=device,
+            dtype=dtype,
             progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
         )
     _show(report.rows[0], report.reference)

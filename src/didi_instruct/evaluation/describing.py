@@ -44,6 +44,7 @@ def describe(samples: SampleSet, seed: int = 0) -> Row:
         "entropy_of": "text" if origin.until_eot else "window",
         "batch_size": origin.batch_size,
         "device": origin.device,
+        "dtype": origin.dtype,
         "tokens_per_second": tokens / origin.seconds if origin.seconds else None,
         "seed": origin.seed,
         "bootstrap_seed": seed,

@@ -55,6 +55,8 @@ class Origin:
     """Texts drawn together, which share passes: `passes` and `seconds` depend on it."""
     device: str | None = None
     """Where they were drawn, on which `seconds` depends too."""
+    dtype: str | None = None
+    """What the weights were rounded to; None: not at all."""
     own_window: bool = False
     """Whether the length of each text was drawn first and the rest of its window filled with its
     end, so that `log_prob` is that of a text and its end."""
