@@ -275,6 +275,7 @@ def test_a_sweep_keeps_what_it_has_where_the_next_is_too_large_to_be_built(name)
         ([*TINY, "--against", "no/such/model"], "no/such/model"),
         ([*BARE, "--distill", "--against", "ar"], "naive"),
         ([*BARE, "--distill", "--guided"], "leave out"),
+        ([*BARE, "--distill", "--dtype", "float8"], "use bfloat16"),
         ([*BARE, "--distill", "--sweep", "batch"], "leave out"),
         ([*TINY, "--distill"], "leave out --steps"),
         ([*TINY, "--sampler", "first-hitting"], "leave out --steps"),

@@ -407,6 +407,7 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
         (["--samples", "bad.txt"], "bad.txt: cannot be read"),
         (["words", "--device", "cuda:77x"], "not a device"),
         (["words", "--dtype", "int3"], "not a dtype"),
+        (["--samples", "head.jsonl", "--dtype", "float8"], "drawn already"),
         (["words", "--dtype", "float8", "--metrics", "zero-shot"], "leave it out"),
         (["words", "--frobnicate"], "frobnicate"),
     ],

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -95,6 +96,28 @@ def test_the_stream_is_shuffled_and_endless(tmp_path: Path) -> None:
     assert torch.equal(data.rows(5, 70), plain.rows(5, 70))
     assert not torch.equal(data.rows(0, 20), data.ordered(0, 20))
     assert str(tmp_path / "bank") in repr(data)
+
+
+def test_runs_that_share_a_bank_draw_it_once(tmp_path: Path) -> None:
+    """Begun at the same moment: one draws, the others wait and read."""
+    together = Barrier(3)
+
+    def run(_: int) -> tuple[list[int], torch.Tensor]:
+        teacher = Teacher()
+
+        def slowly(first: int, count: int) -> torch.Tensor:
+            time.sleep(0.02)
+            return teacher(first, count)
+
+        together.wait()
+        bank = open_bank(tmp_path / "bank", SETTINGS, slowly, TOKENIZER, world=ALONE)
+        return teacher.drawn, bank.ordered(0, 20)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(run, range(3)))
+    assert sorted(row for drawn, _ in found for row in drawn) == list(range(20))
+    for _, rows in found:
+        assert torch.equal(rows, Teacher().rows(0, 20))
 
 
 def test_a_finished_bank_is_neither_drawn_nor_touched(tmp_path: Path) -> None:

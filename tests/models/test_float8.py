@@ -90,6 +90,12 @@ def test_a_model_samples_in_float8_and_is_not_saved_so(tmp_path):
     model = Model(network, network.config)
     model.use_float8()
     assert not suits(model.network)
+    assert model.cast == "float8"
+    logits = model.denoiser(torch.zeros(2, 16, dtype=torch.long), 0.5)
+    model.use_float8()  # once is enough
+    model.network.to(torch.bfloat16).fold_modulation()
+    assert torch.equal(model.denoiser(torch.zeros(2, 16, dtype=torch.long), 0.5), logits)
+    assert model.denoiser(torch.zeros(0, 16, dtype=torch.long), 0.5).shape == (0, 16, 69)
     assert model.sample(2, steps=3).shape == (2, 16)
     with pytest.raises(UserError, match="float8"):
         model.save(tmp_path / "m")

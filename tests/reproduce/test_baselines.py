@@ -23,7 +23,7 @@ from didi_instruct.reproduce.baselines import (
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.equal_terms import Terms
 from didi_instruct.reproduce.figures import PALETTE
-from didi_instruct.reproduce.minutes import learning, training_minutes, training_texts
+from didi_instruct.reproduce.minutes import SHARED, learning, training_minutes, training_texts
 
 from .small_models import LANGUAGE, config_of, save
 
@@ -257,7 +257,9 @@ def write_log(folder, *records):
 
 
 def test_minutes_of_a_distillation(tmp_path):
-    """100 steps at 2/s, 50 at 0.5/s: 50 + 100 s; evaluations have no rate."""
+    """100 steps at 2/s, 50 at 0.5/s: 50 + 100 s; evaluations have no rate, a shared GPU no time."""
+    tmp_path = tmp_path / "run"
+    tmp_path.mkdir()
     write_log(
         tmp_path,
         {"step": 0, "path_kl_8": 3.0},
@@ -266,6 +268,8 @@ def test_minutes_of_a_distillation(tmp_path):
         {"step": 150, "iterations_per_second": 0.5, "tokens_per_second": 1e9},
     )
     assert training_minutes(tmp_path) == pytest.approx(150 / 60)
+    (tmp_path.parent / SHARED).touch()
+    assert training_minutes(tmp_path) is None
 
 
 def test_minutes_of_a_pretraining(tmp_path):

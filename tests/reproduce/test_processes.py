@@ -6,8 +6,9 @@ from pathlib import Path
 from didi_instruct.reproduce import grid as grids
 from didi_instruct.reproduce.grid import Grid
 from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.minutes import SHARED
 from didi_instruct.reproduce.processes import from_plain, to_plain
-from didi_instruct.reproduce.running import Done
+from didi_instruct.reproduce.running import Done, folder_of
 
 CALLS = """
 import os
@@ -80,6 +81,9 @@ def test_jobs_share_a_gpu_but_not_one_that_is_timed(monkeypatch, tmp_path: Path)
         assert [s.state for s in grid.standings] == ["done"] * 5
         return history
 
-    jobs = [Job(name=name, does="m:f", options={"n": name}, timed=name == "c") for name in "abcde"]
+    jobs = [Job(name=name, does="m:f", options={"n": name}, timed=name == "c") for name in "abcd"]
+    jobs.append(Job(name="e", does="pretrain", recipe="oracle-teacher"))
     assert run(["0"] * 3) == [("a",), ("a", "b"), ("a", "b", "d"), ("b", "d", "e"), ("c",)]
     assert ("a", "b", "c") in run(["0", "1", "2"])
+    assert (folder_of(jobs[-1], tmp_path) / SHARED).exists()
+    assert not (folder_of(jobs[0], tmp_path) / SHARED).exists()

@@ -154,8 +154,12 @@ def test_paper_scale_does_not_begin_without_a_gpu(didi, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_minutes_are_not_compared_on_a_shared_gpu(didi, tmp_path):
-    code, _, err = didi("reproduce", "baselines", "--at-once", 2, "--out", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["baselines"], "training minutes"), (["figure-1", "--device", "cpu"], "share GPUs")],
+)
+def test_what_cannot_share_a_gpu_is_refused(didi, tmp_path, arguments, words):
+    code, _, err = didi("reproduce", *arguments, "--at-once", 2, "--out", tmp_path / "out")
     assert code == 2
-    assert "--at-once" in err
+    assert words in err
     assert not (tmp_path / "out").exists()

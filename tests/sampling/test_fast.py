@@ -248,3 +248,24 @@ def test_an_accelerated_model_draws_what_a_plain_one_draws():
     assert model.accelerate()
     assert torch.equal(model.sample(7, steps=5, seed=3), expected)
     assert torch.equal(model.sample(7, steps=5, seed=3, batch_size=2), expected)
+
+
+@torch.no_grad()
+def test_a_guide_is_compiled_once_for_all_numbers_of_texts(monkeypatch):
+    """By dynamo itself, with a backend that runs the graph as it is: with gradients and without."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    monkeypatch.setattr(networks, "compiled", lambda f: torch.compile(f, backend=counter))
+    torch._dynamo.reset()
+    critic, schedule = make("cpu", Discriminator, length=12, vocab_size=300)
+    guide = NetworkGuide(critic, schedule, fast=True)
+    plain = NetworkGuide(critic, schedule)
+    for grad, count in ((False, 1), (True, 2)):
+        for rows in (5, 1, 3, 1, 8):
+            z = torch.full((rows, 12), 299)
+            given = guide.embed(z), z, torch.full((rows,), 0.5)
+            with torch.set_grad_enabled(grad):
+                found = guide.score(given[0].requires_grad_(grad), *given[1:])
+            torch.testing.assert_close(found, plain.score(*given))
+        assert counter.frame_count == count

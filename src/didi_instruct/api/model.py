@@ -20,7 +20,7 @@ from didi_instruct.evaluation.likelihood import Likelihood, likelihood
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, Trunk
-from didi_instruct.models.float8 import to_float8
+from didi_instruct.models.float8 import is_float8, to_float8
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.graphs import GraphedDiT, say_once, why_not
@@ -62,13 +62,16 @@ class Model:
     def use_float8(self) -> None:
         """Multiply in 8-bit floats from now on, faster on recent GPUs; this rounds the weights.
 
-        Samples are exact draws of the rounded model, whose quality is to be measured.
+        Samples are exact draws of the rounded model, whose quality is to be measured. What
+        `accelerate` did is undone.
         """
         if not isinstance(self.network, Trunk):
             raise UserError("float8 is for networks of the DiT family: use bfloat16.")
+        if is_float8(self.network):
+            return
         self.network.to(torch.bfloat16)
         to_float8(self.network)
-        self._laid_out = self._graphs = None
+        self.cast, self._laid_out, self._graphs = "float8", None, None
         self.network.fold_modulation()
 
     def accelerate(self) -> bool:

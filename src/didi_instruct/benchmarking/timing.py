@@ -4,6 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -96,7 +97,8 @@ def time_cases(
     if busy and device.type == "cuda":
         for case, timing in zip(cases, timings, strict=True):
             if timing.failure is None:
-                timing.busy = _seconds_busy(case, timing, 0)
+                with suppress(*TOO_LARGE):
+                    timing.busy = _seconds_busy(case, timing, 0)
     if progress is not None:
         progress("done", total, total)
     return timings
@@ -157,8 +159,8 @@ def _kept(case: Case, timing: Timing, seed: int, device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - before if cuda else 0
 
 
-def _seconds_busy(case: Case, timing: Timing, seed: int) -> float:
-    """Seconds in which at least one kernel or copy of a run was under way."""
+def _seconds_busy(case: Case, timing: Timing, seed: int) -> float | None:
+    """Seconds in which at least one kernel or copy of a run was under way; None: nobody may see."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -169,7 +171,7 @@ def _seconds_busy(case: Case, timing: Timing, seed: int) -> float:
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     ]
-    return covered(spans) / 1e6
+    return covered(spans) / 1e6 if spans else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

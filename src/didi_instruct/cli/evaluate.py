@@ -152,7 +152,7 @@ def command(
     models = sources or []
     _check_alone(names, data, corpora)
     noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
-    _check_dtype(dtype, names)
+    _check_dtype(dtype, names, [*models, *([against] if against else [])])
     if NELBO in names:
         nelbo(models, data, noise, reading, dtype=dtype, **common)
         return
@@ -215,7 +215,7 @@ def command(
     )
 
 
-def _check_dtype(dtype: str | None, metrics: "Sequence[str]") -> None:
+def _check_dtype(dtype: str | None, metrics: "Sequence[str]", models: "Sequence[str]") -> None:
     """Refuse a type that is none, before anything is loaded."""
     if dtype is None:
         return
@@ -224,6 +224,8 @@ def _check_dtype(dtype: str | None, metrics: "Sequence[str]") -> None:
     dtype_of(dtype)
     if ZERO_SHOT in metrics:
         raise UserError("--dtype is for samples and nelbo: leave it out of zero-shot.")
+    if not models:
+        raise UserError("--dtype is for models, and samples are drawn already: leave it out.")
 
 
 def _check_alone(metrics: "Sequence[str]", data: str | None, corpora: str | None) -> None:

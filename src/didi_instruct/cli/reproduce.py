@@ -72,7 +72,7 @@ def command(
     ] = None,
     at_once: Annotated[
         int,
-        typer.Option(min=1, help="Jobs that share a GPU: small ones leave it idle half the time."),
+        typer.Option(min=1, help="Jobs that share a GPU, where one alone would leave it idle."),
     ] = 1,
     dry_run: Annotated[
         bool,
@@ -118,12 +118,26 @@ def command(
     _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder))
-    if at_once > 1 and any(i.name == "baselines" for i in items):
-        raise UserError(
-            "--at-once: `baselines` compares training minutes, which need a GPU of their own; "
-            "leave it out, or name other items."
-        )
+    if at_once > 1:
+        items = _shared(items, item, device)
     sys.exit(_run(items, chosen, folder, device, at_once))
+
+
+def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]":
+    """Items that may be made by several jobs on one GPU."""
+    from didi_instruct.reproduce.gpus import visible_gpus
+
+    if named == "baselines":
+        raise UserError(
+            "baselines compares training minutes, which need a GPU of their own: leave out "
+            "--at-once."
+        )
+    if device is not None or not visible_gpus():
+        raise UserError("--at-once is for jobs that share GPUs: leave it out here, or --device.")
+    kept = [item for item in items if item.name != "baselines"]
+    if len(kept) < len(items):
+        typer.echo("Not part of `all` with --at-once: baselines, which times trainings.", err=True)
+    return kept
 
 
 def _refuse_file(folder: Path) -> None:

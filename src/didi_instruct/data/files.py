@@ -108,6 +108,27 @@ def _readable(num_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one process of a machine in at a time; the others wait.
+
+    Where there is nothing to lock, such as a folder that is not there, all come in at once.
+    """
+    try:
+        import fcntl
+
+        place = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename durable, where the platform can open a folder at all."""
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ import numpy as np
 from torch import Tensor
 
 from didi_instruct.data.dataset import TokenDataset
-from didi_instruct.data.files import no_space_as_user_error, require_space, write_atomic
+from didi_instruct.data.files import (
+    no_space_as_user_error,
+    one_at_a_time,
+    require_space,
+    write_atomic,
+)
 from didi_instruct.data.manifest import write_json
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -93,9 +99,23 @@ def open_bank(
 
     A bank may have more rows than `settings` asks for: the first ones are taken. If it has fewer,
     it grows. `seed` is of the order in which the rows are read. `progress` is called only if
-    something is drawn; of several processes, each takes its own share to stand for all.
+    something is drawn; of several processes, each takes its own share to stand for all. Runs that
+    share a bank draw it once: the others wait.
     """
     assert settings.rows > 0, "a bank has rows"
+    with one_at_a_time(folder.parent) if world.size == 1 else nullcontext():
+        return _open_bank(folder, settings, draw, tokenizer, world, seed, progress)
+
+
+def _open_bank(
+    folder: Path,
+    settings: BankSettings,
+    draw: Draw,
+    tokenizer: Tokenizer,
+    world: World,
+    seed: int,
+    progress: Progress | None,
+) -> TokenDataset:
     # Every process looks before any writes: all see the same, so one that refuses is not alone.
     recorded = _recorded_rows(folder, settings)
     row_bytes = settings.length * settings.dtype.itemsize

@@ -4,6 +4,8 @@ Each row of the weights and each row of what comes in has a scale of its own; su
 It rounds a number to 3 bits after the first, so a model in float8 is another model: measure it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -36,13 +38,22 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out)."""
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], len(self.weight8))
         x8, scale = rounded(x.flatten(0, -2))
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         out = torch._scaled_mm(
             x8, self.weight8.T, scale_a=scale, scale_b=self.scale, bias=bias,
             out_dtype=torch.bfloat16, use_fast_accum=True,
         )  # fmt: skip
-        return out.to(self.reads).view(*x.shape[:-1], -1)
+        return out.to(self.reads).view(*x.shape[:-1], len(self.weight8))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float8Linear":
+        """Move; a cast would spoil what is rounded already."""
+        weight8, scale = self.weight8, self.scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight8, self.scale = weight8.to(self.weight8.device), scale.to(self.scale.device)
+        return self
 
 
 def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:

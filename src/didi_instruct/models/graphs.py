@@ -217,7 +217,10 @@ class GraphedDiT:
             if len(self._ends) >= MOST_GRAPHS:
                 del self._ends[next(iter(self._ends))]
             inputs = tuple(grown(v, size) for v in values)
-            self._ends[size] = capture(self._end, inputs, self._pool, dynamic=True)
+            graph = capture(self._end, inputs, self._pool, dynamic=True)
+            if not isinstance(graph, Captured) or graph.pool != self._pool:
+                self._pool = None  # a capture that broke off may still hold it
+            self._ends[size] = graph
         return self._ends[size](*values)
 
     def _end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from didi_instruct.reproduce.jobs import Job, in_order
+from didi_instruct.reproduce.minutes import SHARED
 from didi_instruct.reproduce.processes import Processes
-from didi_instruct.reproduce.running import Done, StoppedError, finished, run_job
+from didi_instruct.reproduce.running import Done, StoppedError, finished, folder_of, run_job
 
 State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
 """`kept`: done before. `blocked`: something it needs has failed."""
@@ -98,6 +99,10 @@ class Grid:
         with Processes(gpus, self.out) as processes:
             while True:
                 while processes.free and (standing := self._next(shared)) is not None:
+                    if shared and standing.job.trains:
+                        folder = folder_of(standing.job, self.out)
+                        folder.mkdir(parents=True, exist_ok=True)
+                        (folder / SHARED).touch()
                     processes.start(standing.job)
                     self._change(standing, "running")
                 if not processes.busy:

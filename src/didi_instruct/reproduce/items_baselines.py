@@ -64,6 +64,7 @@ def _job(scale: Scale, seed: int) -> Job:
     return Job(
         name=f"baselines-seed{seed}",
         does=f"{HERE}:baselines",
+        timed=True,
         inputs=inputs,
         options={
             "steps": list(scale.budgets),

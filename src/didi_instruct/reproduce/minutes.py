@@ -9,15 +9,17 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.evaluation.curves import read_log
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
+SHARED = "shared-gpu"
+"""A file beside a run that shared its GPU, at any time: its rates compare with nothing."""
 
 
 def training_minutes(folder: Path) -> float | None:
-    """Minutes of the steps of a run; None where the folder has no log of one.
+    """Minutes of the steps of a run; None where the folder has no log of one, or shared its GPU.
 
     Wall-clock time of steps alone: evaluations, checkpoints and the drawing of a bank are not in a
     log's rates. Of steps that were made again after an interruption, the last time counts.
     """
-    if not (folder / LOG).is_file():
+    if not (folder / LOG).is_file() or (folder.parent / SHARED).exists():
         return None
     records, before, seconds = read_log(folder / LOG), 0.0, 0.0
     rated = [r for r in records if r.get("iterations_per_second") or r.get("tokens_per_second")]

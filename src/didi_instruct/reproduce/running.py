@@ -121,7 +121,10 @@ def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) ->
 def _share_bank(job: Job, config: Any, out: Path) -> list[str]:
     """Runs that read one bank of a teacher's texts draw it once."""
     name = bank_of(job, config)
-    return [] if name is None else [f"reference.bank={json.dumps(str(out / 'banks' / name))}"]
+    if name is None:
+        return []
+    (out / "banks").mkdir(exist_ok=True)  # where runs of several processes wait for each other
+    return [f"reference.bank={json.dumps(str(out / 'banks' / name))}"]
 
 
 def bank_of(job: Job, config: Any) -> str | None:

@@ -166,7 +166,7 @@ class Chain:
             raise UserError(f"steps is {steps}: use 1 or more.")
         self.denoiser, self.canvas, self.settings = denoiser, canvas, settings
         self.steps, self.callback = steps, callback
-        self.z = canvas.tokens.clone()
+        self.z = canvas.tokens.clone(memory_format=torch.contiguous_format)
         self.open = canvas.open
         """Positions to write, whether they are written yet or not."""
         batch = len(self.z)

@@ -113,9 +113,9 @@ def rgas(
     """Algorithm 2: ancestral sampling whose early steps tilt and whose late steps re-rank.
 
     Temperature, top-p and top-k apply after tilting. With h = 0 and M = 1 it is `ancestral`, bit
-    for bit, and needs no guide. Tilting depends on the state alone, so its path has an exact
-    probability; re-ranking has none (`log_prob` is None). `disc_calls` is that of the sample with
-    the most.
+    for bit (but for rounding where passes are captured), and needs no guide. Tilting depends on
+    the state alone, so its path has an exact probability; re-ranking has none (`log_prob` is
+    None). `disc_calls` is that of the sample with the most.
     """
     guidance = guidance or Guidance()
     scales = guidance.scales(steps)

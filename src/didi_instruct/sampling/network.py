@@ -123,9 +123,9 @@ class NetworkGuide:
         if self._run is None:
             self._run = compiled(self.discriminator._run)
         rows = len(embeddings)
-        if rows == 1:  # would be compiled anew
-            embeddings, sigma = embeddings.expand(2, -1, -1), sigma.expand(2)
-            attended = None if attended is None else attended.expand(2, -1)
+        if rows == 1:  # would be compiled anew, as would rows that are one in memory
+            embeddings, sigma = embeddings.repeat(2, 1, 1), sigma.repeat(2)
+            attended = None if attended is None else attended.repeat(2, 1)
         c = self.discriminator.condition(sigma)
         for tensor in (embeddings, c, attended):
             if tensor is not None and len(tensor) > 1:
