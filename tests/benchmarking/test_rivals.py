@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from didi_instruct.benchmarking.decoding import StaticDecoder
-from didi_instruct.benchmarking.sampling import ar_case, fill, floor_case, left_to_right
+from didi_instruct.benchmarking.sampling import (
+    ar_case,
+    fill,
+    floor_case,
+    left_to_right,
+    published_ar_case,
+)
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compiling import compiled
@@ -71,6 +77,28 @@ def test_compiled_code_never_copies_the_cache():
     sizes = [math.prod(int(n) for n in text.split(",") if n.strip()) for text in shapes]
     assert 3 * 32 in sizes
     assert max(sizes) < keys
+
+
+def test_transformers_writes_as_many_tokens(monkeypatch):
+    """Of a model of the same shape, and those that are most probable."""
+    from transformers import GPT2LMHeadModel
+
+    written, generate = [], GPT2LMHeadModel.generate
+    monkeypatch.setattr(
+        GPT2LMHeadModel, "generate", lambda *a, **k: written.append(generate(*a, **k))
+    )
+    start = torch.zeros(3, 12, dtype=torch.long)
+    case = published_ar_case(shape(), start, torch.float32, fast=False)
+    case.run(0)
+    (model,) = case.networks
+    (tokens,) = written
+    assert tokens.shape == (3, 13)  # and the start
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    assert torch.equal(logits.argmax(-1), tokens[:, 1:])
+    assert (case.name, case.steps, logits.shape[-1]) == ("transformers", 12, 37)
+    trunk = sum(p.numel() for p in DiT(shape()).blocks.parameters())
+    assert sum(p.numel() for p in model.transformer.h.parameters()) == pytest.approx(trunk, rel=0.2)
 
 
 def test_the_rival_has_the_trunk_and_the_tokens_of_the_model():

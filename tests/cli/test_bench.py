@@ -66,12 +66,14 @@ def rows_of(file):
 
 def test_rows_stand_side_by_side(didi, tmp_path):
     file = tmp_path / "b.json"
-    code, out, err = didi("bench", *TINY, "--against", "plain,naive,ar", "--json", file)
+    code, out, err = didi(
+        "bench", *TINY, "--against", "plain,naive,ar,transformers", "--json", file
+    )
     assert code == 0, err
     report = json.loads(file.read_text())
-    names = ["small", "trunk", "plain", "naive", "ar"]
+    names = ["small", "trunk", "plain", "naive", "ar", "transformers"]
     assert [row["name"] for row in report["rows"]] == names
-    assert [row["steps"] for row in report["rows"]] == [3, 3, 3, 3, 12]
+    assert [row["steps"] for row in report["rows"]] == [3, 3, 3, 3, 12, 12]
     for row in report["rows"]:
         assert (row["batch"], row["length"], row["peak_memory_gib"]) == (2, 12, None)
         first = report["rows"][0]["seconds_median"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from didi_instruct.api.bench_plan import BenchPlan
 from didi_instruct.api.model import Model
 from didi_instruct.api.samplers import GuidedOptions, Sampler, find_sampler
-from didi_instruct.benchmarking.sampling import ar_case, floor_case, naive_case
+from didi_instruct.benchmarking.sampling import ar_case, floor_case, naive_case, published_ar_case
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case
 from didi_instruct.errors import UserError
 from didi_instruct.models.denoising import Denoising
@@ -41,8 +41,8 @@ def make_cases(model: Model, others: Mapping[str, Model], plan: BenchPlan) -> li
             cases.append(Sampling(name, twin, replace(plan, fast=False), length).case())
         elif name == "naive":
             cases.append(_naive(model, plan, start))
-        elif name == "ar":
-            cases.append(_left_to_right(model, plan, start[:, :length]))
+        elif name in ("ar", "transformers"):
+            cases.append(_left_to_right(name, model, plan, start[:, :length]))
         else:
             cases.append(Sampling(name, others[name], plan, length).case())
     # Where a text has a window of its own, its end is read too, but not written.
@@ -134,14 +134,15 @@ def _naive(model: Model, plan: BenchPlan, start: Tensor) -> Case:
     )
 
 
-def _left_to_right(model: Model, plan: BenchPlan, start: Tensor) -> Case:
+def _left_to_right(name: str, model: Model, plan: BenchPlan, start: Tensor) -> Case:
+    make = ar_case if name == "ar" else published_ar_case
     fast = plan.fast is not False and start.is_cuda
     dtype = next(model.network.parameters()).dtype
     try:
-        return ar_case(model.config, start, dtype, fast=fast)
+        return make(model.config, start, dtype, fast=fast)
     except TOO_LARGE as error:
         batch, length = start.shape
-        return Case.impossible("ar", batch, length, length, error)
+        return Case.impossible(name, batch, length, length, error)
 
 
 def _start(model: Model, batch: int, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import why_not
 from didi_instruct.training.world import pick_device
 
-RIVALS = ("plain", "naive", "ar")
+RIVALS = ("plain", "naive", "ar", "transformers")
 """Rows that are no models of their own."""
 
 
@@ -32,7 +32,8 @@ class BenchPlan:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the architecture that differ."""
     against: tuple[str, ...] = ()
-    """Further rows: `plain` (ours, neither compiled nor captured), `naive`, `ar`, other sources."""
+    """Further rows: `plain` (ours, neither compiled nor captured), `naive`, `ar`, `transformers`,
+    other sources."""
     batch: int = 16
     length: int | None = None
     """Tokens of a text; by default all that the model reads."""

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,35 @@ def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: boo
             autoregressive(model, canvas, settings=Draw(seed=seed))
 
     return _case("ar", run, start, length, model)
+
+
+def published_ar_case(
+    config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Case:
+    """A GPT-2 of the same shape as `transformers` decodes it, greedily: `transformers`.
+
+    With a static cache and CUDA graphs if `fast`, else with a cache that grows.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel  # slow to import
+
+    batch, length = start.shape
+    shape = GPT2Config(
+        n_layer=config.layers, n_embd=config.hidden, n_head=config.heads, n_positions=length + 1,
+        vocab_size=config.num_tokens, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model: Any = GPT2LMHeadModel(shape)  # type: ignore[no-untyped-call]
+    model.to(device=start.device, dtype=dtype).eval()
+    prompt = torch.zeros(batch, 1, dtype=torch.long, device=start.device)
+
+    @torch.no_grad()
+    def run(_: int) -> None:
+        model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False,
+            cache_implementation="static" if fast else None, disable_compile=not fast,
+            pad_token_id=0,
+        )  # fmt: skip
+
+    return _case("transformers", run, start, length, model)
 
 
 def left_to_right(config: ModelConfig) -> ModelConfig:

@@ -32,7 +32,10 @@ def command(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of --arch: layers=4."),
     ] = None,
     against: Annotated[
-        str, typer.Option(help="Further rows: plain, naive, ar, other models; separated by commas.")
+        str,
+        typer.Option(
+            help="Further rows: plain, naive, ar, transformers, other models; separated by commas."
+        ),
     ] = "",
     batch: Annotated[int, typer.Option(help="Texts at once.")] = 16,
     length: Annotated[int | None, typer.Option(help="Tokens of a text; all if not said.")] = None,
