@@ -2,47 +2,62 @@
 
     python experiments/stories_plot.py runs/stories/*.json --out docs/stories.png
 
-Reads what `didi eval --json` wrote; models are told apart by the last part of their names.
+Reads what `didi eval --json` wrote; models are told apart by the last part of their names, seeds
+by the number at its end: lines are means of the seeds that there are.
 """
 
 import argparse
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 NAMES = {
     "teacher": "teacher, random order",
     "teacher-streams": "teacher, streams",
-    "didi-0": "DiDi-Instruct, random order",
-    "path-0": "likelihood along streams",
-    "matching-0": "shipped student",
+    "didi": "DiDi-Instruct, random order",
+    "path": "likelihood along streams",
+    "matching": "then token-level matching (shipped)",
 }
 COLOURS = {
     "teacher": "#777777",
     "teacher-streams": "#E69F00",
-    "didi-0": "#CC79A7",
-    "path-0": "#56B4E9",
-    "matching-0": "#0072B2",
+    "didi": "#CC79A7",
+    "path": "#56B4E9",
+    "matching": "#0072B2",
 }
 FEW, MANY = 8, 256
 
-Key = tuple[str, int, float, float]
+Key = tuple[str, int, float]
+"""Model without its seed, steps, temperature."""
+Point = tuple[float, float]
+"""Entropy and perplexity."""
 
 
-def read(files: list[Path]) -> dict[Key, dict[str, Any]]:
-    """Rows by model, steps, temperature and top-p."""
-    rows = {}
+def read(files: list[Path]) -> dict[Key, Point]:
+    """Means over the seeds of rows without guidance and top-p."""
+    seeds: dict[Key, dict[str, Any]] = {}
     for file in files:
         value = json.loads(file.read_text(encoding="utf-8"))
         for row in [*value.get("rows", []), *(value.get("baseline") or [])]:
-            if row.get("ppl") is None or row.get("steps") is None:
+            steps, name = row.get("steps"), Path(row["model"]).name
+            if row.get("ppl") is None or steps is None:
                 continue
-            name = Path(row["model"]).name
-            rows[name, row["steps"], row["temperature"], row["top_p"]] = row
-    return rows
+            if row["sampler"] == "rgas" or row["top_p"] != 1:
+                continue
+            key = (re.sub(r"-\d+$", "", name), steps, row["temperature"])
+            seeds.setdefault(key, {})[name] = row
+    return {key: _mean(list(rows.values())) for key, rows in seeds.items()}
 
 
-def draw(rows: dict[Key, dict[str, Any]], out: Path) -> None:
+def _mean(rows: list[dict[str, Any]]) -> Point:
+    logs = [math.log(row["ppl"]) for row in rows]
+    entropies = [row["entropy"] for row in rows]
+    return sum(entropies) / len(rows), math.exp(sum(logs) / len(rows))
+
+
+def draw(points: dict[Key, Point], out: Path) -> None:
     """Draw both panels."""
     import matplotlib
 
@@ -50,24 +65,31 @@ def draw(rows: dict[Key, dict[str, Any]], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    many = rows["teacher", MANY, 1.0, 1.0]
+    many = points["teacher", MANY, 1.0]
     for name, label in NAMES.items():
-        own = [(key, row) for key, row in rows.items() if key[0] == name and key[3] == 1]
-        plain = sorted((steps, row["ppl"]) for (_, steps, t, _), row in own if t == 1)
-        sweep = sorted((row["entropy"], row["ppl"]) for (_, n, _, _), row in own if n == FEW)
+        own = [(steps, t, point) for (model, steps, t), point in points.items() if model == name]
+        plain = sorted((steps, ppl) for steps, t, (_, ppl) in own if t == 1)
+        sweep = sorted(point for steps, t, point in own if steps == FEW and t <= 1)
         style = {"color": COLOURS[name], "label": label, "marker": "o", "markersize": 4}
         if plain:
             left.plot(*zip(*plain, strict=True), **style)
         if sweep:
             right.plot(*zip(*sweep, strict=True), **style)
-    left.axhline(many["ppl"], color="#777777", linestyle=":", linewidth=1)
-    right.plot(many["entropy"], many["ppl"], "*", color="black", markersize=12)
+    left.axhline(many[1], color="#777777", linestyle=":", linewidth=1)
+    right.plot(*many, "*", color="black", markersize=12)
     right.annotate(
-        f"teacher, {MANY} steps", (many["entropy"], many["ppl"]), xytext=(-8, 8), ha="right",
-        textcoords="offset points",
-    )  # fmt: skip
+        f"teacher, {MANY} steps", many, xytext=(-8, 8), ha="right", textcoords="offset points"
+    )
+    one_by_one = points.get(("ar", MANY, 1.0))
+    if one_by_one is not None:
+        left.plot(MANY, one_by_one[1], "s", color="black", markersize=5)
+        left.annotate(
+            "left to right", (MANY, one_by_one[1]), xytext=(-8, 0), ha="right", va="center",
+            textcoords="offset points",
+        )  # fmt: skip
     left.set(xscale="log", yscale="log", xlabel="steps", ylabel="perplexity under the source")
-    left.set_xticks([2, 4, 8, 16, 32, MANY], ["2", "4", "8", "16", "32", str(MANY)])
+    ticks = [2**n for n in range(1, MANY.bit_length())]
+    left.set_xticks(ticks, [str(n) for n in ticks])
     left.minorticks_off()
     left.set_title("T = 1")
     right.set(yscale="log", xlabel="unigram entropy, nats", ylabel="perplexity under the source")
