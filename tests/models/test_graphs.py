@@ -9,7 +9,14 @@ import torch
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models import graphs
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.graphs import GraphedDiT, capture, pad_output, round_up, why_not
+from didi_instruct.models.graphs import (
+    Chosen,
+    GraphedDiT,
+    capture,
+    pad_output,
+    round_up,
+    why_not,
+)
 from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.network import selected_logits
 
@@ -35,7 +42,7 @@ KINDS = {
 class Buffered:
     """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
 
-    def __init__(self, function, inputs, pool=None, dynamic=False):
+    def __init__(self, function, inputs, pool=None, dynamic=()):
         self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
         self.output = function(*self.inputs)
 
@@ -108,7 +115,7 @@ def test_batches_that_share_a_graph_do_not_disturb_each_other(kind, fold, monkey
         expected.append(selected_logits(network, tokens, sigma, where))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    assert sorted(fast._graphs) == [(1, 16), (6, 9), (6, 16), (8, 16)]
+    assert sorted(fast._graphs) == [(1, 16, 0), (6, 9, 0), (6, 16, 0), (8, 16, 0)]
 
 
 @torch.no_grad()
@@ -121,7 +128,7 @@ def test_only_so_many_graphs_are_kept(monkeypatch):
     assert len(fast._graphs) == graphs.MOST_GRAPHS
     fast.logits(*inputs(network, 4, 16))
     assert len(fast._graphs) == graphs.MOST_GRAPHS
-    assert (2, 1) not in fast._graphs
+    assert (2, 1, 0) not in fast._graphs
 
 
 @pytest.mark.gpu
@@ -137,7 +144,7 @@ def test_graphs_are_replayed_and_few():
             plain = selected_logits(network, tokens, sigma, where).float()
             gap = (fast.logits(tokens, sigma, where).float() - plain).abs().mean()
             assert gap < 0.05 * plain.std()
-    assert sorted(fast._graphs) == [(1, 16), (16, 16)]
+    assert sorted(fast._graphs) == [(1, 16, 0), (16, 16, 0)]
     assert all(isinstance(graph, graphs.Captured) for graph in fast._graphs.values())
 
 
@@ -194,6 +201,61 @@ def test_tokens_are_drawn_from_the_logits_part_by_part(kind, fold, monkeypatch):
     assert len(fast._ends) <= 5
 
 
+def by_text(where, width):
+    """The selected positions of each text, shuffled, beside others; and where they stand."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(where.shape[1], (len(where), width), generator=generator)
+    place = []
+    for row, own in enumerate(where.cpu()):
+        spots = torch.randperm(width, generator=generator)[: own.sum()]
+        positions[row, spots] = own.nonzero().squeeze(1)
+        place.append(row * width + spots)
+    return Chosen(positions.to(where.device), torch.cat(place).to(where.device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.no_grad()
+def test_a_last_block_that_asks_from_few_positions_tells_the_same(kind, fold, device, monkeypatch):
+    """In float64, at several widths and batches; graphs of one width serve smaller batches."""
+    if not fold or kind not in ("plain", "timed"):
+        uncompiled(monkeypatch)
+    network = make(device, fold=fold, **KINDS[kind])
+    if device == "cpu":
+        monkeypatch.setattr(graphs, "capture", Buffered)
+    fast = GraphedDiT(network, draw_by_chunks)
+    for seed, (rows, width) in enumerate([(5, 12), (6, 16), (4, 12), (1, 12), (5, 12)]):
+        tokens, sigma, where = inputs(network, rows, seed=seed)
+        place = where.flatten().nonzero().squeeze(1)
+        numbers = torch.rand(len(place), dtype=torch.float64).to(device)
+        expected = draw_by_chunks(selected_logits(network, tokens, sigma, where), numbers)
+        found = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, width))
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
+    assert sorted(fast._graphs) == [(1, 16, 12), (6, 16, 12), (6, 16, 16)]
+
+
+@torch.no_grad()
+def test_a_trunk_is_compiled_once_for_all_numbers_of_positions():
+    """By dynamo itself, with a backend that runs the graph as it is."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    fast = GraphedDiT(make())
+    run = torch.compile(fast._begin_at, backend=counter, dynamic=False)
+    tokens, _, where = inputs(fast.network, 5)
+    for width in (12, 16, 14):
+        positions = by_text(where, width).positions
+        torch._dynamo.maybe_mark_dynamic(positions, 1)
+        found = run(tokens, positions)
+        torch.testing.assert_close(found, fast._begin_at(tokens, positions))
+    assert counter.frame_count == 1
+    run(tokens[:3], positions[:3])  # and anew for other numbers of texts, which it is fast for
+    assert counter.frame_count == 2
+
+
 def test_sizes_are_few_and_close():
     sizes = [round_up(rows) for rows in range(1, 300)]
     assert sorted(set(sizes)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
@@ -202,7 +264,7 @@ def test_sizes_are_few_and_close():
 
 def test_a_graph_that_exists_serves_smaller_batches():
     fast = GraphedDiT(make())
-    fast._graphs = {(16, 8): None, (24, 8): None, (64, 9): None}
+    fast._graphs = {(16, 8, 0): None, (24, 8, 0): None, (32, 8, 4): None, (64, 9, 0): None}
     assert [fast._size(rows, 8) for rows in (1, 7, 8, 16, 17, 24, 40)] == [1, 8, 16, 16, 24, 24, 48]
 
 
@@ -304,7 +366,7 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
     class Pooled(Buffered):
         pool = "its own"
 
-    def captured(function, inputs, pool=None, dynamic=False):
+    def captured(function, inputs, pool=None, dynamic=()):
         pools.append(pool)
         return function if failing.pop(0) else Pooled(function, inputs)
 

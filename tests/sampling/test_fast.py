@@ -20,6 +20,7 @@ from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.first_hitting import first_hitting
 from didi_instruct.sampling.guided import Guidance, rgas
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
+from didi_instruct.sampling.reveals import Reveals
 
 from .enumeration import all_masked, assert_follows, masked_step, p_value, texts_of
 
@@ -142,6 +143,28 @@ def test_a_callback_sees_the_same_steps(options, device, monkeypatch):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.revealed, other.revealed)
         torch.testing.assert_close(one.confidence, other.confidence)
+
+
+@pytest.mark.parametrize(("steps", "order"), [(1, "random"), (3, "random"), (9, "streams")])
+def test_a_plan_names_positions_text_by_text(steps, order):
+    """The same ones in the same order, wherever at most half of a text is written in a step."""
+    _, fast, schedule = denoisers("cpu", length=24, vocab_size=300)
+    tokens = torch.full((5, 24), 299)
+    tokens[1, :20], tokens[3] = 4, 5
+    chain = Chain(fast, Canvas(tokens, 299, torch.arange(5)), Draw(seed=1), steps=steps)
+    reveals = Reveals(chain, schedule, None, order)
+    plan = planned.make_plan(chain, reveals)
+    widths = set()
+    for place, chosen in zip(plan.places, plan.chosen, strict=True):
+        most = max(torch.bincount(place // 24).tolist(), default=0)
+        if chosen is None:
+            assert most == 0 or 2 * most > 24
+            continue
+        assert 0 < most <= chosen.positions.shape[1]
+        widths.add(chosen.positions.shape[1])
+        rows = chosen.place // chosen.positions.shape[1]
+        assert torch.equal(rows * 24 + chosen.positions.flatten()[chosen.place], place)
+    assert len(widths) == (steps > 1)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ rounding: every row is computed from itself alone, whatever stands beside it.
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,15 @@ LOGITS_AT_ONCE = 1 << 26
 """Entries of the logits that tokens are drawn from at a time."""
 ALIGN = 64
 """GPUs multiply matrices whose width is a multiple of it, others are slow."""
+
+
+class Chosen(NamedTuple):
+    """Positions whose states are wanted, text by text."""
+
+    positions: Tensor
+    """(B, W) in each text, in any order; what is left over may be anything."""
+    place: Tensor
+    """(R,) where those that count stand in (B * W)."""
 
 
 remarks: list[str] = []
@@ -108,26 +117,26 @@ def capture(
     inputs: tuple[Tensor, ...],
     pool: Any = None,
     *,
-    dynamic: bool = False,
+    dynamic: Sequence[int | None] = (),
 ) -> Callable[..., Tensor]:
     """Return a function at the shapes of these inputs, as fast as this machine runs it.
 
     Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, which
-    is said once. Gradients are off. With `dynamic` code is compiled once for all numbers of rows.
+    is said once. Gradients are off. `dynamic` names a dimension of each input, or none, for all
+    sizes of which code is compiled once.
     """
     if not inputs[0].is_cuda:
         return function
     # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
     buffers = tuple(tensor.clone() for tensor in inputs)
-    if dynamic:
-        for tensor in buffers:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for tensor, dim in zip(buffers, dynamic, strict=False):
+        if dim is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
     for name in ("compiled", "captured"):
         begun = False
         try:
             with torch.no_grad():
-                own = None if dynamic else False
-                attempt = compiled(function, dynamic=own) if name == "compiled" else function
+                attempt = compiled(function, dynamic=False) if name == "compiled" else function
                 _warm_up(attempt, buffers)
                 begun = True
                 return Captured(attempt, buffers, pool)
@@ -142,14 +151,16 @@ def capture(
 class GraphedDiT:
     """A denoiser whose trunk is replayed; its output layer sees the chosen positions alone.
 
-    So does the MLP of the last block. Modulations are folded where they are constant. With `draw`
-    (logits (R, V), numbers (R,)) -> tokens (R,), log-probabilities (R,), a second graph goes on
-    from the states of chosen positions to their tokens.
+    So does the MLP of the last block, and, where they are told text by text (`Chosen`), its
+    attention. Modulations are folded where they are constant. With `draw` (logits (R, V), numbers
+    (R,)) -> tokens (R,), log-probabilities (R,), a second graph goes on from the states of chosen
+    positions to their tokens.
     """
 
     def __init__(self, network: DiT, draw: Drawer | None = None) -> None:
         self.network, self.draw = network, draw
-        self._graphs: dict[tuple[int, int], Callable[..., Tensor]] = {}
+        self._graphs: dict[tuple[int, int, int], Callable[..., Tensor]] = {}
+        """By texts, their length, and how many positions of each are chosen; 0: all."""
         self._ends: dict[int, Callable[..., Tensor]] = {}
         self._pool: Any = None
         self._folded: Tensor | None = None
@@ -171,13 +182,19 @@ class GraphedDiT:
 
     @torch.no_grad()
     def drawn_at(
-        self, tokens: Tensor, sigma: Tensor, place: Tensor, numbers: Tensor
+        self,
+        tokens: Tensor,
+        sigma: Tensor,
+        place: Tensor,
+        numbers: Tensor,
+        chosen: Chosen | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tokens (R,) and their log-probabilities (R,) at positions by their numbers in (B * L).
 
-        `numbers` (R,) are what they are drawn by. The next call overwrites the log-probabilities.
+        `numbers` (R,) are what they are drawn by, `chosen` the same positions text by text. The
+        next call overwrites the log-probabilities.
         """
-        hidden, c = self._states_at(tokens, sigma, place)
+        hidden, c = self._states_at(tokens, sigma, place, chosen)
         most = max(1, LOGITS_AT_ONCE // self.network.config.num_tokens)
         drawn = []
         for start in range(0, len(place), most):
@@ -191,11 +208,16 @@ class GraphedDiT:
         token, log_p = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).unbind(1)
         return token.long(), log_p
 
-    def _states_at(self, tokens: Tensor, sigma: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    def _states_at(
+        self, tokens: Tensor, sigma: Tensor, place: Tensor, chosen: Chosen | None = None
+    ) -> tuple[Tensor, Tensor]:
         """States (R, d) before the last MLP, and their condition: (R, c) or (1, c) for all."""
         c = self.network.condition(sigma)
         self._forget_if_changed()
-        hidden = self._read(tokens, c).flatten(0, 1)[place]
+        if chosen is None:
+            hidden = self._read(tokens, c).flatten(0, 1)[place]
+        else:
+            hidden = self._read(tokens, c, chosen.positions).flatten(0, 1)[chosen.place]
         return hidden, c[place // tokens.shape[1]] if len(c) > 1 else c
 
     def _logits(self, hidden: Tensor, c: Tensor) -> Tensor:
@@ -217,7 +239,7 @@ class GraphedDiT:
             if len(self._ends) >= MOST_GRAPHS:
                 del self._ends[next(iter(self._ends))]
             inputs = tuple(grown(v, size) for v in values)
-            graph = capture(self._end, inputs, self._pool, dynamic=True)
+            graph = capture(self._end, inputs, self._pool, dynamic=[0] * len(inputs))
             if not isinstance(graph, Captured) or graph.pool != self._pool:
                 self._pool = None  # a capture that broke off may still hold it
             self._ends[size] = graph
@@ -231,28 +253,35 @@ class GraphedDiT:
         token, log_p = self.draw(self._logits(hidden, c), numbers)
         return torch.stack([token.double(), log_p.double()], 1)
 
-    def _read(self, tokens: Tensor, c: Tensor) -> Tensor:
-        """State (B, L, d) before the last MLP, by a graph of the next size."""
-        network = self.network
-        rows, length = tokens.shape
-        size = self._size(rows, length)
-        values = (tokens,) if c is network.folded_condition else (tokens, c)
-        if (size, length) not in self._graphs:
+    def _read(self, tokens: Tensor, c: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """State (B, L, d), or at the chosen (B, W), before the last MLP, by a graph."""
+        (rows, length), width = tokens.shape, 0 if chosen is None else chosen.shape[1]
+        key = self._size(rows, length, width), length, width
+        values = (tokens,) if chosen is None else (tokens, chosen)
+        if c is not self.network.folded_condition:
+            values = (*values, c)
+        if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            inputs = tuple(grown(v, size) if len(v) == rows else v for v in values)
-            graph = capture(self._begin, inputs, self._pool)
-            self._graphs[size, length] = graph
+            inputs = tuple(grown(v, key[0]) if len(v) == rows else v for v in values)
+            if chosen is None:
+                graph = capture(self._begin, inputs, self._pool)
+            else:  # what is compiled for one number of positions serves all numbers
+                graph = capture(self._begin_at, inputs, self._pool, dynamic=[None, 1])
+            self._graphs[key] = graph
             self._pool = graph.pool if isinstance(graph, Captured) else None
-        return self._graphs[size, length](*values)
+        return self._graphs[key](*values)
 
     def _begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
-        return begin(self.network, tokens, c)
+        return begin(self.network, tokens, None, c)
 
-    def _size(self, rows: int, length: int) -> int:
+    def _begin_at(self, tokens: Tensor, chosen: Tensor, c: Tensor | None = None) -> Tensor:
+        return begin(self.network, tokens, chosen, c)
+
+    def _size(self, rows: int, length: int, width: int = 0) -> int:
         """Rows of the graph to use: one that is there and not much too large, or a new one."""
-        there = [s for s, n in self._graphs if n == length and rows <= s <= 2 * rows]
-        return min(there, default=round_up(rows))
+        there = [s for s, *rest in self._graphs if rest == [length, width]]
+        return min((s for s in there if rows <= s <= 2 * rows), default=round_up(rows))
 
     def _forget_if_changed(self) -> None:
         """Drop graphs that hold other modulations, or what lay somewhere else.
@@ -278,10 +307,13 @@ class GraphedDiT:
             self._place, self._pool = place, None
 
 
-def begin(network: DiT, tokens: Tensor, c: Tensor | None = None) -> Tensor:
+def begin(
+    network: DiT, tokens: Tensor, chosen: Tensor | None = None, c: Tensor | None = None
+) -> Tensor:
     """State (B, L, d) of the trunk before the MLP of its last block; all positions attended.
 
-    Without c the modulations are the folded ones.
+    With `chosen` (B, W) at those positions alone: (B, W, d), and its last block asks from those
+    alone. Without c the modulations are the folded ones.
     """
     x = upcast(network.embed(tokens))
     if network.position_embed is not None:
@@ -291,8 +323,12 @@ def begin(network: DiT, tokens: Tensor, c: Tensor | None = None) -> Tensor:
     for lower in list(network.blocks)[:-1]:
         x = lower(x, cos, sin, c)
     m = affine(block, c, x.ndim)
-    branch = block.attend(block.norm1(x, m.weight1, m.bias1), cos, sin, None, False, None)
-    return block.residual(x, branch, m.gate1)
+    normed = block.norm1(x, m.weight1, m.bias1)
+    if chosen is None:
+        return block.residual(x, block.attend(normed, cos, sin, None, False, None), m.gate1)
+    branch = block.attend_from(normed, cos, sin, chosen)
+    row = torch.arange(len(x), device=x.device)[:, None]
+    return block.residual(x[row, chosen], branch, m.gate1)
 
 
 def finish(network: DiT, x: Tensor, c: Tensor) -> Tensor:

@@ -347,6 +347,18 @@ class Block(Modulated):
         mixed: Tensor = self.attn_out(out.transpose(1, 2).flatten(2))
         return mixed
 
+    def attend_from(self, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor) -> Tensor:
+        """The rows of `attend` at the positions `chosen` (B, S) of x (B, L, d): (B, S, d)."""
+        qkv = self.attn_qkv(x.to(reads(self.attn_qkv)))
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        row = torch.arange(len(x), device=x.device)[:, None]
+        q = rotate(qkv[row, chosen, :1], cos[chosen], sin[chosen])
+        k = rotate(qkv[:, :, 1:2], cos, sin)
+        q, k, v = (part.transpose(1, 2) for part in (q[:, :, 0], k[:, :, 0], qkv[:, :, 2]))
+        out = F.scaled_dot_product_attention(q, k, v)
+        mixed: Tensor = self.attn_out(out.transpose(1, 2).flatten(2))
+        return mixed
+
     def residual(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
         """Add a branch: `x + gate·dropout(branch)`."""
         if self.dropout > 0:

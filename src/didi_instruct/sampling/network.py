@@ -8,7 +8,7 @@ from torch import Tensor
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.graphs import GraphedDiT, in_a_line, say_once
+from didi_instruct.models.graphs import Chosen, GraphedDiT, in_a_line, say_once
 from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.layers import upcast
 from didi_instruct.process.schedule import Schedule
@@ -53,11 +53,11 @@ class NetworkDenoiser:
 
     @torch.no_grad()
     def _draw_at(
-        self, z: Tensor, t: float, place: Tensor, numbers: Tensor
+        self, z: Tensor, t: float, place: Tensor, numbers: Tensor, chosen: Chosen | None
     ) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities (R,) at such positions, drawn by numbers (R,)."""
         assert self.graphs is not None
-        return self.graphs.drawn_at(z, self._sigma(t, z), place, numbers)
+        return self.graphs.drawn_at(z, self._sigma(t, z), place, numbers, chosen)
 
     def _sigma(self, t: float, z: Tensor) -> Tensor:
         """(B,); what nobody reads is not computed."""

@@ -13,15 +13,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from didi_instruct.models.graphs import Chosen, round_up
 from didi_instruct.sampling.chain import PAD, Canvas, Chain, Denoiser, Purpose, Samples
 from didi_instruct.sampling.reveals import Reveals
+
+NARROWEST = 8
+"""Positions of a text that a pass is asked for at least: few sizes, few graphs."""
+
+Drawing = Callable[[Tensor, float, Tensor, Tensor, Chosen | None], tuple[Tensor, Tensor]]
 
 
 class Placed(Protocol):
     """A denoiser that is told positions by their numbers in (B * L)."""
 
-    draw_at: Callable[[Tensor, float, Tensor, Tensor], tuple[Tensor, Tensor]] | None
-    """Tokens and log-probabilities (R,) there, as it is, by numbers (R,); None: by `at` alone."""
+    draw_at: Drawing | None
+    """Tokens and log-probabilities (R,) there, as it is, by numbers (R,); None: by `at` alone.
+
+    The positions are told text by text, too, where they are few in every text."""
 
     def at(self, z: Tensor, t: float, place: Tensor) -> Tensor:
         """Logits (R, V) of the positions `place` (R,) of texts z (B, L) without padding."""
@@ -39,6 +47,8 @@ class Plan:
     """Of each step: the samples that it writes something in."""
     alike: bool
     """Whether all samples that the first pass is for start from the same text."""
+    chosen: tuple[Chosen | None, ...]
+    """Of each step: the same positions, text by text; None: too many in some text."""
 
 
 def can_plan(denoiser: Denoiser, canvas: Canvas) -> bool:
@@ -60,13 +70,43 @@ def make_plan(chain: Chain, reveals: Reveals) -> Plan:
     leader = z.index_select(0, begins.long().argmax()[None])
     alike = ((z == leader).all(1) | ~begins).all()[None].long()
     # One transfer for all sizes.
-    sizes = torch.cat([counts.sum(0), active.sum(1), alike]).tolist()
+    sizes = torch.cat([counts.sum(0), active.sum(1), counts.amax(0)[1:], alike]).tolist()
     order = torch.argsort(turns.flatten(), stable=True)
-    return Plan(
-        turns,
-        torch.split(order, sizes[: steps + 1])[1:],
-        torch.split(active.nonzero()[:, 1], sizes[steps + 1 : -1]),
-        bool(sizes[-1]),
+    places = torch.split(order, sizes[: steps + 1])[1:]
+    rows = torch.split(active.nonzero()[:, 1], sizes[steps + 1 : 2 * steps + 1])
+    chosen = _by_text(order, counts, z.shape[1], sizes[: steps + 1], sizes[2 * steps + 1 : -1])
+    return Plan(turns, places, rows, bool(sizes[-1]), chosen)
+
+
+def _by_text(
+    order: Tensor, counts: Tensor, length: int, sizes: list[int], most: list[int]
+) -> tuple[Chosen | None, ...]:
+    """Positions of each step, text by text, at one width for all steps that have few.
+
+    `order` are all positions, step by step and in order; `counts` (B, steps + 1) those of each text
+    and step, beginning with those that no step writes; `sizes` and `most` their sums and maxima.
+    """
+    batch, steps = len(counts), len(most)
+    few = [m for m in most if 0 < 2 * m <= length]
+    if not few:
+        return (None,) * steps
+    width = min(length, max(NARROWEST, round_up(max(few))))
+    # Rank of a position among those of its text and step, and its spot in (steps, B, W).
+    groups = counts.T.flatten()
+    ends = groups.cumsum(0)
+    group = torch.repeat_interleave(groups, output_size=len(order))
+    rank = torch.arange(len(order), device=order.device) - (ends - groups)[group]
+    spot = (group - batch) * width + rank
+    size = steps * batch * width
+    positions = torch.zeros(size + 1, dtype=torch.long, device=order.device)
+    # Those of no step, and of steps with more than fit, go to the last place, which is cut off.
+    spot_or_none = torch.where((spot >= 0) & (rank < width), spot, size)
+    positions.scatter_(0, spot_or_none, order % length)
+    tables = positions[:-1].view(steps, batch, width)
+    spots = torch.split(spot % (batch * width), sizes)[1:]
+    return tuple(
+        Chosen(table, spot) if 0 < m <= width else None
+        for table, spot, m in zip(tables, spots, most, strict=True)
     )
 
 
@@ -93,20 +133,21 @@ def planned(
     untouched = plan.alike
     at_once = denoiser.draw_at if chain.settings.as_it_is else None
     costs = torch.zeros(chain.z.numel(), dtype=torch.float64, device=chain.z.device)
-    for n, (place, rows) in enumerate(zip(plan.places, plan.rows, strict=True)):
+    steps = zip(plan.places, plan.rows, plan.chosen, strict=True)
+    for n, (place, rows, chosen) in enumerate(steps):
         if len(place):
             if untouched and len(rows) > 1:
                 # The same text in every row, such as all masks: one row serves all.
-                z, local = chain.z[rows[:1]], place % length
+                z, local, chosen = chain.z[rows[:1]], place % length, None
             elif len(rows) == batch:
                 z, local = chain.z, place
             else:
-                z = chain.z[rows]
-                local = torch.searchsorted(rows, place // length) * length + place % length
+                z, own = chain.z[rows], torch.searchsorted(rows, place // length)
+                local, chosen = own * length + place % length, _of_texts(chosen, rows, own)
             numbers = chain.uniforms(Purpose.TOKEN, n).flatten()[place]
             greedy = greedy_tail and n == chain.steps - 1
             if at_once is not None and not greedy:
-                drawn = at_once(z, reveals.times[n], local, numbers)
+                drawn = at_once(z, reveals.times[n], local, numbers, chosen)
             else:
                 logits = denoiser.at(z, reveals.times[n], local)
                 drawn = chain.draw(logits, numbers, greedy=greedy)
@@ -118,3 +159,11 @@ def planned(
             chain.tell(reveals.times[n], plan.turns == n)
     chain.log_prob += costs.view(batch, length).sum(1)
     return chain.samples(nfe=chain.steps)
+
+
+def _of_texts(chosen: Chosen | None, rows: Tensor, own: Tensor) -> Chosen | None:
+    """The same for some texts alone, in which `own` (R,) are the rows of the positions."""
+    if chosen is None:
+        return None
+    width = chosen.positions.shape[1]
+    return Chosen(chosen.positions[rows], own * width + chosen.place % width)
