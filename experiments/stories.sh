@@ -4,7 +4,8 @@
 # DATA is a folder of `didi data prepare --rows document --length 256 --tokenizer bpe:4096`, SOURCE
 # the causal LM whose stories they are, REAL a text with a real story on each line.
 # STEPS=4,8 are the budgets to look at, WITH="--temperature 1.05" are further options of `didi eval`,
-# NAME=warm names the numbers (warm.json). FEW=1 makes everything tiny, to see that it runs.
+# NAME=warm names the numbers (warm.json), BASE=teacher-streams is what `compare` compares with.
+# FEW=1 makes everything tiny, to see that it runs.
 set -euo pipefail
 : "${DATA:?}" "${OUT:=runs/stories}" "${SEED:=0}"
 DIDI="${DIDI:-didi}"
@@ -32,8 +33,8 @@ case "$1" in
   ar) pretrain stories-ar ar "${@:2}" ;;
   path) # likelihood along the student's own paths
     distil stories-path "path-$SEED" teacher "${@:2}" ;;
-  matching) # token-level matching from there
-    distil stories-token-matching "matching-$SEED" "path-$SEED" "${@:2}" ;;
+  matching) # token-level matching from there; AS=weak names another student of the same kind
+    distil stories-token-matching "${AS:-matching}-$SEED" "path-$SEED" "${@:2}" ;;
   didi) distil stories-didi "didi-$SEED" teacher "${@:2}" ;;
   streams) # the teacher again, sampled in another order
     cp -r "$OUT/teacher" "$OUT/teacher-streams"
@@ -47,7 +48,7 @@ case "$1" in
     variety=ppl,entropy,unique-4gram,self-bleu
     case "$1" in
       compare) # students beside the teacher, each at its best temperature and top-p
-        with+=(--frontier --against "$OUT/teacher" --most-steps "$most" --metrics $variety,path-kl) ;;
+        with+=(--frontier --against "$OUT/${BASE:-teacher}" --most-steps "$most" --metrics $variety,path-kl) ;;
       plain) # the same at T 1
         with+=(--against "$OUT/teacher" --most-steps "$most" --metrics $variety,path-kl) ;;
       alone) with+=(--metrics $variety,path-kl) ;;

@@ -41,9 +41,10 @@ def read(files: list[Path]) -> dict[Key, Point]:
     for file in files:
         value = json.loads(file.read_text(encoding="utf-8"))
         for row in [*value.get("rows", []), *(value.get("baseline") or [])]:
-            steps, name = row.get("steps"), Path(row["model"]).name
+            steps = row.get("steps")
             if row.get("ppl") is None or steps is None:
                 continue
+            name = Path(row["model"]).name
             if row["sampler"] == "rgas" or row["top_p"] != 1:
                 continue
             key = (re.sub(r"-\d+$", "", name), steps, row["temperature"])
