@@ -13,7 +13,7 @@ from didi_instruct.benchmarking.sampling import (
     fill,
     floor_case,
     left_to_right,
-    published_ar_case,
+    transformers_case,
 )
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel
@@ -79,16 +79,20 @@ def test_compiled_code_never_copies_the_cache():
     assert max(sizes) < keys
 
 
-def test_transformers_writes_as_many_tokens(monkeypatch):
-    """Of a model of the same shape, and those that are most probable."""
+@pytest.mark.parametrize("fast", [True, False])
+def test_transformers_writes_as_many_tokens(fast, monkeypatch):
+    """Of a model of the same shape, and those that are most probable; on a CPU uncompiled."""
     from transformers import GPT2LMHeadModel
 
-    written, generate = [], GPT2LMHeadModel.generate
-    monkeypatch.setattr(
-        GPT2LMHeadModel, "generate", lambda *a, **k: written.append(generate(*a, **k))
-    )
+    written, asked, generate = [], [], GPT2LMHeadModel.generate
+
+    def watched(*arguments, **options):
+        asked.append(options)
+        written.append(generate(*arguments, **options))
+
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", watched)
     start = torch.zeros(3, 12, dtype=torch.long)
-    case = published_ar_case(shape(), start, torch.float32, fast=False)
+    case = transformers_case(shape(), start, torch.float32, fast=fast)
     case.run(0)
     (model,) = case.networks
     (tokens,) = written
@@ -97,6 +101,9 @@ def test_transformers_writes_as_many_tokens(monkeypatch):
         logits = model(tokens[:, :-1]).logits
     assert torch.equal(logits.argmax(-1), tokens[:, 1:])
     assert (case.name, case.steps, logits.shape[-1]) == ("transformers", 12, 37)
+    assert asked[0]["cache_implementation"] == ("static" if fast else None)
+    assert asked[0]["disable_compile"] != fast
+    assert (model.config.n_head, model.config.n_layer) == (2, 2)
     trunk = sum(p.numel() for p in DiT(shape()).blocks.parameters())
     assert sum(p.numel() for p in model.transformer.h.parameters()) == pytest.approx(trunk, rel=0.2)
 

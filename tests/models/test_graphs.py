@@ -20,6 +20,8 @@ from didi_instruct.models.graphs import (
 from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.network import selected_logits
 
+from .buffered import Buffered
+
 DEVICES = [
     "cpu",
     pytest.param(
@@ -37,20 +39,6 @@ KINDS = {
     "windows": {"end_id": 3, "lengths": (0, *[1] * 16)},
     "codes": {"masks": 4},
 }
-
-
-class Buffered:
-    """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
-
-    def __init__(self, function, inputs, pool=None, dynamic=()):
-        self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
-        self.output = function(*self.inputs)
-
-    def __call__(self, *values):
-        for buffer, value in zip(self.inputs, values, strict=True):
-            buffer[: len(value)].copy_(value)
-        self.output.copy_(self.function(*self.inputs))
-        return self.output[: len(values[0])]
 
 
 def uncompiled(monkeypatch):
@@ -234,6 +222,86 @@ def test_a_last_block_that_asks_from_few_positions_tells_the_same(kind, fold, de
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
     assert sorted(fast._graphs) == [(1, 16, 12), (6, 16, 12), (6, 16, 16)]
+    if device == "cuda":
+        assert all(isinstance(graph, graphs.Captured) for graph in fast._graphs.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_few_positions_in_bfloat16_are_compiled_and_captured():
+    """As it runs for real, at widths one after the other; nothing had to be remarked."""
+    network = make("cuda", torch.bfloat16)
+    fast, before = GraphedDiT(network, draw_by_chunks), list(graphs.remarks)
+    for rows, width in ((16, 16), (16, 12), (9, 14), (1, 12)):
+        tokens, sigma, where = inputs(network, rows)
+        place = where.flatten().nonzero().squeeze(1)
+        numbers = torch.linspace(0.01, 0.99, len(place), dtype=torch.float64, device="cuda")
+        log_p = selected_logits(network, tokens, sigma, where).double().log_softmax(-1)
+        token, own = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, width))
+        expected = log_p.gather(1, token[:, None]).squeeze(1)
+        assert (own - expected).abs().mean() < 0.05
+    for graph in (*fast._graphs.values(), *fast._ends.values()):
+        assert isinstance(graph, graphs.Captured)
+        assert graph.is_compiled
+    assert list(graphs.remarks) == before
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
+@torch.no_grad()
+def test_sizes_that_change_are_told_to_the_compiler(fold, monkeypatch):
+    """Rows of the end of a step, positions of the last block; texts and their length are fixed."""
+    asked = {}
+
+    def recorded(function, inputs, pool=None, dynamic=()):
+        asked[function.__name__] = list(dynamic)
+        return function
+
+    monkeypatch.setattr(graphs, "capture", recorded)
+    network = make(fold=fold)
+    fast = GraphedDiT(network, draw_by_chunks)
+    tokens, sigma, where = inputs(network, 4)
+    place = where.flatten().nonzero().squeeze(1)
+    for chosen in (None, by_text(where, 12)):
+        fast.drawn_at(tokens, sigma, place, torch.rand(len(place)).double(), chosen)
+    more = [] if fold else [None]
+    assert asked == {
+        "_begin": [], "_begin_at": [None, 1, *more], "_end": [0, 0, *([0] if more else [])],
+    }  # fmt: skip
+
+
+def test_a_capture_marks_the_sizes_that_change(warm, monkeypatch):
+    uncompiled(monkeypatch)
+    marked = []
+    monkeypatch.setattr(graphs, "Captured", lambda *a: SimpleNamespace())
+    monkeypatch.setattr(
+        torch._dynamo, "maybe_mark_dynamic", lambda tensor, dim: marked.append((tensor, dim))
+    )
+    first, second = OnGPU(), OnGPU()
+    assert capture(lambda one, _: one, (first, second), dynamic=[None, 1]).is_compiled
+    assert marked == [(second, 1)]
+
+
+@torch.no_grad()
+def test_a_last_block_that_cannot_be_compiled_stays_whole(monkeypatch):
+    """Once refused, all positions are read by the graph that can be compiled."""
+    made = []
+
+    def captured(function, inputs, pool=None, dynamic=()):
+        made.append(function.__name__)
+        return function
+
+    network = make()
+    monkeypatch.setattr(graphs, "capture", captured)
+    fast = GraphedDiT(network, draw_by_chunks)
+    tokens, sigma, where = inputs(network, 4)
+    place = where.flatten().nonzero().squeeze(1)
+    numbers = torch.rand(len(place), dtype=torch.float64)
+    fast._narrows = False
+    found = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, 12))
+    expected = draw_by_chunks(selected_logits(network, tokens, sigma, where), numbers)
+    assert torch.equal(found[0], expected[0])
+    assert made == ["_begin", "_end"]
 
 
 @torch.no_grad()
@@ -264,7 +332,7 @@ def test_sizes_are_few_and_close():
 
 def test_a_graph_that_exists_serves_smaller_batches():
     fast = GraphedDiT(make())
-    fast._graphs = {(16, 8, 0): None, (24, 8, 0): None, (32, 8, 4): None, (64, 9, 0): None}
+    fast._graphs = {(16, 8, 0): None, (24, 8, 0): None, (20, 8, 4): None, (64, 9, 0): None}
     assert [fast._size(rows, 8) for rows in (1, 7, 8, 16, 17, 24, 40)] == [1, 8, 16, 16, 24, 24, 48]
 
 
@@ -361,7 +429,7 @@ def test_a_lack_of_memory_is_no_reason_to_go_on_plainly(warm, monkeypatch):
 @torch.no_grad()
 def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
     """And none where a capture failed: what it leaves behind would fail the next one too."""
-    pools, failing = [], [False, False, True, False, False]
+    pools, failing = [], [False, False, True, False, False, False, True, False]
 
     class Pooled(Buffered):
         pool = "its own"
@@ -373,10 +441,15 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
     monkeypatch.setattr(graphs, "Captured", Pooled)
     monkeypatch.setattr(graphs, "capture", captured)
     network = make()
-    fast = GraphedDiT(network)
+    fast = GraphedDiT(network, draw_by_chunks)
     for length in range(1, 6):
         fast.logits(*inputs(network, 2, length))
     assert pools == [None, "its own", "its own", None, "its own"]
+    pools.clear()
+    tokens, sigma, _ = inputs(network, 2, 6)
+    fast.drawn_at(tokens, sigma, torch.tensor([0, 7]), torch.rand(2).double())
+    fast.logits(*inputs(network, 2, 7))
+    assert pools == ["its own", "its own", None]
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from didi_instruct.sampling.guided import Guidance, rgas
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.sampling.reveals import Reveals
 
+from ..models.buffered import Buffered  # noqa: TID252
 from .enumeration import all_masked, assert_follows, masked_step, p_value, texts_of
 
 needs_gpu = [
@@ -94,6 +95,8 @@ def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, device,
     if changes or not settings.as_it_is:  # compiling takes most of the time
         monkeypatch.setattr(graphs, "compiled", lambda function, dynamic=None: function)
     changes = {"length": 12, "vocab_size": 300, **changes}
+    if device == "cpu":
+        monkeypatch.setattr(graphs, "capture", Buffered)
     plain, fast, schedule = denoisers(device, **changes)
     mask = plain.network.config.mask_id
     tokens = torch.full((6, 12), mask)
@@ -115,6 +118,8 @@ def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, device,
             assert torch.equal(found.tokens, expected.tokens)
             torch.testing.assert_close(found.log_prob, expected.log_prob)
             assert (found.nfe, found.passes) == (expected.nfe, expected.passes)
+    narrow = any(width for *_, width in fast.graphs._graphs)
+    assert narrow == (settings.as_it_is and masks == 1)
 
 
 @fast_devices
@@ -145,9 +150,12 @@ def test_a_callback_sees_the_same_steps(options, device, monkeypatch):
         torch.testing.assert_close(one.confidence, other.confidence)
 
 
-@pytest.mark.parametrize(("steps", "order"), [(1, "random"), (3, "random"), (9, "streams")])
-def test_a_plan_names_positions_text_by_text(steps, order):
-    """The same ones in the same order, wherever at most half of a text is written in a step."""
+@pytest.mark.parametrize(
+    ("steps", "order", "width"),
+    [(1, "random", None), (3, "random", 16), (2, "streams", 8), (9, "streams", 8)],
+)
+def test_a_plan_names_positions_text_by_text(steps, order, width):
+    """The same ones in the same order, but of steps that write more than fits."""
     _, fast, schedule = denoisers("cpu", length=24, vocab_size=300)
     tokens = torch.full((5, 24), 299)
     tokens[1, :20], tokens[3] = 4, 5
@@ -158,13 +166,14 @@ def test_a_plan_names_positions_text_by_text(steps, order):
     for place, chosen in zip(plan.places, plan.chosen, strict=True):
         most = max(torch.bincount(place // 24).tolist(), default=0)
         if chosen is None:
-            assert most == 0 or 2 * most > 24
+            assert most == 0 or most > (width or 12)
             continue
         assert 0 < most <= chosen.positions.shape[1]
         widths.add(chosen.positions.shape[1])
-        rows = chosen.place // chosen.positions.shape[1]
-        assert torch.equal(rows * 24 + chosen.positions.flatten()[chosen.place], place)
-    assert len(widths) == (steps > 1)
+        rows = chosen.spots // chosen.positions.shape[1]
+        assert torch.equal(rows * 24 + chosen.positions.flatten()[chosen.spots], place)
+    assert widths == ({width} if width else set())
+    assert not any(planned.make_plan(chain, reveals, by_text=False).chosen)
 
 
 @pytest.mark.gpu
@@ -176,8 +185,8 @@ def test_nobody_waits_for_the_gpu_once_the_plan_is_made(monkeypatch):
     ancestral(fast, schedule, canvas, steps=6)
     make_plan = planned.make_plan
 
-    def watched(chain, reveals):
-        plan = make_plan(chain, reveals)
+    def watched(*arguments, **options):
+        plan = make_plan(*arguments, **options)
         torch.cuda.set_sync_debug_mode("warn")
         return plan
 

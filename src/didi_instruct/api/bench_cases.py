@@ -10,7 +10,7 @@ from torch import Tensor
 from didi_instruct.api.bench_plan import BenchPlan
 from didi_instruct.api.model import Model
 from didi_instruct.api.samplers import GuidedOptions, Sampler, find_sampler
-from didi_instruct.benchmarking.sampling import ar_case, floor_case, naive_case, published_ar_case
+from didi_instruct.benchmarking.sampling import ar_case, floor_case, naive_case, transformers_case
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case
 from didi_instruct.errors import UserError
 from didi_instruct.models.denoising import Denoising
@@ -135,7 +135,7 @@ def _naive(model: Model, plan: BenchPlan, start: Tensor) -> Case:
 
 
 def _left_to_right(name: str, model: Model, plan: BenchPlan, start: Tensor) -> Case:
-    make = ar_case if name == "ar" else published_ar_case
+    make = ar_case if name == "ar" else transformers_case
     fast = plan.fast is not False and start.is_cuda
     dtype = next(model.network.parameters()).dtype
     try:

@@ -29,7 +29,8 @@ def floor_case(network: Denoising, start: Tensor, steps: Callable[[], int], *, f
     """As many passes of the trunk alone as there are steps, on the whole batch: `trunk`.
 
     `steps` are asked for in each run: some samplers take others than are wanted. Compiled and
-    captured if `fast`. No sampler that runs every pass can be faster.
+    captured if `fast`: the time of bare, whole passes. A sampler saves the parts of them that it
+    does not need.
     """
     sigma = torch.ones(len(start), device=start.device)
     passes: list[Callable[[], Tensor]] = []
@@ -113,7 +114,7 @@ def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: boo
     return _case("ar", run, start, length, model)
 
 
-def published_ar_case(
+def transformers_case(
     config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Case:
     """A GPT-2 of the same shape as `transformers` decodes it, greedily: `transformers`.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
-from didi_instruct.models.layers import NEVER, Affine, Block, reads, upcast
+from didi_instruct.models.layers import NEVER, Affine, Block, reads, take, upcast
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
@@ -33,8 +33,8 @@ class Chosen(NamedTuple):
     """Positions whose states are wanted, text by text."""
 
     positions: Tensor
-    """(B, W) in each text, in any order; what is left over may be anything."""
-    place: Tensor
+    """(B, W) in each text, in any order; what is left over may be any of its positions."""
+    spots: Tensor
     """(R,) where those that count stand in (B * W)."""
 
 
@@ -84,6 +84,8 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Non
 class Captured:
     """A warm function as one CUDA graph; inputs may have fewer rows than the graph's buffers."""
 
+    is_compiled = False
+
     def __init__(
         self, function: Callable[..., Tensor], buffers: tuple[Tensor, ...], pool: Any = None
     ) -> None:
@@ -129,7 +131,7 @@ def capture(
         return function
     # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
     buffers = tuple(tensor.clone() for tensor in inputs)
-    for tensor, dim in zip(buffers, dynamic, strict=False):
+    for tensor, dim in zip(buffers, dynamic or [None] * len(buffers), strict=True):
         if dim is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     for name in ("compiled", "captured"):
@@ -139,7 +141,9 @@ def capture(
                 attempt = compiled(function, dynamic=False) if name == "compiled" else function
                 _warm_up(attempt, buffers)
                 begun = True
-                return Captured(attempt, buffers, pool)
+                graph = Captured(attempt, buffers, pool)
+                graph.is_compiled = name == "compiled"
+                return graph
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler, the driver or its libraries raise
@@ -163,9 +167,11 @@ class GraphedDiT:
         """By texts, their length, and how many positions of each are chosen; 0: all."""
         self._ends: dict[int, Callable[..., Tensor]] = {}
         self._pool: Any = None
+        self._narrows = True
+        """Until that cannot be compiled: a whole last block costs less than the compiler saves."""
         self._folded: Tensor | None = None
-        self._place = 0
-        self._positions: Tensor | None = None
+        self._weights_at = 0
+        self._rotary: Tensor | None = None
         self._output: tuple[Tensor, Tensor] | None = None
         self._output_state = (0, 0)
 
@@ -214,10 +220,10 @@ class GraphedDiT:
         """States (R, d) before the last MLP, and their condition: (R, c) or (1, c) for all."""
         c = self.network.condition(sigma)
         self._forget_if_changed()
-        if chosen is None:
+        if chosen is None or not self._narrows:
             hidden = self._read(tokens, c).flatten(0, 1)[place]
         else:
-            hidden = self._read(tokens, c, chosen.positions).flatten(0, 1)[chosen.place]
+            hidden = self._read(tokens, c, chosen.positions).flatten(0, 1)[chosen.spots]
         return hidden, c[place // tokens.shape[1]] if len(c) > 1 else c
 
     def _logits(self, hidden: Tensor, c: Tensor) -> Tensor:
@@ -253,30 +259,32 @@ class GraphedDiT:
         token, log_p = self.draw(self._logits(hidden, c), numbers)
         return torch.stack([token.double(), log_p.double()], 1)
 
-    def _read(self, tokens: Tensor, c: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """State (B, L, d), or at the chosen (B, W), before the last MLP, by a graph."""
-        (rows, length), width = tokens.shape, 0 if chosen is None else chosen.shape[1]
+    def _read(self, tokens: Tensor, c: Tensor, positions: Tensor | None = None) -> Tensor:
+        """State (B, L, d), or that at some positions (B, W), before the last MLP, by a graph."""
+        (rows, length), width = tokens.shape, 0 if positions is None else positions.shape[1]
         key = self._size(rows, length, width), length, width
-        values = (tokens,) if chosen is None else (tokens, chosen)
+        values = (tokens,) if positions is None else (tokens, positions)
         if c is not self.network.folded_condition:
             values = (*values, c)
         if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             inputs = tuple(grown(v, key[0]) if len(v) == rows else v for v in values)
-            if chosen is None:
+            if positions is None:
                 graph = capture(self._begin, inputs, self._pool)
             else:  # what is compiled for one number of positions serves all numbers
-                graph = capture(self._begin_at, inputs, self._pool, dynamic=[None, 1])
+                dynamic = [None, 1, None][: len(inputs)]
+                graph = capture(self._begin_at, inputs, self._pool, dynamic=dynamic)
+                self._narrows = not tokens.is_cuda or getattr(graph, "is_compiled", False)
             self._graphs[key] = graph
             self._pool = graph.pool if isinstance(graph, Captured) else None
         return self._graphs[key](*values)
 
     def _begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
-        return begin(self.network, tokens, None, c)
+        return begin(self.network, tokens, c)
 
-    def _begin_at(self, tokens: Tensor, chosen: Tensor, c: Tensor | None = None) -> Tensor:
-        return begin(self.network, tokens, chosen, c)
+    def _begin_at(self, tokens: Tensor, positions: Tensor, c: Tensor | None = None) -> Tensor:
+        return begin(self.network, tokens, c, positions)
 
     def _size(self, rows: int, length: int, width: int = 0) -> int:
         """Rows of the graph to use: one that is there and not much too large, or a new one."""
@@ -289,7 +297,7 @@ class GraphedDiT:
         Weights are elsewhere after a move, the tables of the positions also after a loading. The
         output layer is a copy, so it is made again after any change.
         """
-        network, place = self.network, self.network.vocab_embed.embedding.data_ptr()
+        network, weights_at = self.network, self.network.vocab_embed.embedding.data_ptr()
         config, layer = network.config, network.output_layer.linear
         state = (layer.weight.data_ptr(), _changes(list(layer.parameters())))
         if self._output is None or state != self._output_state:
@@ -298,22 +306,22 @@ class GraphedDiT:
             self._output_state = state
         if (
             network.folded_condition is not self._folded
-            or network.rotary_emb.cos is not self._positions
-            or place != self._place
+            or network.rotary_emb.cos is not self._rotary
+            or weights_at != self._weights_at
         ):
             self._graphs.clear()
             self._ends.clear()
-            self._folded, self._positions = network.folded_condition, network.rotary_emb.cos
-            self._place, self._pool = place, None
+            self._folded, self._rotary = network.folded_condition, network.rotary_emb.cos
+            self._weights_at, self._pool = weights_at, None
 
 
 def begin(
-    network: DiT, tokens: Tensor, chosen: Tensor | None = None, c: Tensor | None = None
+    network: DiT, tokens: Tensor, c: Tensor | None = None, positions: Tensor | None = None
 ) -> Tensor:
     """State (B, L, d) of the trunk before the MLP of its last block; all positions attended.
 
-    With `chosen` (B, W) at those positions alone: (B, W, d), and its last block asks from those
-    alone. Without c the modulations are the folded ones.
+    Without c the modulations are the folded ones. With `positions` (B, W) at those alone:
+    (B, W, d), and so attends the last block.
     """
     x = upcast(network.embed(tokens))
     if network.position_embed is not None:
@@ -324,11 +332,8 @@ def begin(
         x = lower(x, cos, sin, c)
     m = affine(block, c, x.ndim)
     normed = block.norm1(x, m.weight1, m.bias1)
-    if chosen is None:
-        return block.residual(x, block.attend(normed, cos, sin, None, False, None), m.gate1)
-    branch = block.attend_from(normed, cos, sin, chosen)
-    row = torch.arange(len(x), device=x.device)[:, None]
-    return block.residual(x[row, chosen], branch, m.gate1)
+    branch = block.attend(normed, cos, sin, positions=positions)
+    return block.residual(x if positions is None else take(x, positions), branch, m.gate1)
 
 
 def finish(network: DiT, x: Tensor, c: Tensor) -> Tensor:

@@ -178,10 +178,16 @@ class Rotary(nn.Module):
         return self.cos[rows, None, None], self.sin[rows, None, None]
 
 
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """What x (B, L, ...) has at some positions (B, W) of each text: (B, W, ...)."""
+    return x[torch.arange(len(x), device=x.device)[:, None], positions]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate by position, half-split: dimension i pairs with i + D/2.
 
-    Shapes: x (B, L, n, H, D), cos and sin (L, 1, 1, D/2) -> (B, L, n, H, D).
+    Shapes: x (B, L, n, H, D), cos and sin (L, 1, 1, D/2), or (B, L, 1, 1, D/2) where texts differ
+    -> (B, L, n, H, D).
     """
     first, second = upcast(x).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -332,30 +338,28 @@ class Block(Modulated):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        extend: Extend | None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        extend: Extend | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads."""
+        """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads.
+
+        With `positions` (B, W) of those alone, to all: (B, W, d).
+        """
         qkv = self.attn_qkv(x.to(reads(self.attn_qkv)))
         qkv = qkv.unflatten(-1, (3, self.heads, -1))
-        q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
+        if positions is None:
+            q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
+        else:
+            asking = rotate(take(qkv[:, :, :1], positions), cos[positions], sin[positions])
+            q, k = (
+                part[:, :, 0].transpose(1, 2) for part in (asking, rotate(qkv[:, :, 1:2], cos, sin))
+            )
         v = qkv[:, :, 2].transpose(1, 2)
         if extend is not None:
             k, v = extend(k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        mixed: Tensor = self.attn_out(out.transpose(1, 2).flatten(2))
-        return mixed
-
-    def attend_from(self, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor) -> Tensor:
-        """The rows of `attend` at the positions `chosen` (B, S) of x (B, L, d): (B, S, d)."""
-        qkv = self.attn_qkv(x.to(reads(self.attn_qkv)))
-        qkv = qkv.unflatten(-1, (3, self.heads, -1))
-        row = torch.arange(len(x), device=x.device)[:, None]
-        q = rotate(qkv[row, chosen, :1], cos[chosen], sin[chosen])
-        k = rotate(qkv[:, :, 1:2], cos, sin)
-        q, k, v = (part.transpose(1, 2) for part in (q[:, :, 0], k[:, :, 0], qkv[:, :, 2]))
-        out = F.scaled_dot_product_attention(q, k, v)
         mixed: Tensor = self.attn_out(out.transpose(1, 2).flatten(2))
         return mixed
 

@@ -29,7 +29,7 @@ class Placed(Protocol):
     draw_at: Drawing | None
     """Tokens and log-probabilities (R,) there, as it is, by numbers (R,); None: by `at` alone.
 
-    The positions are told text by text, too, where they are few in every text."""
+    The positions are told text by text, too, where that is known and they are few."""
 
     def at(self, z: Tensor, t: float, place: Tensor) -> Tensor:
         """Logits (R, V) of the positions `place` (R,) of texts z (B, L) without padding."""
@@ -48,7 +48,7 @@ class Plan:
     alike: bool
     """Whether all samples that the first pass is for start from the same text."""
     chosen: tuple[Chosen | None, ...]
-    """Of each step: the same positions, text by text; None: too many in some text."""
+    """Of each step: the same positions, text by text; None: not asked for, none, or too many."""
 
 
 def can_plan(denoiser: Denoiser, canvas: Canvas) -> bool:
@@ -57,8 +57,8 @@ def can_plan(denoiser: Denoiser, canvas: Canvas) -> bool:
     return placed and canvas.masks == 1 and not bool((canvas.tokens == PAD).any())
 
 
-def make_plan(chain: Chain, reveals: Reveals) -> Plan:
-    """Settle all steps; the last waits for the GPU."""
+def make_plan(chain: Chain, reveals: Reveals, *, by_text: bool = True) -> Plan:
+    """Settle all steps, with the positions text by text if asked; waits for the GPU."""
     steps, z = chain.steps, chain.z
     turns = reveals.turns if reveals.turns is not None else _turns_by_chance(chain, reveals)
     turns = torch.where(chain.masked, turns, -1)
@@ -74,7 +74,9 @@ def make_plan(chain: Chain, reveals: Reveals) -> Plan:
     order = torch.argsort(turns.flatten(), stable=True)
     places = torch.split(order, sizes[: steps + 1])[1:]
     rows = torch.split(active.nonzero()[:, 1], sizes[steps + 1 : 2 * steps + 1])
-    chosen = _by_text(order, counts, z.shape[1], sizes[: steps + 1], sizes[2 * steps + 1 : -1])
+    chosen: tuple[Chosen | None, ...] = (None,) * steps
+    if by_text:
+        chosen = _by_text(order, counts, z.shape[1], sizes[: steps + 1], sizes[2 * steps + 1 : -1])
     return Plan(turns, places, rows, bool(sizes[-1]), chosen)
 
 
@@ -90,23 +92,23 @@ def _by_text(
     few = [m for m in most if 0 < 2 * m <= length]
     if not few:
         return (None,) * steps
-    width = min(length, max(NARROWEST, round_up(max(few))))
+    width = min(length, max(NARROWEST, round_up(max(few), parts=1)))
     # Rank of a position among those of its text and step, and its spot in (steps, B, W).
     groups = counts.T.flatten()
     ends = groups.cumsum(0)
     group = torch.repeat_interleave(groups, output_size=len(order))
     rank = torch.arange(len(order), device=order.device) - (ends - groups)[group]
-    spot = (group - batch) * width + rank
+    spots = (group - batch) * width + rank
     size = steps * batch * width
     positions = torch.zeros(size + 1, dtype=torch.long, device=order.device)
     # Those of no step, and of steps with more than fit, go to the last place, which is cut off.
-    spot_or_none = torch.where((spot >= 0) & (rank < width), spot, size)
-    positions.scatter_(0, spot_or_none, order % length)
+    target = torch.where((spots >= 0) & (rank < width), spots, size)
+    positions.scatter_(0, target, order % length)
     tables = positions[:-1].view(steps, batch, width)
-    spots = torch.split(spot % (batch * width), sizes)[1:]
+    own = torch.split(spots % (batch * width), sizes)[1:]
     return tuple(
-        Chosen(table, spot) if 0 < m <= width else None
-        for table, spot, m in zip(tables, spots, most, strict=True)
+        Chosen(table, spots) if 0 < m <= width else None
+        for table, spots, m in zip(tables, own, most, strict=True)
     )
 
 
@@ -128,10 +130,10 @@ def planned(
     denoiser: Placed, chain: Chain, reveals: Reveals, *, greedy_tail: bool = False
 ) -> Samples:
     """Take all steps of a chain."""
-    plan = make_plan(chain, reveals)
+    at_once = denoiser.draw_at if chain.settings.as_it_is else None
+    plan = make_plan(chain, reveals, by_text=at_once is not None)
     batch, length = chain.z.shape
     untouched = plan.alike
-    at_once = denoiser.draw_at if chain.settings.as_it_is else None
     costs = torch.zeros(chain.z.numel(), dtype=torch.float64, device=chain.z.device)
     steps = zip(plan.places, plan.rows, plan.chosen, strict=True)
     for n, (place, rows, chosen) in enumerate(steps):
@@ -166,4 +168,4 @@ def _of_texts(chosen: Chosen | None, rows: Tensor, own: Tensor) -> Chosen | None
     if chosen is None:
         return None
     width = chosen.positions.shape[1]
-    return Chosen(chosen.positions[rows], own * width + chosen.place % width)
+    return Chosen(chosen.positions[rows], own * width + chosen.spots % width)

@@ -208,7 +208,8 @@ class PretrainTask:
 def matmul_rate(device: torch.device) -> float:
     """Measured bf16 matmul FLOP/s of a GPU: the ceiling that MFU is told against.
 
-    The fastest of some products: others may use the GPU at the same time.
+    The fastest of some products, since others may use the GPU at the same time: a little more than
+    it sustains.
     """
     n = 8192
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
