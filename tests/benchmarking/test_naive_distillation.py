@@ -84,7 +84,7 @@ def test_texts_have_our_law():
 def test_an_iteration_teaches_both_networks():
     """Whatever the discriminator thinks: a network that waits would be timed as a fast one."""
     for kind in (DidiTask, NaiveDidiTask):
-        case = distill_case("x", kind, small_network(), 4, 8, ALONE, bf16=False, compiled=False)
+        case = distill_case("x", kind, small_network(), 4, 8, ALONE, bf16=False, compile="off")
         for _ in range(2):
             numbers = case.run(0)
             assert float(numbers["student_waits"]) == float(numbers["disc_waits"]) == 0

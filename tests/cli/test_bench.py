@@ -202,10 +202,11 @@ def test_guided_rows_need_a_discriminator(didi, model, tmp_path, drawn):
 
 def test_an_iteration_of_distillation_is_timed(didi, tmp_path):
     file = tmp_path / "b.json"
-    code, _, err = didi("bench", *BARE, "--distill", "--against", "plain,naive", "--json", file)
+    rivals = "blocks,plain,naive"
+    code, _, err = didi("bench", *BARE, "--distill", "--against", rivals, "--json", file)
     assert code == 0, err
     rows = rows_of(file)
-    assert [row["name"] for row in rows] == ["small", "plain", "naive"]
+    assert [row["name"] for row in rows] == ["small", "blocks", "plain", "naive"]
     assert all(row["steps"] == 1 and row["ratio_to_first"] > 0 for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""A compiled trunk has the gradients of a plain one."""
+"""A compiled trunk has the gradients of a plain one, and is compiled as often as it has to be."""
 
 import copy
 
@@ -6,13 +6,20 @@ import pytest
 import torch
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.distillation import hosting
 from didi_instruct.models.dit import DiT
+from didi_instruct.training import parallel
+from didi_instruct.training.parallel import compile_network
+from didi_instruct.training.pretrain import compiles
+from didi_instruct.training.world import World
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("by_block", [True, False])
 @pytest.mark.parametrize(("batch", "length", "hidden"), [(128, 256, 256), (32, 1024, 128)])
-def test_gradients_of_a_compiled_trunk(batch, length, hidden):
+def test_gradients_of_a_compiled_trunk(batch, length, hidden, by_block):
     """In float32. At these sizes inductor's mix-order reduction was wrong by orders of magnitude.
 
     Small models did not show it: the kernel is chosen where there are many rows.
@@ -26,7 +33,7 @@ def test_gradients_of_a_compiled_trunk(batch, length, hidden):
     for parameter in plain.parameters():  # modulations are zero at first
         torch.nn.init.normal_(parameter, std=0.05)
     fast = copy.deepcopy(plain)
-    fast.compile_trunk()
+    compile_network(fast, by_block=by_block)
     tokens = torch.randint(64, (batch, length), device="cuda")
     weight = torch.randn(batch, length, hidden, device="cuda")
     for network in (plain, fast):
@@ -35,3 +42,41 @@ def test_gradients_of_a_compiled_trunk(batch, length, hidden):
         if a.grad is not None:
             gap = (a.grad - b.grad).norm() / a.grad.norm().clamp_min(1e-12)
             assert gap < 1e-2, f"{name}: {gap:.2g}"
+
+
+def test_blocks_that_are_alike_are_compiled_once(monkeypatch):
+    """By dynamo itself, with a backend that runs the graph as it is."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    monkeypatch.setattr(parallel, "compiled", lambda f: torch.compile(f, backend=counter))
+    torch._dynamo.reset()
+    plain = DiT(ModelConfig(layers=5, hidden=32, heads=2, cond_dim=8, vocab_size=65, length=16))
+    fast = copy.deepcopy(plain)
+    compile_network(fast, by_block=True)
+    tokens = torch.randint(64, (3, 16))
+    for _ in range(2):
+        torch.testing.assert_close(fast.trunk(tokens), plain.trunk(tokens))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_cpu", "on_gpu"),
+    [("auto", False, True), ("blocks", False, True), ("on", True, True), ("off", False, False)],
+)
+def test_what_is_compiled_where(setting, on_cpu, on_gpu):
+    config = TrainConfig(compile=setting)
+    assert compiles(config, torch.device("cpu")) == on_cpu
+    assert compiles(config, torch.device("cuda")) == on_gpu
+
+
+@pytest.mark.parametrize(("setting", "by_block"), [("blocks", True), ("on", False)])
+def test_short_runs_compile_block_by_block(setting, by_block, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hosting, "compiles", lambda *a: True)
+    monkeypatch.setattr(
+        hosting, "compile_network", lambda network, by_block: asked.append(by_block)
+    )
+    network = DiT(ModelConfig(layers=1, hidden=32, heads=2, cond_dim=8, vocab_size=65, length=16))
+    hosting.Host(network, TrainConfig(compile=setting), World(torch.device("cpu")))
+    assert asked == [by_block]

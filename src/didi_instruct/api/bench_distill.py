@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from didi_instruct.api.bench import about
 from didi_instruct.api.bench_plan import BenchPlan, open_model
-from didi_instruct.benchmarking.distillation import NaiveDidiTask, distill_case
+from didi_instruct.benchmarking.distillation import Compile, NaiveDidiTask, distill_case
 from didi_instruct.benchmarking.report import Bench, make_rows
 from didi_instruct.benchmarking.timing import Progress, time_cases
 from didi_instruct.distillation.didi import DidiTask
@@ -17,12 +17,14 @@ WARM_UP = 4
 
 
 def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Bench:
-    """Time an iteration; against `plain`, the same not compiled, and `naive`, all dense.
+    """Time an iteration; against `blocks`, compiled one by one, `plain`, not, and `naive`, dense.
 
     Weights are float32, as in training; passes run in bfloat16 if that is the plan's dtype.
     """
-    if set(plan.against) - {"plain", "naive"}:
-        raise UserError("--distill compares with `plain` and `naive`: leave out the others.")
+    if set(plan.against) - {"blocks", "plain", "naive"}:
+        raise UserError(
+            "--distill compares with `blocks`, `plain` and `naive`: leave out the others."
+        )
     if plan.dtype == "float8":
         raise UserError("--distill trains, which float8 cannot: use bfloat16 or float32.")
     if plan.steps is not None or plan.wanted_sampler is not None:
@@ -39,11 +41,14 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     cuda = world.device.type == "cuda"
     bf16 = cuda if plan.dtype is None else plan.dtype == "bfloat16"
     compiled = cuda if plan.fast is None else plan.fast
-    rows: list[tuple[str, type[DidiTask], bool]] = [(plan.row, DidiTask, compiled)]
+    rows: list[tuple[str, type[DidiTask], Compile]] = [
+        (plan.row, DidiTask, "on" if compiled else "off")
+    ]
     for name in plan.against:
-        rows.append((name, NaiveDidiTask if name == "naive" else DidiTask, False))
+        kind = NaiveDidiTask if name == "naive" else DidiTask
+        rows.append((name, kind, "blocks" if name == "blocks" else "off"))
     cases = [
-        distill_case(name, kind, network, plan.batch, length, world, bf16=bf16, compiled=own)
+        distill_case(name, kind, network, plan.batch, length, world, bf16=bf16, compile=own)
         for name, kind, own in rows
     ]
     timings = time_cases(cases, plan.repeat, world.device, progress, warm_up=WARM_UP, busy=True)

@@ -7,6 +7,7 @@ vocabulary are kept, of the teacher too, in every iteration.
 
 import copy
 import itertools
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import posterior
 from didi_instruct.training.world import World
 
+Compile = Literal["on", "off", "blocks"]
 FIRST = 1
 """Iteration to begin with: before iteration 0 the student's entropy is measured on many texts."""
 LAST = 1_000_000
@@ -103,7 +105,7 @@ def _means(values: Tensor, masked: Tensor) -> Tensor:
 
 def distill_case(
     name: str, kind: type[DidiTask], network: DiT, batch: int, length: int, world: World, *,
-    bf16: bool, compiled: bool,
+    bf16: bool, compile: Compile,
 ) -> Case:  # fmt: skip
     """One iteration from random reference texts; the networks are copies of one."""
     config = DistillConfig(
@@ -118,7 +120,7 @@ def distill_case(
             batch_size=batch,
             micro_batch=batch,
             precision="bf16" if bf16 else "fp32",
-            compile="on" if compiled else "off",
+            compile=compile,
         ),
     )
     student, teacher_network = copy.deepcopy(network), copy.deepcopy(network)

@@ -125,8 +125,9 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 autocast on a GPU, fp32 elsewhere."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile; `auto`: on a GPU only."""
+    compile: Literal["auto", "on", "off", "blocks"] = "auto"
+    """torch.compile; `auto`: on a GPU only. `blocks`: there, and one block instead of all, which is
+    done sooner and runs some percent slower: for short runs."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """For several processes: replicate the model, or shard it (FSDP2)."""
     checkpoints: Literal["full", "sharded"] = "full"

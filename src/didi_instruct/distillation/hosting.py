@@ -45,7 +45,7 @@ class Host:
         self._processes = world.size
         fsdp = train.strategy == "fsdp" and world.size > 1
         if compiles(train, world.device):
-            compile_network(self.network, by_block=fsdp)
+            compile_network(self.network, by_block=fsdp or train.compile == "blocks")
         root: nn.Module = _Root(self.network)
         if fsdp or any(p.requires_grad for p in network.parameters()):
             root = parallelise(root, self.network.blocks, train.strategy, world, bf16=self.bf16)

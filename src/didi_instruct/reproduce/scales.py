@@ -131,7 +131,7 @@ def _toy(given: Given) -> Scale:
     )
 
 
-SMALL_STUDENT = ("train.eval_every=0",)
+SMALL_STUDENT = ("train.eval_every=0", "train.compile=blocks")
 SMALL_BANK = ("reference.rows=4096", "reference.steps=64")
 SMALL_ABLATION = (
     "train.steps=300",
@@ -140,6 +140,7 @@ SMALL_ABLATION = (
     "train.log_every=20",
     "train.save_every=100",
     "train.eval_every=0",
+    "train.compile=blocks",  # runs of a minute
     "optim.lr=1e-4",
     "optim.beta2=0.98",
     "discriminator.lr=3e-5",

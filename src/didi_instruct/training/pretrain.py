@@ -47,7 +47,8 @@ def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
 
 def compiles(config: TrainConfig, device: torch.device) -> bool:
     """Whether networks are compiled."""
-    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+    on_gpu = config.compile in ("auto", "blocks") and device.type == "cuda"
+    return config.compile == "on" or on_gpu
 
 
 class PretrainTask:
@@ -64,7 +65,7 @@ class PretrainTask:
         self.objective = make_objective(model_config)
         fsdp = config.train.strategy == "fsdp" and world.size > 1
         if compiles(config.train, world.device):
-            compile_network(self.model, by_block=fsdp)
+            compile_network(self.model, by_block=fsdp or config.train.compile == "blocks")
             self.objective.compile()
         module = LossModule(self.model, self.objective)
         self.module = parallelise(
