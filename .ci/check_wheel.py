@@ -1,4 +1,8 @@
-"""Build the wheel, install it with its core dependencies alone, and use it as a stranger would."""
+"""Build the wheel, install it with its core dependencies alone, and use it as a stranger would.
+
+Times are the processor's, of all threads: on an idle machine more than one waits for, and on a busy
+one not what others take.
+"""
 
 import os
 import pkgutil
@@ -6,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -19,10 +22,10 @@ import time
 from didi_instruct.api.model import load
 from didi_instruct.api.shipped import shipped
 def once():
-    started = time.perf_counter()
+    started = time.process_time()
     for name in shipped():
         load(name, device="cpu")
-    return time.perf_counter() - started
+    return time.process_time() - started
 print(min(once() for _ in range(3)))
 """
 
@@ -65,7 +68,7 @@ def main() -> None:
 
         run(didi, "--help", **outside)
         seconds = min(timed(didi, outside) for _ in range(5))
-        print(f"didi --help: {seconds:.2f} s warm")
+        print(f"didi --help: {seconds:.2f} s of processor time, warm")
         if seconds > HELP_SECONDS:
             sys.exit(f"didi --help takes more than {HELP_SECONDS} s")
 
@@ -76,7 +79,7 @@ def main() -> None:
         print("trained with the core dependencies alone")
         if check_shipped(wheel):
             seconds = float(run(python, "-c", LOAD, **outside))
-            print(f"all shipped models load in {seconds:.2f} s")
+            print(f"all shipped models load in {seconds:.2f} s of processor time")
             if seconds > LOAD_SECONDS:
                 sys.exit(f"shipped models take more than {LOAD_SECONDS} s to load")
             offline = {**outside, "env": {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}}
@@ -103,9 +106,10 @@ def check_shipped(wheel: Path) -> bool:
 
 def timed(didi: Path, outside: dict[str, object]) -> float:
     """Time one `didi --help`."""
-    started = time.perf_counter()
+    before = os.times()
     run(didi, "--help", **outside)
-    return time.perf_counter() - started
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])  # of children
 
 
 if __name__ == "__main__":
