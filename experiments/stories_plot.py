@@ -1,22 +1,19 @@
 """Two pictures of `experiments/stories.sh`: perplexity over steps, and over entropy at 8 steps.
 
-    python experiments/stories_plot.py runs/stories/*.json --out docs/stories.png
+    python experiments/stories_plot.py runs/stories --out docs/stories.png
 
-Reads what `didi eval --json` wrote; models are told apart by the last part of their names, seeds
-by the number at its end: lines are means of the seeds that there are.
+Lines are means of the seeds that there are.
 """
 
 import argparse
-import json
-import math
-import re
 from pathlib import Path
-from typing import Any
+
+from stories_rows import Key, Measured, read
 
 NAMES = {
     "teacher": "teacher, random order",
     "teacher-streams": "teacher, streams",
-    "didi": "DiDi-Instruct, random order",
+    "didi": "DiDi-Instruct (our variant), random order",
     "path": "likelihood along streams",
     "matching": "then token-level matching (shipped)",
 }
@@ -29,36 +26,8 @@ COLOURS = {
 }
 FEW, MANY = 8, 256
 
-Key = tuple[str, int, float]
-"""Model without its seed, steps, temperature."""
-Point = tuple[float, float]
-"""Entropy and perplexity."""
 
-
-def read(files: list[Path]) -> dict[Key, Point]:
-    """Means over the seeds of rows without guidance and top-p."""
-    seeds: dict[Key, dict[str, Any]] = {}
-    for file in files:
-        value = json.loads(file.read_text(encoding="utf-8"))
-        for row in [*value.get("rows", []), *(value.get("baseline") or [])]:
-            steps = row.get("steps")
-            if row.get("ppl") is None or steps is None:
-                continue
-            name = Path(row["model"]).name
-            if row["sampler"] == "rgas" or row["top_p"] != 1:
-                continue
-            key = (re.sub(r"-\d+$", "", name), steps, row["temperature"])
-            seeds.setdefault(key, {})[name] = row
-    return {key: _mean(list(rows.values())) for key, rows in seeds.items()}
-
-
-def _mean(rows: list[dict[str, Any]]) -> Point:
-    logs = [math.log(row["ppl"]) for row in rows]
-    entropies = [row["entropy"] for row in rows]
-    return sum(entropies) / len(rows), math.exp(sum(logs) / len(rows))
-
-
-def draw(points: dict[Key, Point], out: Path) -> None:
+def draw(found: dict[Key, Measured], out: Path) -> None:
     """Draw both panels."""
     import matplotlib
 
@@ -66,6 +35,11 @@ def draw(points: dict[Key, Point], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    points = {
+        (key.model, key.steps, key.temperature): (row.mean("entropy"), row.perplexity)
+        for key, row in found.items()
+        if not key.sampler
+    }
     many = points["teacher", MANY, 1.0]
     for name, label in NAMES.items():
         own = [(steps, t, point) for (model, steps, t), point in points.items() if model == name]
@@ -104,10 +78,10 @@ def draw(points: dict[Key, Point], out: Path) -> None:
 def main() -> None:
     """Parse, read, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    draw(read(given.files), given.out)
+    draw(read(given.folders), given.out)
 
 
 if __name__ == "__main__":

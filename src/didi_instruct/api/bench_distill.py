@@ -1,16 +1,20 @@
 """`didi bench --distill`: an iteration of DiDi-Instruct beside the plain way."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from didi_instruct.api.bench import about
 from didi_instruct.api.bench_plan import BenchPlan, open_model
-from didi_instruct.benchmarking.distillation import Compile, NaiveDidiTask, distill_case
+from didi_instruct.benchmarking.distillation import NaiveDidiTask, distill_case
 from didi_instruct.benchmarking.report import Bench, make_rows
 from didi_instruct.benchmarking.timing import Progress, time_cases
 from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.training.world import World
+
+if TYPE_CHECKING:
+    from didi_instruct.config.pretrain import Compile
 
 WARM_UP = 4
 """Iterations before the first timed one: shapes differ from one to the next, and compile."""

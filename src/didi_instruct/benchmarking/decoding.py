@@ -12,7 +12,8 @@ from torch import Tensor
 
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.graphs import capture, pad_output
-from didi_instruct.models.layers import Block, upcast
+from didi_instruct.models.layers import Block
+from didi_instruct.models.precision import upcast
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.noise import uniforms

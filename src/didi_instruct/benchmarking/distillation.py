@@ -7,7 +7,6 @@ vocabulary are kept, of the teacher too, in every iteration.
 
 import copy
 import itertools
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from didi_instruct.benchmarking.naive import draw_dense
 from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.pretrain import Compile, TrainConfig
 from didi_instruct.distillation.didi import Compared, DidiTask
 from didi_instruct.distillation.hosting import Host, Tensors
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout
@@ -25,7 +24,6 @@ from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import posterior
 from didi_instruct.training.world import World
 
-Compile = Literal["on", "off", "blocks"]
 FIRST = 1
 """Iteration to begin with: before iteration 0 the student's entropy is measured on many texts."""
 LAST = 1_000_000

@@ -7,6 +7,8 @@ from typing import Literal
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
 from didi_instruct.errors import UserError
 
+Compile = Literal["auto", "on", "off", "blocks"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRecipe:
@@ -125,7 +127,7 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 autocast on a GPU, fp32 elsewhere."""
-    compile: Literal["auto", "on", "off", "blocks"] = "auto"
+    compile: Compile = "auto"
     """torch.compile; `auto`: on a GPU only. `blocks`: there, and one block instead of all, which is
     done sooner and runs some percent slower: for short runs."""
     strategy: Literal["ddp", "fsdp"] = "ddp"

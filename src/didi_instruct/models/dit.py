@@ -16,12 +16,11 @@ from didi_instruct.models.layers import (
     Modulated,
     OutputLayer,
     Positions,
-    Rotary,
     TimeEmbedding,
     first_weight,
-    no_autocast,
-    upcast,
 )
+from didi_instruct.models.precision import no_autocast, upcast
+from didi_instruct.models.rotary import Rotary
 
 
 def _changes(weights: list[nn.Parameter]) -> int:

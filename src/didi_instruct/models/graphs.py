@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
-from didi_instruct.models.layers import NEVER, Affine, Block, reads, take, upcast
+from didi_instruct.models.layers import NEVER, Affine, Block, take
+from didi_instruct.models.precision import reads, upcast
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
