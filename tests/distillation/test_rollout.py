@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from didi_instruct.config.pretrain import TrainConfig
-from didi_instruct.distillation import rollout as module
 from didi_instruct.distillation.didi import score
 from didi_instruct.distillation.hosting import Host, rows_of
 from didi_instruct.distillation.rollout import (
@@ -24,6 +23,7 @@ from didi_instruct.distillation.rollout import (
     walk,
 )
 from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
+from didi_instruct.sampling import chunks
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -337,7 +337,7 @@ def test_jumps_equal_a_dense_loop(seed):
 def test_laws_made_in_pieces_are_the_same(monkeypatch, elements):
     table, (jump, numbers) = Table(), random_jump(0, texts=30)
     whole = draw_jump(table.rows, jump, numbers)
-    monkeypatch.setattr(module, "PART_ELEMENTS", elements)
+    monkeypatch.setattr(chunks, "PART_ELEMENTS", elements)
     for one, other in zip(whole, draw_jump(table.rows, jump, numbers), strict=True):
         assert torch.equal(one, other)
 

@@ -8,6 +8,7 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation import hosting
+from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT
 from didi_instruct.training import parallel
 from didi_instruct.training.parallel import compile_network
@@ -33,7 +34,7 @@ def test_gradients_of_a_compiled_trunk(batch, length, hidden, by_block):
     for parameter in plain.parameters():  # modulations are zero at first
         torch.nn.init.normal_(parameter, std=0.05)
     fast = copy.deepcopy(plain)
-    compile_network(fast, by_block=by_block)
+    compile_network(fast, "on", sharded=by_block)
     tokens = torch.randint(64, (batch, length), device="cuda")
     weight = torch.randn(batch, length, hidden, device="cuda")
     for network in (plain, fast):
@@ -53,7 +54,7 @@ def test_blocks_that_are_alike_are_compiled_once(monkeypatch):
     torch._dynamo.reset()
     plain = DiT(ModelConfig(layers=5, hidden=32, heads=2, cond_dim=8, vocab_size=65, length=16))
     fast = copy.deepcopy(plain)
-    compile_network(fast, by_block=True)
+    compile_network(fast, "blocks", sharded=False)
     tokens = torch.randint(64, (3, 16))
     for _ in range(2):
         torch.testing.assert_close(fast.trunk(tokens), plain.trunk(tokens))
@@ -62,7 +63,13 @@ def test_blocks_that_are_alike_are_compiled_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("setting", "on_cpu", "on_gpu"),
-    [("auto", False, True), ("blocks", False, True), ("on", True, True), ("off", False, False)],
+    [
+        ("auto", False, True),
+        ("blocks", False, True),
+        ("graphs", False, True),
+        ("on", True, True),
+        ("off", False, False),
+    ],
 )
 def test_what_is_compiled_where(setting, on_cpu, on_gpu):
     config = TrainConfig(compile=setting)
@@ -70,13 +77,24 @@ def test_what_is_compiled_where(setting, on_cpu, on_gpu):
     assert compiles(config, torch.device("cuda")) == on_gpu
 
 
-@pytest.mark.parametrize(("setting", "by_block"), [("blocks", True), ("on", False)])
-def test_short_runs_compile_block_by_block(setting, by_block, monkeypatch):
+@pytest.mark.parametrize("setting", ["blocks", "on", "graphs"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_passes_are_launched_whole_by_one_process_alone(setting, processes, monkeypatch):
+    """A pass that exchanges gradients is none that can be captured."""
     asked = []
     monkeypatch.setattr(hosting, "compiles", lambda *a: True)
-    monkeypatch.setattr(
-        hosting, "compile_network", lambda network, by_block: asked.append(by_block)
-    )
+    monkeypatch.setattr(hosting, "parallelise", lambda module, *a, **k: module)
+    monkeypatch.setattr(hosting, "compile_network", lambda n, how, sharded: asked.append(how))
     network = DiT(ModelConfig(layers=1, hidden=32, heads=2, cond_dim=8, vocab_size=65, length=16))
-    hosting.Host(network, TrainConfig(compile=setting), World(torch.device("cpu")))
-    assert asked == [by_block]
+    world = World(torch.device("cpu"), 0, processes)
+    hosting.Host(network, TrainConfig(compile=setting), world)
+    assert asked == ["on" if setting == "graphs" and processes > 1 else setting]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_is_asked_of_the_compiler(graphs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(how) or function)
+    compiled(len, graphs=graphs)
+    options = asked[0]["options"] or {}
+    assert ("triton.cudagraphs" in options) == graphs

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from didi_instruct.models.fused import fusing
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chunks import CHUNK, chunk_sums, draw_by_chunks, draw_compiled
 
@@ -56,6 +57,23 @@ def test_draws_follow_their_law():
     assert_follows(token[:, None], logits[0].double().softmax(0), 300)
 
 
+def test_several_numbers_may_draw_from_one_row():
+    """In any order; rows from which nobody draws are left alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 300, generator=generator)
+    row = torch.randint(4, (40,), generator=generator)
+    numbers = torch.rand(40, generator=generator, dtype=torch.float64)
+    expected = draw_by_chunks(logits[row], numbers)
+    for found in (draw_by_chunks(logits, numbers, row=row), draw_compiled(logits, numbers, row)):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_no_row_is_no_token():
+    token, log_p = draw_by_chunks(torch.empty(0, 300), torch.empty(0, dtype=torch.float64))
+    assert token.shape == log_p.shape == (0,)
+
+
 def test_what_is_not_a_number_stays_none():
     _, log_p = draw_by_chunks(torch.full((2, 5), torch.nan), torch.rand(2, dtype=torch.float64))
     assert bool(log_p.isnan().all())
@@ -71,7 +89,8 @@ def test_compiled_draws_are_the_plain_ones(num):
         wide = 3 * torch.randn(rows, num + 15, generator=generator, device="cuda")
         logits = wide.bfloat16()[:, :num]
         numbers = torch.rand(rows, generator=generator, device="cuda", dtype=torch.float64)
-        token, log_p = draw_compiled(logits, numbers)
+        with fusing(True):
+            token, log_p = draw_compiled(logits, numbers)
         law = restrict(logits)
         assert torch.equal(token, draw(law, numbers))
         torch.testing.assert_close(log_p, law.gather(1, token[:, None]).squeeze(1))

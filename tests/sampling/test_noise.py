@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from didi_instruct.models.fused import fusing
 from didi_instruct.sampling.noise import uniforms
 
 
@@ -36,3 +38,18 @@ def test_numbers_are_uniform_and_uncorrelated():
         (centred, uniforms(1, torch.arange(200), stream=(0,), count=500) - 0.5),
     ]:
         assert (a * b).mean().abs() * 12 < 4 / a.numel() ** 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled_numbers_are_the_plain_ones():
+    """Bit for bit, for seeds and streams of any size."""
+    for samples, seed, stream, count in (
+        (torch.arange(8), 7, (3,), 1024),
+        (torch.arange(100, 164), 2**63 - 1, (1, 2), 77),
+        (torch.tensor([8, 2]), -1, (0, 5, 9), 3),
+        (torch.tensor([4]), 3, (1,), 5),
+    ):
+        with fusing(True):
+            found = uniforms(seed, samples.cuda(), stream, count)
+        assert torch.equal(found.cpu(), uniforms(seed, samples, stream, count))

@@ -16,18 +16,21 @@ from didi_instruct.training.world import World
 if TYPE_CHECKING:
     from didi_instruct.config.pretrain import Compile
 
+OTHERWISE: "dict[str, Compile]" = {"graphs": "graphs", "blocks": "blocks"}
 WARM_UP = 4
 """Iterations before the first timed one: shapes differ from one to the next, and compile."""
 
 
 def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Bench:
-    """Time an iteration; against `blocks`, compiled one by one, `plain`, not, and `naive`, dense.
+    """Time an iteration, against what is compiled otherwise, `plain`, not, and `naive`, dense.
+
+    `graphs` launches whole passes (`train.compile=graphs`), `blocks` compiles one block alone.
 
     Weights are float32, as in training; passes run in bfloat16 if that is the plan's dtype.
     """
-    if set(plan.against) - {"blocks", "plain", "naive"}:
+    if set(plan.against) - {*OTHERWISE, "plain", "naive"}:
         raise UserError(
-            "--distill compares with `blocks`, `plain` and `naive`: leave out the others."
+            "--distill compares with `graphs`, `blocks`, `plain` and `naive`: leave out the others."
         )
     if plan.dtype == "float8":
         raise UserError("--distill trains, which float8 cannot: use bfloat16 or float32.")
@@ -50,7 +53,7 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     ]
     for name in plan.against:
         kind = NaiveDidiTask if name == "naive" else DidiTask
-        rows.append((name, kind, "blocks" if name == "blocks" else "off"))
+        rows.append((name, kind, OTHERWISE.get(name, "off")))
     cases = [
         distill_case(name, kind, network, plan.batch, length, world, bf16=bf16, compile=own)
         for name, kind, own in rows

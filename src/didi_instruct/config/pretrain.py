@@ -7,7 +7,7 @@ from typing import Literal
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
 from didi_instruct.errors import UserError
 
-Compile = Literal["auto", "on", "off", "blocks"]
+Compile = Literal["auto", "on", "off", "blocks", "graphs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,8 @@ class TrainConfig:
     """`auto`: bf16 autocast on a GPU, fp32 elsewhere."""
     compile: Compile = "auto"
     """torch.compile; `auto`: on a GPU only. `blocks`: there, and one block instead of all, which is
-    done sooner and runs some percent slower: for short runs."""
+    done sooner and runs some percent slower: for short runs. `graphs`: there, and a distillation on
+    one GPU launches a pass as a whole: for small batches, which launches would slow down."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """For several processes: replicate the model, or shard it (FSDP2)."""
     checkpoints: Literal["full", "sharded"] = "full"

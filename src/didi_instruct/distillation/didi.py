@@ -19,14 +19,14 @@ from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, Noise, References, Rollout, rollout
 from didi_instruct.distillation.task import CriticTask, Teacher, check_fit
+from didi_instruct.distillation.terms import terms
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
-from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import mask
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.process.weighting import beta_density, beta_times, omega
 from didi_instruct.sampling.chain import Purpose
-from didi_instruct.sampling.network import selected_logits
+from didi_instruct.sampling.network import logits_at
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
 
@@ -77,7 +77,7 @@ class DidiTask(CriticTask):
             )
         self.references = references or self.teacher_texts
 
-    def step(self, step: int) -> Tensors:
+    def iterate(self, step: int) -> Tensors:
         """One iteration of Algorithm 1."""
         didi = self.config.didi
         self.remember_entropy(step)
@@ -142,7 +142,7 @@ class DidiTask(CriticTask):
         shared = didi.group_size if didi.grouping == "state" else 1
         start, owner = self.starts(noise, prompts, shared)
         return rollout(
-            self.student_rows,
+            self.student_logits,
             self.schedule,
             start,
             owner,
@@ -314,10 +314,10 @@ class DidiTask(CriticTask):
 
     @torch.no_grad()
     def _teacher_law(self, jump: Jump, from_start: bool) -> Tensor:
-        """Teacher's log-probabilities at the masks of a jump's states; kept for all masks."""
+        """Teacher's logits at the masks of a jump's states; kept for all masks."""
         if from_start and self.starts.shared:
             return self.teacher_at_start()
-        return self.teacher(jump.z, jump.t, jump.z == self.mask_id)
+        return self.teacher_logits(jump.z, jump.t, jump.z == self.mask_id)
 
     def _unique(self, parts: Sequence[Compared]) -> Tensor:
         """Distinct 4-grams of what was written, one text for each prompt or z_τ."""
@@ -356,26 +356,29 @@ def score(
     """Score the tokens of x under the student, with gradient; each distinct state is read once.
 
     Returns for each text (B,): `log_prob` of its drawn tokens over all jumps; `kl` to the teacher's
-    `laws` (log-probabilities at the masks of each jump's states, or None), mean over masks, summed
-    over jumps; `entropy`, mean over masks and jumps.
+    `laws` (logits at the masks of each jump's states, or None), mean over masks, summed over jumps;
+    `entropy`, mean over masks and jumps.
     """
     texts = len(x)
     log_prob = torch.zeros(texts, dtype=torch.float64, device=x.device)
     total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
     for jump, law in zip(jumps, laws, strict=True):
         selected = jump.z == mask_id
-        logits = selected_logits(network, jump.z, schedule.sigma(jump.t), selected)
-        log_p = logits.float().log_softmax(-1)
-        drawn = log_p[jump.places(selected), x[jump.where]]
-        log_prob = log_prob.index_add(0, jump.where.nonzero()[:, 0], drawn.double())
-        total_entropy = total_entropy + _state_means(entropy(log_p), selected)[jump.owner]
-        if law is not None:
-            total_kl = total_kl + _state_means(divergence(kind, law, log_p), selected)[jump.owner]
+        place = selected.flatten().nonzero().squeeze(1)
+        logits = logits_at(network, jump.z, schedule.sigma(jump.t), place)
+        log_sum, own_entropy, distance = terms(logits, law, kind)
+        row = jump.places(selected)
+        drawn = logits[row, x[jump.drawn]].double() - log_sum[row].double()
+        log_prob = log_prob.index_add(0, jump.drawn[0], drawn)
+        state = place // x.shape[1]
+        total_entropy = total_entropy + _means(own_entropy, state, selected)[jump.owner]
+        if distance is not None:
+            total_kl = total_kl + _means(distance, state, selected)[jump.owner]
     return {"log_prob": log_prob, "kl": total_kl, "entropy": total_entropy / len(jumps)}
 
 
-def _state_means(values: Tensor, selected: Tensor) -> Tensor:
-    """Mean over the selected positions of each state: values (R,), selected (U, L) -> (U,)."""
+def _means(values: Tensor, state: Tensor, selected: Tensor) -> Tensor:
+    """Mean over the selected positions (U, L) of each state: values, state (R,) -> (U,)."""
     sums = torch.zeros(len(selected), dtype=torch.float64, device=values.device)
-    sums = sums.index_add(0, selected.nonzero()[:, 0], values.double())
+    sums = sums.index_add(0, state, values.double())
     return sums / selected.sum(1).clamp(min=1)

@@ -99,7 +99,7 @@ class DiMOTask(AuxiliaryTask):
         """Where the student's texts begin."""
         return Start(self.config.dimo.random, self.config.dimo.noise)
 
-    def step(self, step: int) -> Tensors:
+    def iterate(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
         settings = self.config.dimo
         self.remember_entropy(step)

@@ -57,7 +57,7 @@ class DuoTask(StudentTask):
         self.target = Host(target.requires_grad_(False), config.train, world)
         self.target_rows = rows_of(self.target, self.schedule)
 
-    def step(self, step: int) -> dict[str, Tensor]:
+    def iterate(self, step: int) -> dict[str, Tensor]:
         """One update from one batch of texts."""
         if step > 0 and step % self.config.duo.iterations == 0:
             self.begin_round()

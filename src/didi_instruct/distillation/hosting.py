@@ -45,7 +45,8 @@ class Host:
         self._processes = world.size
         fsdp = train.strategy == "fsdp" and world.size > 1
         if compiles(train, world.device):
-            compile_network(self.network, by_block=fsdp or train.compile == "blocks")
+            how = "on" if train.compile == "graphs" and world.size > 1 else train.compile
+            compile_network(self.network, how, sharded=fsdp)
         root: nn.Module = _Root(self.network)
         if fsdp or any(p.requires_grad for p in network.parameters()):
             root = parallelise(root, self.network.blocks, train.strategy, world, bf16=self.bf16)
@@ -87,5 +88,16 @@ def rows_of(host: Host, schedule: Schedule) -> Rows:
     @torch.no_grad()
     def rows(z: Tensor, t: Tensor, where: Tensor) -> Tensor:
         return host.run(law(schedule, z, t, where))["log_p"]
+
+    return rows
+
+
+def logits_of(host: Host, schedule: Schedule) -> Rows:
+    """The same without the sum over the vocabulary, for who normalises anyway."""
+
+    @torch.no_grad()
+    def rows(z: Tensor, t: Tensor, where: Tensor) -> Tensor:
+        sigma = schedule.sigma(t)
+        return host.run(lambda n: {"logits": selected_logits(n, z, sigma, where)})["logits"]
 
     return rows

@@ -106,7 +106,7 @@ class MixtureTask(DistillTask):
         super().__init__(config, teacher, student, world, data)
         self.references = references or self.teacher_texts
 
-    def step(self, step: int) -> dict[str, Tensor]:
+    def iterate(self, step: int) -> dict[str, Tensor]:
         """One update from one batch of texts."""
         parts = [self.part(step, indices) for indices in self.parts()]
         counts = torch.stack([part.revealed.sum() for part in parts]).sum().double()

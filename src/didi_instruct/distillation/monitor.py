@@ -13,20 +13,19 @@ def unique_ngrams(tokens: Tensor, visible: Tensor, n: int = 4) -> Tensor:
     """
     if tokens.shape[1] < n:
         return torch.ones((), dtype=torch.float64, device=tokens.device)
-    base = int(tokens.max()) + 1
     windows = tokens.shape[1] - n + 1
-    ids, whole = tokens[:, :windows], visible[:, :windows]
-    for k in range(1, n):
-        # Pairs (n-gram so far, next token) are numbered anew, so ids stay small and exact.
-        pairs = ids * base + tokens[:, k : k + windows]
-        ids = torch.unique(pairs, return_inverse=True)[1]
-        whole = whole & visible[:, k : k + windows]
-    kept = ids[whole]
-    return torch.tensor(
-        len(torch.unique(kept)) / len(kept) if len(kept) else 1.0,
-        dtype=torch.float64,
-        device=tokens.device,
-    )
+    columns = [tokens[:, k : k + windows].flatten() for k in range(n)]
+    whole = torch.stack([visible[:, k : k + windows] for k in range(n)]).all(0).flatten()
+    # Sorted by one column after the other, the last one first, equal n-grams are neighbours, and
+    # those that are not visible stand behind. A GPU is not waited for.
+    order = torch.arange(len(whole), device=tokens.device)
+    for column in (*reversed(columns), (~whole).byte()):
+        order = order[column[order].argsort(stable=True)]
+    kept = whole[order]
+    differs = torch.stack([column[order].diff() != 0 for column in columns]).any(0)
+    distinct = (differs & kept[1:]).sum() + kept[:1].sum()
+    total = kept.sum()
+    return torch.where(total > 0, distinct.double() / total.clamp(min=1), 1.0)
 
 
 class RunningMean:

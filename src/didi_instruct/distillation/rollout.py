@@ -11,6 +11,7 @@ in drawing and in scoring, gradient included; the result is that of reading ever
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from didi_instruct.config.model import Order
 from didi_instruct.process.masking import revealed_shares
 from didi_instruct.process.orders import numbers, stream_times
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.categorical import draw, restrict
-from didi_instruct.sampling.chain import PART_ELEMENTS, Purpose
+from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.noise import uniforms
 
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V)."""
+"""A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V).
+
+What is only drawn from need not be normalised."""
 
 References = Callable[[int, int], Tensor]
 """Texts start .. start + count - 1 of an endless stream: (count, L)."""
@@ -47,7 +50,7 @@ class Noise:
         return Noise(self.seed, self.indices[::size] // size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Jump:
     """Tokens that are drawn at once: where, and from which states."""
 
@@ -60,7 +63,13 @@ class Jump:
     where: Tensor
     """(B, L) positions drawn."""
 
-    @property
+    @cached_property
+    def drawn(self) -> tuple[Tensor, Tensor]:
+        """Text and position of each drawn token, (R,) both; to count them a GPU is waited for."""
+        text, position = self.where.nonzero(as_tuple=True)
+        return text, position
+
+    @cached_property
     def needed(self) -> Tensor:
         """(U, L) positions of the states that some text draws."""
         count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.z.device)
@@ -69,7 +78,7 @@ class Jump:
     def places(self, selected: Tensor) -> Tensor:
         """Where each drawn token's law is among the rows that `selected` (U, L) picks: (R,)."""
         row = (selected.flatten().cumsum(0) - 1).view_as(selected)
-        text, position = self.where.nonzero(as_tuple=True)
+        text, position = self.drawn
         return row[self.owner[text], position]
 
 
@@ -96,8 +105,12 @@ def draw_jump(rows: Rows, jump: Jump, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """
     needed = jump.needed
     active = needed.any(1)
-    active[0] |= ~active.any()
-    laws = rows(jump.z[active], jump.t[active], needed[active])
+    if bool(active.all()):
+        laws = rows(jump.z, jump.t, needed)
+    else:
+        active[0] |= ~active.any()
+        which = active.nonzero().squeeze(1)
+        laws = rows(jump.z[which], jump.t[which], needed[which])
     return draw_from(laws, jump, needed, numbers)
 
 
@@ -105,16 +118,9 @@ def draw_jump(rows: Rows, jump: Jump, numbers: Tensor) -> tuple[Tensor, Tensor]:
 def draw_from(laws: Tensor, jump: Jump, selected: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Draw the tokens of a jump from laws (R', V) of the positions `selected` (U, L) of its states.
 
-    Float64 laws of all drawn tokens at once may not fit into memory, so they are made in pieces.
+    A law is read once, however many texts draw from it.
     """
-    size = max(1, PART_ELEMENTS // laws.shape[1])
-    pieces = torch.split(jump.places(selected), size), torch.split(numbers[jump.where], size)
-    tokens, log_ps = [], []
-    for place, number in zip(*pieces, strict=True):
-        log_p = restrict(laws[place])
-        tokens.append(draw(log_p, number) if len(place) else place)
-        log_ps.append(log_p.gather(-1, tokens[-1][:, None]).squeeze(-1))
-    return torch.cat(tokens), torch.cat(log_ps)
+    return draw_compiled(laws, numbers[jump.drawn], jump.places(selected))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,7 @@ def walk(
             jump = Jump(z, times[:, k], torch.arange(len(z), device=z.device), where)
         token, log_p = draw_jump(rows, jump, noise.uniforms(z.shape[1], Purpose.TOKEN, k))
         z = z.masked_scatter(where, token)
-        log_prob.index_add_(0, where.nonzero()[:, 0], log_p)
+        log_prob.index_add_(0, jump.drawn[0], log_p)
         jumps.append(jump)
     return Walk(z, tuple(jumps), log_prob)
 
@@ -219,7 +225,7 @@ def rollout(
     numbers = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
     token, log_p = draw_jump(rows, last, numbers)
     x = last.z[last.owner].masked_scatter(last.where, token)
-    log_prob = log_prob.index_add(0, last.where.nonzero()[:, 0], log_p)
+    log_prob = log_prob.index_add(0, last.drawn[0], log_p)
     return Rollout(x, (*before, last), log_prob, written)
 
 

@@ -117,6 +117,8 @@ def distance(kind: str, log_target: Tensor, log_student: Tensor) -> Tensor:
 class SDTTTask(DistillTask):
     """A student that learns two steps of its teacher, then of itself."""
 
+    pads = False  # one of its distances is a mean over the vocabulary
+
     def __init__(
         self,
         config: DistillConfig,
@@ -147,7 +149,7 @@ class SDTTTask(DistillTask):
         """Length of the teacher's steps."""
         return float(2 ** self.round(step) / self.config.sdtt.steps)
 
-    def step(self, step: int) -> dict[str, Tensor]:
+    def iterate(self, step: int) -> dict[str, Tensor]:
         """One update from one batch of texts; a round begins with a new teacher."""
         if step and step % self.config.sdtt.iterations == 0:
             self._promote()

@@ -16,22 +16,25 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation.hosting import Host, rows_of
+from didi_instruct.distillation.hosting import Host, logits_of, rows_of
 from didi_instruct.distillation.monitor import RunningMean, Totals
 from didi_instruct.distillation.rollout import Noise, Rows, walk
 from didi_instruct.distillation.starts import Starts
+from didi_instruct.distillation.terms import terms
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT, Trunk
-from didi_instruct.process.divergences import kl
+from didi_instruct.models.fused import fusing
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.seeding import mix
 from didi_instruct.training.optim import Updater, learning_rate
-from didi_instruct.training.pretrain import CPU_TOKENS
+from didi_instruct.training.pretrain import CPU_TOKENS, compiles
 from didi_instruct.training.world import World
 
 ENOUGH_TEXTS = 256
 """Texts behind an average by which a collapse is told."""
+ALIGN = 64
+"""Columns of a matrix that a GPU multiplies fast: a multiple of it."""
 BEFORE = 1_000_000
 """Turn of the first of the batches that are drawn before anything is learnt."""
 
@@ -96,6 +99,9 @@ class StudentTask(ABC):
 
     rates: str = "optim.lr"
     """The settings that are learning rates, in words."""
+    pads: bool = True
+    """Whether laws on a GPU may have more columns than there are tokens, of probability 0, which it
+    multiplies faster: not where a loss counts columns."""
 
     def __init__(
         self,
@@ -107,6 +113,8 @@ class StudentTask(ABC):
     ) -> None:
         self.config, self.world, self.data, self.tokenizer = config, world, data, teacher.tokenizer
         self.model_config = student.config
+        pads = self.pads and teacher.rows is None and world.device.type == "cuda"
+        student.align = teacher.network.align = ALIGN if pads else 1
         self.schedule = make_schedule(student.config.schedule)
         rows = None if data is None else data.length
         check_fit(config, teacher.network.config, rows=rows, processes=world.size)
@@ -116,7 +124,9 @@ class StudentTask(ABC):
         self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
         schedule = make_schedule(teacher.network.config.schedule)
         self.teacher = teacher.rows or rows_of(self.teacher_host, schedule)
+        self.teacher_logits = teacher.rows or logits_of(self.teacher_host, schedule)
         self.student_rows = rows_of(self.student, self.schedule)
+        self.student_logits = logits_of(self.student, self.schedule)
         self.updater = Updater(student, config.optim, train.steps - config.warmup, train.ema)
         # Moments exist from the start: a checkpoint may come before a network's first update.
         self.updater.prepare_to_load()
@@ -128,9 +138,18 @@ class StudentTask(ABC):
         0 where nothing is drawn."""
         self._teacher_id = teacher.fingerprint
 
-    @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
         """Update the networks once."""
+        compiled = compiles(self.config.train, self.world.device)
+        if compiled and self.config.train.compile == "graphs":
+            # Passes of the iteration before are no longer needed: their memory may be written.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        with fusing(compiled):
+            return self.iterate(step)
+
+    @abstractmethod
+    def iterate(self, step: int) -> dict[str, Tensor]:
+        """What an update consists of."""
 
     def learns(self, step: int) -> bool:
         """Whether the student's turn has come."""
@@ -161,7 +180,7 @@ class StudentTask(ABC):
 
     def number(self, value: float) -> Tensor:
         """A plain number among those of an iteration."""
-        return torch.tensor(value, dtype=torch.float64, device=self.world.device)
+        return torch.full((), value, dtype=torch.float64, device=self.world.device)
 
     # What the loop asks for
 
@@ -273,7 +292,7 @@ class DistillTask(StudentTask):
         steps = self.config.reference.steps
         times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
         return walk(
-            self.teacher,
+            self.teacher_logits,
             self.schedule,
             begin,
             owner,
@@ -285,15 +304,17 @@ class DistillTask(StudentTask):
     # The teacher where texts start: the one state that all share, or windows that stand for all
 
     def teacher_at_start(self) -> Tensor:
-        """Log-probabilities (R, V) of the teacher where all is masked: a constant of the run."""
+        """Logits (R, V) of the teacher where all is masked: a constant of the run."""
         if self._teacher_at_start is None:
-            self._teacher_at_start = self._at_start(self.teacher)
+            self._teacher_at_start = self._at_start(self.teacher_logits)
         return self._teacher_at_start
 
     @torch.no_grad()
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
-        return kl(self.teacher_at_start(), self._at_start(self.student_rows)).mean()
+        distance = terms(self._at_start(self.student_logits), self.teacher_at_start())[2]
+        assert distance is not None
+        return distance.mean()
 
     def _at_start(self, rows: Rows) -> Tensor:
         start = self.starts.watched(self.world.device)
@@ -323,6 +344,8 @@ class CriticTask(DistillTask):
                 f"The student has {student.config.masks} masks, which {config.method} does not "
                 "know: use method=mixture, or another student."
             )
+        if isinstance(critic, DiT):
+            critic.align = student.align
         self.critic = Host(critic, config.train, world)
         optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
         self.critic_updater = Updater(critic, optim, config.train.steps, ema=0.0)

@@ -135,7 +135,7 @@ class TokenMatchingTask(AuxiliaryTask):
 
     rates = "optim.lr or token_matching.aux_lr"
 
-    def step(self, step: int) -> Tensors:
+    def iterate(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
         settings = self.config.token_matching
         self.remember_entropy(step)
@@ -243,7 +243,7 @@ class TokenMatchingTask(AuxiliaryTask):
         """Walk to the states and draw the next step, with the student's law kept for learning."""
         size = self.config.token_matching.contexts
         z = walk(
-            self.student_rows,
+            self.student_logits,
             self.schedule,
             plan.start,
             plan.owner,

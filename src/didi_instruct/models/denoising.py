@@ -28,7 +28,11 @@ class Denoising(Protocol):
         """Return the last state (B, L, d); attention_mask (B, L) is True where attended."""
 
     def head(
-        self, hidden: Tensor, c: Tensor | None = None, num: int | None = None, align: int = 1
+        self,
+        hidden: Tensor,
+        c: Tensor | None = None,
+        num: int | None = None,
+        align: int | None = None,
     ) -> Tensor:
         """Map states (..., d) to logits of the first `num` ids; `align` may pad the columns."""
 

@@ -111,9 +111,9 @@ class Trunk(nn.Module):
             x = block(x, cos, sin, c, mask)
         return x
 
-    def compile_trunk(self) -> None:
+    def compile_trunk(self, *, graphs: bool = False) -> None:
         """Compile the blocks as one graph, for this instance and for good."""
-        self._run = compiled(self._run)  # type: ignore[method-assign]
+        self._run = compiled(self._run, graphs=graphs)  # type: ignore[method-assign]
 
     @property
     def is_folded(self) -> bool:
@@ -192,12 +192,19 @@ class Trunk(nn.Module):
 class DiT(Trunk):
     """Denoiser: tokens and σ = −log α_t to logits of the clean tokens."""
 
+    align: int = 1
+    """What the number of the head's columns is a multiple of, unless it is told otherwise."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.output_layer = OutputLayer(config.hidden, config.vocab_size, config.cond_dim)
 
     def head(
-        self, hidden: Tensor, c: Tensor | None = None, num: int | None = None, align: int = 1
+        self,
+        hidden: Tensor,
+        c: Tensor | None = None,
+        num: int | None = None,
+        align: int | None = None,
     ) -> Tensor:
         """Map trunk states (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
 
@@ -207,7 +214,7 @@ class DiT(Trunk):
         where texts have windows of their own, and so never predicted.
         """
         c = self.condition() if c is None else c
-        never = self.config.end_id
+        never, align = self.config.end_id, align or self.align
         logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num, align, never)
         return logits
 
@@ -221,4 +228,4 @@ class DiT(Trunk):
         """Return logits (B, L, num_tokens) over the real tokens; arguments as in `trunk`."""
         c = self.condition(sigma)
         hidden = self._run(tokens, c, attention_mask, embeddings)
-        return self.head(hidden, c, self.config.num_tokens)
+        return self.head(hidden, c, self.config.num_tokens, align=1)

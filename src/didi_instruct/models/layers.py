@@ -294,8 +294,8 @@ class OutputLayer(Modulated):
         """Map hidden (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
 
         c is (1, cond_dim), or has one row per leading index of hidden. The columns are padded to a
-        multiple of `align` with logits of -inf: GPUs multiply matrices of odd width slowly. The id
-        `never` has a logit so low that its probability is 0, and yet no number, as -inf is.
+        multiple of `align`: GPUs multiply matrices of odd width slowly. Those, and the id `never`,
+        have a logit so low that its probability is 0, and yet a number, as -inf is not.
         """
         affine: tuple[Tensor, ...] = ()
         if c is not None:
@@ -305,8 +305,8 @@ class OutputLayer(Modulated):
         x = self.norm_final(hidden, *affine)
         weight, bias = self.linear.weight[:num], self.linear.bias[:num]
         if never is not None:
-            bias = bias.index_fill(0, torch.tensor(never, device=bias.device), NEVER)
+            bias = bias.index_fill(0, torch.full((), never, device=bias.device), NEVER)
         if extra := -len(weight) % align:
             weight = F.pad(weight, (0, 0, 0, extra))
-            bias = F.pad(bias, (0, extra), value=-torch.inf)
+            bias = F.pad(bias, (0, extra), value=NEVER)
         return F.linear(x.to(weight.dtype), weight, bias)

@@ -59,7 +59,11 @@ class MaskedLM(nn.Module):
         return states[:, first : first + tokens.shape[1]]
 
     def head(
-        self, hidden: Tensor, c: Tensor | None = None, num: int | None = None, align: int = 1
+        self,
+        hidden: Tensor,
+        c: Tensor | None = None,
+        num: int | None = None,
+        align: int | None = None,
     ) -> Tensor:
         """Map states (..., d) to logits (..., num) of the real tokens.
 

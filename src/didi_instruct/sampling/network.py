@@ -8,6 +8,7 @@ from torch import Tensor
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.fused import fusing
 from didi_instruct.models.graphs import Chosen, GraphedDiT, in_a_line, say_once
 from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.precision import upcast
@@ -26,7 +27,7 @@ class NetworkDenoiser:
         self, network: Denoising, schedule: Schedule, graphs: GraphedDiT | None = None
     ) -> None:
         self.network, self.schedule, self.graphs = network, schedule, graphs
-        self.draw = None if graphs is None else draw_compiled
+        self.draw = None if graphs is None else _draw
         self.at = None if graphs is None else self._at
         self.draw_at = None if graphs is None or graphs.draw is None else self._draw_at
 
@@ -63,6 +64,12 @@ class NetworkDenoiser:
         """(B,); what nobody reads is not computed."""
         times = torch.full((len(z),), t, device=z.device)
         return self.schedule.sigma(times) if self.network.config.time_conditioning else times
+
+
+def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws of a network that is compiled itself."""
+    with fusing(True):
+        return draw_compiled(logits, uniforms)
 
 
 class InferenceDenoiser:
@@ -139,12 +146,23 @@ def selected_logits(
 ) -> Tensor:
     """Logits (R, V) of the positions that `where` (B, L) selects, in order.
 
-    The output layer runs on those alone. Shapes: tokens (B, L), sigma (B,), attended as `where`.
+    Shapes: tokens (B, L), sigma (B,), attended as `where`.
     """
-    hidden = network.trunk(tokens, sigma, attended)[where]
+    return logits_at(network, tokens, sigma, where.flatten().nonzero().squeeze(1), attended)
+
+
+def logits_at(
+    network: Denoising, tokens: Tensor, sigma: Tensor, place: Tensor, attended: Tensor | None = None
+) -> Tensor:
+    """Logits (R, V) at positions by their numbers `place` (R,) in (B * L).
+
+    The output layer runs on those alone. There may be more than V columns (`DiT.align`), of
+    probability 0.
+    """
+    hidden = network.trunk(tokens, sigma, attended).flatten(0, 1)[place]
     condition = network.condition(sigma)
     if condition.shape[0] > 1:
-        condition = condition[where.nonzero()[:, 0]]
+        condition = condition[place // tokens.shape[1]]
     return network.head(hidden, condition, network.config.num_tokens)
 
 

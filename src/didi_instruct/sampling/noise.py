@@ -4,8 +4,12 @@ Uniform i of a stream of sample k is a hash of (seed, k, stream, i), so a sample
 in whatever batch, order or device it is drawn. The hash is the finaliser of SplitMix64.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from didi_instruct.models.fused import Fused, fuses
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -20,14 +24,29 @@ def uniforms(seed: int, samples: Tensor, stream: tuple[int | Tensor, ...], count
 
     Shapes: samples (B,) int64, the index of each sample -> (B, count), or (N, B, count).
     """
-    device = samples.device
-    key = _hash(_signed(_hash_number(seed)) + _GOLDEN * (samples + 1))
-    for number in stream:
-        turn = _GOLDEN * (number + 1)
-        key = _hash(key + (turn if isinstance(turn, Tensor) else _signed(turn)))
-    position = torch.arange(1, count + 1, device=device)
+    position = torch.arange(1, count + 1, device=samples.device)
+    first, turns = _signed(_hash_number(seed)), [_GOLDEN * (number + 1) for number in stream]
+    numbers = [turn if isinstance(turn, Tensor) else _signed(turn) for turn in turns]
+    if fuses(samples) and not any(isinstance(number, Tensor) for number in numbers):
+        # Numbers in a tensor, for which nothing is compiled anew; pinned, nobody waits for them.
+        sent = torch.tensor([first, *numbers]).pin_memory().to(samples.device, non_blocking=True)
+        return _fused(samples, sent, position)
+    return _uniforms(samples, [first, *numbers], position)
+
+
+def _uniforms(samples: Tensor, numbers: Sequence[int | Tensor], position: Tensor) -> Tensor:
+    key = _hash(numbers[0] + _GOLDEN * (samples + 1))
+    for number in numbers[1:]:
+        key = _hash(key + number)
     bits = _hash(key[..., None] + _GOLDEN * position)
     return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _uniforms_of(samples: Tensor, numbers: Tensor, position: Tensor) -> Tensor:
+    return _uniforms(samples, numbers.unbind(), position)
+
+
+_fused: Fused[[Tensor, Tensor, Tensor], Tensor] = Fused(_uniforms_of, "Noise")
 
 
 def _hash(x: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
 
 def compiles(config: TrainConfig, device: torch.device) -> bool:
     """Whether networks are compiled."""
-    on_gpu = config.compile in ("auto", "blocks") and device.type == "cuda"
-    return config.compile == "on" or on_gpu
+    return config.compile == "on" or (config.compile != "off" and device.type == "cuda")
 
 
 class PretrainTask:
@@ -65,7 +64,8 @@ class PretrainTask:
         self.objective = make_objective(model_config)
         fsdp = config.train.strategy == "fsdp" and world.size > 1
         if compiles(config.train, world.device):
-            compile_network(self.model, by_block=fsdp or config.train.compile == "blocks")
+            how = "on" if config.train.compile == "graphs" else config.train.compile
+            compile_network(self.model, how, sharded=fsdp)
             self.objective.compile()
         module = LossModule(self.model, self.objective)
         self.module = parallelise(

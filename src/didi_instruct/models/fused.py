@@ -1,0 +1,72 @@
+"""Functions that a GPU does better as one kernel: compiled there, plain elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from didi_instruct.models.compiling import compiled
+from didi_instruct.models.graphs import in_a_line, say_once
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+_allowed: ContextVar[bool] = ContextVar("didi_fusing", default=False)
+
+
+@contextmanager
+def fusing(allowed: bool) -> Iterator[None]:
+    """Within, functions are compiled if that is `allowed`; elsewhere nothing is."""
+    token = _allowed.set(allowed)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def fuses(tensor: Tensor) -> bool:
+    """Whether a function of a tensor would be compiled."""
+    return tensor.is_cuda and _allowed.get()
+
+
+class Fused(Generic[Given, Result]):
+    """A function of tensors with rows, any number of them, compiled once where torch can.
+
+    That is on a GPU, within `fusing`. Elsewhere `plain` runs, by default the function as it is
+    written; so it does for fewer than two rows, which would be compiled anew, and where torch
+    fails, of which the user is told once.
+    """
+
+    def __init__(
+        self,
+        function: Callable[Given, Result],
+        what: str,
+        plain: Callable[Given, Result] | None = None,
+    ) -> None:
+        self.function, self.what, self.plain = function, what, plain or function
+        self._compiled: Any = None
+        self._refused = False
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Call it."""
+        tensors = [a for a in args if isinstance(a, Tensor) and a.ndim]
+        fits = all(len(t) > 1 and fuses(t) for t in tensors)
+        if self._refused or not fits:
+            return self.plain(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = compiled(self.function)
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        try:
+            result: Result = self._compiled(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler raises
+            self._refused, reason = True, in_a_line(error)
+            say_once(f"{self.what} cannot be compiled here, so it runs slower: {reason}")
+            return self.plain(*args, **kwargs)
+        return result
