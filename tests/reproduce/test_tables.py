@@ -49,8 +49,10 @@ def test_three_seeds_have_their_range():
         for seed, ppl in enumerate((10.0, 14.0, 12.0))
     ]
     cell = over_seeds(rows, "ppl")
-    assert (cell.mean, cell.low, cell.high, cell.seeds) == (12.0, 10.0, 14.0, 3)
-    assert show(cell, PPL) == "12 ± 2"
+    assert cell.mean == pytest.approx(1680 ** (1 / 3)), "of perplexities, by their logarithms"
+    assert (cell.low, cell.high, cell.seeds) == (10.0, 14.0, 3)
+    assert show(cell, PPL) == "11.89 ± 2"
+    assert over_seeds(rows, "seed").mean == 1.0
     assert "half the range over 3 seeds, which is no" in to_markdown(
         Table(title="t", rows=rows), EDITION
     )
@@ -63,12 +65,15 @@ def test_two_seeds_keep_the_intervals_of_their_samples():
         row("a", 8, 14.0, seed=1, ppl_ci95=[12.0, 15.0], role="teacher"),
     ]
     cell = over_seeds(rows, "ppl")
-    assert (cell.mean, cell.low, cell.high, cell.seeds) == (12.0, 7.0, 15.0, 2)
+    assert cell.mean == pytest.approx(140**0.5)
+    assert (cell.low, cell.high, cell.seeds) == (7.0, 15.0, 2)
     text = to_markdown(Table(title="t", rows=rows), EDITION)
     assert "both seeds' 95% intervals" in text
     assert "Seeds of a teacher's or an AR row are draws alone." in text
     bare = over_seeds([row("a", 8, 10.0), row("a", 8, 14.0, seed=1)], "ppl")
     assert (bare.low, bare.high) == (10.0, 14.0), "without intervals there is the range"
+    apart = over_seeds([row("a", 8, 40.0), row("a", 8, 2500.0, seed=1)], "ppl")
+    assert show(apart, PPL) == "316.2 [40, 2500]", "half of it would be more than the number"
     same = over_seeds([row("a", 8, 1.0, passes=4.0), row("a", 8, 1.0, passes=4.0)], "passes")
     assert show(same, PPL) == "4"
 

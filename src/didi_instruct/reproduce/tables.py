@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
@@ -19,6 +20,8 @@ Row = dict[str, Any]
 NOTHING = "–"
 ENOUGH_SEEDS = 3
 """Seeds whose range says something."""
+GEOMETRIC = ("ppl",)
+"""Averaged over seeds by its logarithm: one that diverged says nothing of the others."""
 TRAINED_ONCE = ("teacher", "ar", "duo-teacher", "teacher-large")
 """Roles whose seeds differ in what is drawn, not in what was trained."""
 ALWAYS = ("seed", "num_samples")
@@ -91,7 +94,7 @@ def cells(rows: Sequence[Row], labels: Sequence[str], across: str | None) -> dic
 
 
 def over_seeds(rows: Sequence[Row], column: str) -> Cell:
-    """Mean over seeds; ends are the smallest and largest of three seeds or more.
+    """Mean over seeds, of perplexities the geometric one; ends are those of three seeds or more.
 
     The range of two seeds holds the truth half of the time: of two or one, the ends are those of
     the samples' 95% intervals, from the lowest to the highest, where every seed has one.
@@ -100,7 +103,9 @@ def over_seeds(rows: Sequence[Row], column: str) -> Cell:
     values = [row[column] for row in known]
     if not values:
         return Cell(None)
-    mean, ends = sum(values) / len(values), [row.get(f"{column}_ci95") for row in known]
+    geometric = column in GEOMETRIC and len(values) > 1 and min(values) > 0
+    mean = fmean(values) if not geometric else geometric_mean(values)
+    ends = [row.get(f"{column}_ci95") for row in known]
     if len(values) < ENOUGH_SEEDS and all(ends):
         lows, highs = zip(*ends, strict=True)
         return Cell(mean, min(lows), max(highs), len(values))
@@ -161,16 +166,19 @@ def _numbers(
 
 
 def show(cell: Cell, shown: Shown) -> str:
-    """A number, with half of the way between its ends."""
+    """A number, with half of the way between its ends; the ends themselves where they lie far."""
     if cell.mean is None:
         return NOTHING
     large = abs(cell.mean) >= 1000 and shown.form.endswith("g")  # no powers of ten
-    text = f"{cell.mean:{',.0f' if large else shown.form}}"
+    form = ",.0f" if large else shown.form
+    text = f"{cell.mean:{form}}"
     if cell.low is None or cell.high is None:
         return text
     half = (cell.high - cell.low) / 2
     if half == 0:
         return text
+    if half > abs(cell.mean) / 2 and shown.column in GEOMETRIC:
+        return f"{text} [{cell.low:{form}}, {cell.high:{form}}]"
     digits = ".0%" if shown.form.endswith("%") else ",.0f" if half >= 10 else ".2g"
     return f"{text} ± {half:{digits}}"
 
@@ -253,6 +261,8 @@ def _how_to_read(table: Table, edition: Edition) -> str:
         row.get(f"{one.column}_ci95") for row in table.rows for one in table.shown
     )
     theirs = "; the paper gives none" if table.paper else ""
+    if len(seeds) > 1 and any(one.column in GEOMETRIC for one in table.shown):
+        text += "; perplexities are geometric means, [ ] are both ends where they lie far apart"
     return f"{text}." + (f" ± is {_spread(len(seeds))}{theirs}.{_draws(table)}" if has_ends else "")
 
 
