@@ -2,6 +2,9 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from didi_instruct.reproduce import grid as grids
 from didi_instruct.reproduce.grid import Grid
@@ -43,9 +46,15 @@ def test_each_process_sees_one_gpu_and_a_failure_is_told(tmp_path: Path, monkeyp
     assert [(s.job.name, s.note) for s in grid.failures] == [("bad", "ValueError: no luck")]
 
 
-def test_jobs_share_a_gpu_but_not_one_that_is_timed(monkeypatch, tmp_path: Path):
-    """On a stage that starts and ends what it is told: three at once, the timed one alone."""
+@pytest.fixture
+def stage(monkeypatch):
+    """Processes that start and end what they are told, the first first.
+
+    `history` has who ran at once, `errors` how jobs by their names end, one error after the other.
+    """
     history: list[tuple[str, ...]] = []
+    errors: dict[str, list[str]] = {}
+    lost: set[str] = set()
 
     class Stage:
         def __init__(self, gpus, out):
@@ -59,9 +68,10 @@ def test_jobs_share_a_gpu_but_not_one_that_is_timed(monkeypatch, tmp_path: Path)
             history.append(tuple(sorted(j.name for j in self.running.values())))
 
         def ended(self):
-            key = next(iter(self.running))
-            del self.running[key]
-            yield key, ""
+            job = self.running.pop(next(iter(self.running)))
+            error = errors[job.name].pop(0) if errors.get(job.name) else ""
+            (lost.add if error else lost.discard)(job.key)
+            yield job.key, error
 
         def __enter__(self):
             return self
@@ -69,21 +79,55 @@ def test_jobs_share_a_gpu_but_not_one_that_is_timed(monkeypatch, tmp_path: Path)
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(grids, "Processes", Stage)
-    monkeypatch.setattr(grids, "PAUSE", 0.0)
-
-    def run(gpus):
+    def run(jobs, gpus, out):
         history.clear()
         monkeypatch.setattr(grids, "finished", lambda job, out: None)
-        grid = Grid(jobs, tmp_path)
-        monkeypatch.setattr(grids, "finished", lambda job, out: Done(tmp_path, 1.0, None))
+        grid = Grid(jobs, out)
+        done = Done(out, 1.0, None)
+        monkeypatch.setattr(grids, "finished", lambda job, out: None if job.key in lost else done)
         grid.run(gpus)
-        assert [s.state for s in grid.standings] == ["done"] * 5
-        return history
+        return grid
 
+    monkeypatch.setattr(grids, "Processes", Stage)
+    monkeypatch.setattr(grids, "PAUSE", 0.0)
+    return SimpleNamespace(history=history, errors=errors, run=run)
+
+
+def test_jobs_share_a_gpu_but_not_one_that_is_timed(stage, tmp_path: Path):
+    """Three at once, the timed one alone."""
     jobs = [Job(name=name, does="m:f", options={"n": name}, timed=name == "c") for name in "abcd"]
     jobs.append(Job(name="e", does="pretrain", recipe="oracle-teacher"))
-    assert run(["0"] * 3) == [("a",), ("a", "b"), ("a", "b", "d"), ("b", "d", "e"), ("c",)]
-    assert ("a", "b", "c") in run(["0", "1", "2"])
+    grid = stage.run(jobs, ["0"] * 3, tmp_path)
+    assert [s.state for s in grid.standings] == ["done"] * 5
+    assert stage.history == [("a",), ("a", "b"), ("a", "b", "d"), ("b", "d", "e"), ("c",)]
+    stage.run(jobs, ["0", "1", "2"], tmp_path)
+    assert ("a", "b", "c") in stage.history
     assert (folder_of(jobs[-1], tmp_path) / SHARED).exists()
     assert not (folder_of(jobs[0], tmp_path) / SHARED).exists()
+
+
+FULL = [
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 128.00 MiB.",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_job_without_memory_is_tried_again_alone(stage, error, tmp_path: Path):
+    jobs = [Job(name=name, does="m:f", options={"n": name}) for name in "abc"]
+    stage.errors["a"] = [error]
+    grid = stage.run(jobs, ["0"] * 2, tmp_path)
+    assert [s.state for s in grid.standings] == ["done"] * 3
+    assert stage.history == [("a",), ("a", "b"), ("b", "c"), ("a",)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "errors"),
+    [(["0", "0"], FULL), (["0", "1"], FULL[:1]), (["0", "0"], ["ValueError: no luck"])],
+)
+def test_a_job_that_has_failed_alone_has_failed(stage, gpus, errors, tmp_path: Path):
+    """So has one on a GPU of its own, and one that fails for another reason."""
+    jobs = [Job(name=name, does="m:f", options={"n": name}) for name in "ab"]
+    stage.errors["a"] = list(errors)
+    grid = stage.run(jobs, gpus, tmp_path)
+    assert [(s.job.name, s.note) for s in grid.failures] == [("a", errors[-1])]

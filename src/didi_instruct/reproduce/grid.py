@@ -2,7 +2,8 @@
 
 A job whose result is on disk is read. A training run that was stopped goes on from its last
 checkpoint. With several GPUs each has a process of its own, which runs one job after the other; a
-GPU that is named several times has several, for jobs that leave it idle most of the time.
+GPU that is named several times has several, for jobs that leave it idle most of the time. One that
+finds no memory beside the others is tried again when it has the GPU for itself.
 """
 
 import time
@@ -18,6 +19,8 @@ from didi_instruct.reproduce.running import Done, StoppedError, finished, folder
 
 State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
 """`kept`: done before. `blocked`: something it needs has failed."""
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")
+"""What CUDA and its libraries say, each in its own way."""
 PAUSE = 0.2
 """Seconds between two looks at the processes."""
 
@@ -34,6 +37,13 @@ class Standing:
     result: Any = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Of the process that made the result."""
+    crowded: bool = False
+    """It found no memory beside others."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run on its GPU meanwhile."""
+        return self.job.timed or self.crowded
 
     def take(self, done: Done) -> None:
         """Note what a finished job found."""
@@ -111,7 +121,7 @@ class Grid:
                     standing = next(s for s in self.standings if s.job.key == key)
                     done = finished(standing.job, self.out)
                     if done is None:
-                        self._change(standing, "failed", error or "its process ended early")
+                        self._failed(standing, error or "its process ended early", shared)
                         continue
                     standing.take(done)
                     self._change(standing, "done")
@@ -120,11 +130,11 @@ class Grid:
     def _next(self, shared: bool = False) -> Standing | None:
         """The first job that can run now; those that never can are marked on the way.
 
-        Where jobs share a GPU, one that is timed runs while no other does.
+        Where jobs share a GPU, one that has to be alone runs while no other does.
         """
         states = {s.job.key: s for s in self.standings}
         running = [s for s in self.standings if s.state == "running"] if shared else []
-        if any(s.job.timed for s in running):
+        if any(s.alone for s in running):
             return None
         for standing in self.standings:
             if standing.state != "waiting":
@@ -134,13 +144,21 @@ class Grid:
             if lost:
                 self._change(standing, "blocked", f"needs {', '.join(lost)}")
             elif all(need.state in ("done", "kept") for need in needs):
-                if not (running and standing.job.timed):
+                if not (running and standing.alone):
                     return standing
                 standing.note = "waits for the GPU to be its own"
             else:
                 open_ones = [n.job.name for n in needs if n.state not in ("done", "kept")]
                 standing.note = f"waits for {', '.join(dict.fromkeys(open_ones))}"
         return None
+
+    def _failed(self, standing: Standing, error: str, shared: bool) -> None:
+        """Note why a job failed; if others may have taken its memory, let it wait for its turn."""
+        if shared and not standing.alone and any(word in error for word in NO_MEMORY):
+            standing.crowded = True
+            self._change(standing, "waiting", "found no memory beside others")
+        else:
+            self._change(standing, "failed", error)
 
     def _change(self, standing: Standing, state: State, note: str = "") -> None:
         standing.state, standing.note = state, note
