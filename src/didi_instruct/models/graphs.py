@@ -7,7 +7,9 @@ rounding: every row is computed from itself alone, whatever stands beside it.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
-from didi_instruct.models.layers import NEVER, Affine, Block, take
-from didi_instruct.models.precision import reads, upcast
+from didi_instruct.models.halves import begin, finish
+from didi_instruct.models.layers import NEVER
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
@@ -82,8 +84,35 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Non
         torch.cuda.synchronize()
 
 
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let a capture take the working memory of cuBLAS from the pool of its graph.
+
+    Torch keeps such memory for each stream, outside of any pool, and a graph remembers where it
+    lay. Whoever clears it, as `reduce-overhead` does at every capture, and newer versions of torch
+    where a graph of the same stream is deleted (pytorch issue 193402), would leave graphs behind
+    that write to memory of others, or to none.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def loaded_code() -> tuple[Any, ...]:
+    """What inductor has loaded so far; kernels are unloaded with the last reference to it."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    return tuple(getattr(getattr(codecache, "PyCodeCache", None), "modules", ()))
+
+
 class Captured:
-    """A warm function as one CUDA graph; inputs may have fewer rows than the graph's buffers."""
+    """A warm function as one CUDA graph; inputs may have fewer rows than the graph's buffers.
+
+    It owns what it replays but the tensors that the function closes over: buffers, result, memory
+    between them (the graph's pool), the kernels' code. So nothing that others do with compiled
+    code or caches of memory reaches it.
+    """
 
     is_compiled = False
 
@@ -99,11 +128,13 @@ class Captured:
             )
             # Whatever fails, the stream is the old one again; to compile would spoil the capture.
             with (
+                own_workspaces(),
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.compiler.set_stance("fail_on_recompile"),
                 recording,
             ):
                 self.output = function(*buffers)
+        self.code = loaded_code()
         self.pool = self.graph.pool()
         """Memory that other graphs may share, if none runs while the result of another counts."""
 
@@ -121,12 +152,14 @@ def capture(
     pool: Any = None,
     *,
     dynamic: Sequence[int | None] = (),
+    faster: Callable[[], Callable[..., Tensor]] | None = None,
 ) -> Callable[..., Tensor]:
     """Return a function at the shapes of these inputs, as fast as this machine runs it.
 
     Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, which
     is said once. Gradients are off. `dynamic` names a dimension of each input, or none, for all
-    sizes of which code is compiled once.
+    sizes of which code is compiled once. `faster` makes the function of compiled parts, where it
+    is not to be compiled as a whole.
     """
     if not inputs[0].is_cuda:
         return function
@@ -135,11 +168,12 @@ def capture(
     for tensor, dim in zip(buffers, dynamic or [None] * len(buffers), strict=True):
         if dim is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    faster = faster or functools.partial(compiled, function, dynamic=False)
     for name in ("compiled", "captured"):
         begun = False
         try:
             with torch.no_grad():
-                attempt = compiled(function, dynamic=False) if name == "compiled" else function
+                attempt = faster() if name == "compiled" else function
                 _warm_up(attempt, buffers)
                 begun = True
                 graph = Captured(attempt, buffers, pool)
@@ -316,38 +350,6 @@ class GraphedDiT:
             self._weights_at, self._pool = weights_at, None
 
 
-def begin(
-    network: DiT, tokens: Tensor, c: Tensor | None = None, positions: Tensor | None = None
-) -> Tensor:
-    """State (B, L, d) of the trunk before the MLP of its last block; all positions attended.
-
-    Without c the modulations are the folded ones. With `positions` (B, W) at those alone:
-    (B, W, d), and so attends the last block.
-    """
-    x = upcast(network.embed(tokens))
-    if network.position_embed is not None:
-        x = network.position_embed(x)
-    cos, sin = network.rotary_emb(x.shape[1])
-    block = last_block(network)
-    for lower in list(network.blocks)[:-1]:
-        x = lower(x, cos, sin, c)
-    m = affine(block, c, x.ndim)
-    normed = block.norm1(x, m.weight1, m.bias1)
-    branch = block.attend(normed, cos, sin, positions=positions)
-    return block.residual(x if positions is None else take(x, positions), branch, m.gate1)
-
-
-def finish(network: DiT, x: Tensor, c: Tensor) -> Tensor:
-    """From states of `begin` at some positions (R, d) to those after the last block.
-
-    c is one row for all, or one for each position.
-    """
-    block = last_block(network)
-    m = affine(block, None if c is network.folded_condition else c, x.ndim)
-    branch = block.norm2(x, m.weight2, m.bias2).to(reads(block.mlp[0]))
-    return block.residual(x, block.feed(branch), m.gate2)
-
-
 def pad_output(
     weight: Tensor, bias: Tensor, num: int, never: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -360,21 +362,6 @@ def pad_output(
     if never is not None:
         bias[never] = NEVER
     return F.pad(weight[:num], (0, 0, 0, extra)), bias
-
-
-def last_block(network: DiT) -> Block:
-    """The block that ends the trunk."""
-    block = network.blocks[-1]
-    assert isinstance(block, Block)
-    return block
-
-
-def affine(block: Block, c: Tensor | None, ndim: int) -> Affine:
-    """What modulates a block: from the condition, or as folded."""
-    if c is not None:
-        return Affine(*block.affine(c, ndim))
-    assert block.folded is not None, "a condition is needed where nothing is folded"
-    return Affine(*block.folded.unbind())
 
 
 def grown(tensor: Tensor, rows: int) -> Tensor:
