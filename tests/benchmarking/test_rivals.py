@@ -7,14 +7,18 @@ import shutil
 import pytest
 import torch
 
+from didi_instruct.benchmarking.apart import Apart
 from didi_instruct.benchmarking.decoding import StaticDecoder
+from didi_instruct.benchmarking.report import make_rows
 from didi_instruct.benchmarking.sampling import (
+    TransformersDecoder,
     ar_case,
     fill,
     floor_case,
     left_to_right,
     transformers_case,
 )
+from didi_instruct.benchmarking.timing import time_cases
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compiling import compiled
@@ -91,21 +95,33 @@ def test_transformers_writes_as_many_tokens(fast, monkeypatch):
         written.append(generate(*arguments, **options))
 
     monkeypatch.setattr(GPT2LMHeadModel, "generate", watched)
-    start = torch.zeros(3, 12, dtype=torch.long)
-    case = transformers_case(shape(), start, torch.float32, fast=fast)
-    case.run(0)
-    (model,) = case.networks
-    (tokens,) = written
+    decoder = TransformersDecoder(shape(), 3, 12, torch.float32, torch.device("cpu"), fast)
+    decoder(0)
+    model, (tokens,) = decoder.model, written
     assert tokens.shape == (3, 13)  # and the start
     with torch.no_grad():
         logits = model(tokens[:, :-1]).logits
     assert torch.equal(logits.argmax(-1), tokens[:, 1:])
-    assert (case.name, case.steps, logits.shape[-1]) == ("transformers", 12, 37)
+    assert logits.shape[-1] == 37
     assert asked[0]["cache_implementation"] == ("static" if fast else None)
     assert asked[0]["disable_compile"] != fast
     assert (model.config.n_head, model.config.n_layer) == (2, 2)
     trunk = sum(p.numel() for p in DiT(shape()).blocks.parameters())
     assert sum(p.numel() for p in model.transformer.h.parameters()) == pytest.approx(trunk, rel=0.2)
+
+
+def test_transformers_that_compiles_runs_apart():
+    """For real, since all that it needs has to reach the other process; beside a row of ours."""
+    start = torch.zeros(3, 12, dtype=torch.long)
+    plain = transformers_case(shape(), start, torch.float32, fast=False)
+    assert (plain.steps, plain.note, len(plain.networks)) == (12, None, 1)
+    case = transformers_case(shape(), start, torch.float32, fast=True)
+    assert isinstance(case.run, Apart)
+    assert (case.name, case.steps, case.networks) == ("transformers", 12, ())
+    cases = [plain, case]
+    rows = make_rows(cases, time_cases(cases, 1, torch.device("cpu")))
+    assert rows[1]["seconds_median"] > 0
+    assert "process of its own" in rows[1]["note"]
 
 
 def test_the_rival_has_the_trunk_and_the_tokens_of_the_model():

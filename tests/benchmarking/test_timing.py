@@ -9,6 +9,7 @@ import torch
 from didi_instruct.benchmarking import timing
 from didi_instruct.benchmarking.report import Bench, make_rows, notes, table
 from didi_instruct.benchmarking.timing import Case, Timing, covered, time_cases
+from didi_instruct.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,23 @@ def test_what_fails_is_left_out_and_says_why():
     assert rows[1]["seconds_median"] is rows[1]["ratio_to_first"] is None
     assert notes(Bench("m", rows)) == ["large did not run: CUDA out of memory."]
     assert table(Bench("m", rows)).row_count == 2
+
+
+def test_no_failure_takes_other_rows_with_it():
+    """Whatever is raised; but what the user can mend is said instead."""
+
+    def fail(error):
+        def run(seed):
+            raise error
+
+        return run
+
+    errors = [KeyError("cache"), AttributeError("no such thing"), AssertionError()]
+    cases = [case("fits"), *(case("other", fail(error)) for error in errors)]
+    rows = make_rows(cases, time_cases(cases, 1, CPU))
+    assert [row["note"] for row in rows] == [None, "'cache'", "no such thing", "AssertionError"]
+    with pytest.raises(UserError, match="mend"):
+        time_cases([case("wrong", fail(UserError("mend it")))], 1, CPU)
 
 
 def test_what_is_too_large_to_be_built_is_a_row_that_did_not_run():

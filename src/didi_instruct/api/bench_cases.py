@@ -140,7 +140,7 @@ def _left_to_right(name: str, model: Model, plan: BenchPlan, start: Tensor) -> C
     dtype = next(model.network.parameters()).dtype
     try:
         return make(model.config, start, dtype, fast=fast)
-    except TOO_LARGE as error:
+    except (*TOO_LARGE, ImportError) as error:
         batch, length = start.shape
         return Case.impossible(name, batch, length, length, error)
 

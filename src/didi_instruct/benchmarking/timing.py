@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from didi_instruct.errors import UserError
 from didi_instruct.models.graphs import in_a_line
 
 TOO_LARGE = (RuntimeError, MemoryError)
@@ -33,6 +34,8 @@ class Case:
     """That are expected; what a run says counts."""
     networks: tuple[nn.Module, ...] = ()
     """What it needs in memory whatever it does."""
+    elsewhere: Callable[[], int] | None = None
+    """Bytes of GPU memory that its last run held at most in another process."""
     note: str | None = None
     """What a reader of the row has to know."""
 
@@ -82,7 +85,8 @@ def time_cases(
 
     What compiles does so in the warm-up; by default twice on a GPU, since the shapes of a second
     run may be new, and once elsewhere. A case that fails (memory, most of the time) is left out of
-    what follows, and says why. With `busy` a last, untimed run of each tells how long a GPU worked.
+    what follows, and says why; only what the user can mend ends all. With `busy` a last, untimed
+    run of each tells how long a GPU worked.
     """
     timings = [Timing() for _ in cases]
     warm_up = warm_up or (2 if device.type == "cuda" else 1)
@@ -111,7 +115,9 @@ def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> N
             timing.held = max(0, timing.held + _kept(case, timing, turn % SEEDS, device))
             return
         seconds, peak = _timed(case, timing, turn % SEEDS, device)
-    except TOO_LARGE as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever it is, the other rows are worth having
         timing.failure = in_a_line(error)
         timing.seconds.clear()
         timing.peak = None
@@ -120,7 +126,8 @@ def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> N
     elif turn >= 0:  # in the turn before, memory that was given back is taken again
         timing.seconds.append(seconds)
         if device.type == "cuda":
-            timing.peak = max(timing.peak or 0, _weights(case) + timing.held + peak)
+            there = 0 if case.elsewhere is None else case.elsewhere()
+            timing.peak = max(timing.peak or 0, _weights(case) + timing.held + peak + there)
 
 
 def _run(case: Case, timing: Timing, seed: int) -> None:
@@ -192,5 +199,6 @@ def empty(device: torch.device) -> None:
     """Give back what nobody holds on a GPU."""
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # of a GPU that has failed, which its row has told
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
