@@ -4,7 +4,7 @@
 class Buffered:
     """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
 
-    def __init__(self, function, inputs, pool=None, dynamic=()):
+    def __init__(self, function, inputs, pool=None, dynamic=(), faster=None):
         self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
         self.output = function(*self.inputs)
 

@@ -266,7 +266,7 @@ def test_sizes_that_change_are_told_to_the_compiler(fold, monkeypatch):
         fast.drawn_at(tokens, sigma, place, torch.rand(len(place)).double(), chosen)
     more = [] if fold else [None]
     assert asked == {
-        "_begin": [], "_begin_at": [None, 1, *more], "_end": [0, 0, *([0] if more else [])],
+        "begin": [], "begin_at": [None, 1, *more], "end": [0, 0, *([0] if more else [])],
     }  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def test_a_last_block_that_cannot_be_compiled_stays_whole(monkeypatch):
     found = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, 12))
     expected = draw_by_chunks(selected_logits(network, tokens, sigma, where), numbers)
     assert torch.equal(found[0], expected[0])
-    assert made == ["_begin", "_end"]
+    assert made == ["begin", "end"]
 
 
 @torch.no_grad()
@@ -312,13 +312,13 @@ def test_a_trunk_is_compiled_once_for_all_numbers_of_positions():
     counter = CompileCounter()
     torch._dynamo.reset()
     fast = GraphedDiT(make())
-    run = torch.compile(fast._begin_at, backend=counter, dynamic=False)
+    run = torch.compile(fast.begin_at, backend=counter, dynamic=False)
     tokens, _, where = inputs(fast.network, 5)
     for width in (12, 16, 14):
         positions = by_text(where, width).positions
         torch._dynamo.maybe_mark_dynamic(positions, 1)
         found = run(tokens, positions)
-        torch.testing.assert_close(found, fast._begin_at(tokens, positions))
+        torch.testing.assert_close(found, fast.begin_at(tokens, positions))
     assert counter.frame_count == 1
     run(tokens[:3], positions[:3])  # and anew for other numbers of texts, which it is fast for
     assert counter.frame_count == 2

@@ -90,8 +90,10 @@ def test_samples_follow_the_enumerated_law(steps, device):
 @fast_devices
 @pytest.mark.parametrize("changes", [{}, {"time_conditioning": True}, {"masks": 2}])
 @pytest.mark.parametrize("settings", [Draw(), Draw(temperature=0.7), Draw(top_p=0.8)])
-def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, device, monkeypatch):
+@pytest.mark.parametrize("many", [True, False], ids=["narrow", "whole"])
+def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, many, device, monkeypatch):
     """In float64, so that rounding changes no draw; given tokens, a sample at rest, padding."""
+    monkeypatch.setattr(planned, "NARROW_FROM", 6 * 12 + (not many))
     if changes or not settings.as_it_is:  # compiling takes most of the time
         monkeypatch.setattr(graphs, "compiled", lambda function, dynamic=None: function)
     changes = {"length": 12, "vocab_size": 300, **changes}
@@ -119,7 +121,7 @@ def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, device,
             torch.testing.assert_close(found.log_prob, expected.log_prob)
             assert (found.nfe, found.passes) == (expected.nfe, expected.passes)
     narrow = any(width for *_, width in fast.graphs._graphs)
-    assert narrow == (settings.as_it_is and masks == 1)
+    assert narrow == (many and settings.as_it_is and masks == 1)
 
 
 @fast_devices

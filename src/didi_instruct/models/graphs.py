@@ -209,6 +209,8 @@ class GraphedDiT:
         self._rotary: Tensor | None = None
         self._output: tuple[Tensor, Tensor] | None = None
         self._output_state = (0, 0)
+        self.kept: dict[Any, Any] = {}
+        """What others capture of this network: goes when the graphs do."""
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, sigma: Tensor, where: Tensor) -> Tensor:
@@ -216,8 +218,11 @@ class GraphedDiT:
         return self.logits_at(tokens, sigma, where.flatten().nonzero().squeeze(1))
 
     @torch.no_grad()
-    def logits_at(self, tokens: Tensor, sigma: Tensor, place: Tensor) -> Tensor:
-        """The same of positions by their numbers (R,) in (B * L): no wait for the GPU."""
+    def logits_at(self, tokens: Tensor, sigma: Tensor | None, place: Tensor) -> Tensor:
+        """The same of positions by their numbers (R,) in (B * L): no wait for the GPU.
+
+        sigma is not needed without time conditioning.
+        """
         hidden, c = self._states_at(tokens, sigma, place)
         return self._logits(hidden, c)
 
@@ -225,7 +230,7 @@ class GraphedDiT:
     def drawn_at(
         self,
         tokens: Tensor,
-        sigma: Tensor,
+        sigma: Tensor | None,
         place: Tensor,
         numbers: Tensor,
         chosen: Chosen | None = None,
@@ -250,7 +255,7 @@ class GraphedDiT:
         return token.long(), log_p
 
     def _states_at(
-        self, tokens: Tensor, sigma: Tensor, place: Tensor, chosen: Chosen | None = None
+        self, tokens: Tensor, sigma: Tensor | None, place: Tensor, chosen: Chosen | None = None
     ) -> tuple[Tensor, Tensor]:
         """States (R, d) before the last MLP, and their condition: (R, c) or (1, c) for all."""
         c = self.network.condition(sigma)
@@ -272,7 +277,7 @@ class GraphedDiT:
         return F.linear(x, *self._output)[:, : network.config.num_tokens]
 
     def _end_at(self, values: tuple[Tensor, ...], most: int) -> Tensor:
-        """`_end` by a graph of the next size, of which there is none above `most`."""
+        """`end` by a graph of the next size, of which there is none above `most`."""
         rows = len(values[0])
         there = [s for s in self._ends if rows <= s <= 2 * rows]
         size = min(there, default=min(round_up(rows, 8), most))
@@ -280,13 +285,13 @@ class GraphedDiT:
             if len(self._ends) >= MOST_GRAPHS:
                 del self._ends[next(iter(self._ends))]
             inputs = tuple(grown(v, size) for v in values)
-            graph = capture(self._end, inputs, self._pool, dynamic=[0] * len(inputs))
+            graph = capture(self.end, inputs, self._pool, dynamic=[0] * len(inputs))
             if not isinstance(graph, Captured) or graph.pool != self._pool:
                 self._pool = None  # a capture that broke off may still hold it
             self._ends[size] = graph
         return self._ends[size](*values)
 
-    def _end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:
+    def end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:
         """Draw: tokens and log-probabilities as columns (R, 2) in float64."""
         c = self.network.folded_condition if c is None else c
         assert c is not None
@@ -306,20 +311,28 @@ class GraphedDiT:
                 del self._graphs[next(iter(self._graphs))]
             inputs = tuple(grown(v, key[0]) if len(v) == rows else v for v in values)
             if positions is None:
-                graph = capture(self._begin, inputs, self._pool)
+                graph = capture(self.begin, inputs, self._pool)
             else:  # what is compiled for one number of positions serves all numbers
                 dynamic = [None, 1, None][: len(inputs)]
-                graph = capture(self._begin_at, inputs, self._pool, dynamic=dynamic)
+                graph = capture(self.begin_at, inputs, self._pool, dynamic=dynamic)
                 self._narrows = not tokens.is_cuda or getattr(graph, "is_compiled", False)
             self._graphs[key] = graph
             self._pool = graph.pool if isinstance(graph, Captured) else None
         return self._graphs[key](*values)
 
-    def _begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
+    def begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
+        """State (B, L, d) before the last MLP; without c as folded."""
         return begin(self.network, tokens, c)
 
-    def _begin_at(self, tokens: Tensor, positions: Tensor, c: Tensor | None = None) -> Tensor:
+    def begin_at(self, tokens: Tensor, positions: Tensor, c: Tensor | None = None) -> Tensor:
+        """The same at some positions (B, W): (B, W, d)."""
         return begin(self.network, tokens, c, positions)
+
+    def is_folded(self) -> bool:
+        """Whether passes need no condition; drops what is no longer valid."""
+        c = self.network.condition() if not self.network.config.time_conditioning else None
+        self._forget_if_changed()
+        return c is not None and c is self.network.folded_condition
 
     def _size(self, rows: int, length: int, width: int = 0) -> int:
         """Rows of the graph to use: one that is there and not much too large, or a new one."""
@@ -337,6 +350,7 @@ class GraphedDiT:
         state = (layer.weight.data_ptr(), _changes(list(layer.parameters())))
         if self._output is None or state != self._output_state:
             self._ends.clear()
+            self.kept.clear()
             self._output = pad_output(layer.weight, layer.bias, config.num_tokens, config.end_id)
             self._output_state = state
         if (
@@ -346,6 +360,7 @@ class GraphedDiT:
         ):
             self._graphs.clear()
             self._ends.clear()
+            self.kept.clear()
             self._folded, self._rotary = network.folded_condition, network.rotary_emb.cos
             self._weights_at, self._pool = weights_at, None
 

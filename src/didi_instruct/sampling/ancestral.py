@@ -8,6 +8,7 @@ from didi_instruct.sampling.chain import Callback, Canvas, Chain, Denoiser, Draw
 from didi_instruct.sampling.grids import Grid
 from didi_instruct.sampling.planned import can_plan, planned
 from didi_instruct.sampling.reveals import Reveals
+from didi_instruct.sampling.walks import walk
 
 
 @torch.no_grad()
@@ -35,6 +36,9 @@ def ancestral(
     """
     chain = Chain(denoiser, canvas, settings or Draw(), steps=steps, callback=callback)
     reveals = Reveals(chain, schedule, grid, order)
+    done = None if greedy_tail else walk(denoiser, chain, reveals)
+    if done is not None:
+        return done
     if can_plan(denoiser, canvas):
         return planned(denoiser, chain, reveals, greedy_tail=greedy_tail)  # type: ignore[arg-type]
     for n in range(steps):

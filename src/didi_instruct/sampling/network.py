@@ -60,10 +60,11 @@ class NetworkDenoiser:
         assert self.graphs is not None
         return self.graphs.drawn_at(z, self._sigma(t, z), place, numbers, chosen)
 
-    def _sigma(self, t: float, z: Tensor) -> Tensor:
-        """(B,); what nobody reads is not computed."""
-        times = torch.full((len(z),), t, device=z.device)
-        return self.schedule.sigma(times) if self.network.config.time_conditioning else times
+    def _sigma(self, t: float, z: Tensor) -> Tensor | None:
+        """(B,); what nobody reads is not made."""
+        if not self.network.config.time_conditioning:
+            return None
+        return self.schedule.sigma(torch.full((len(z),), t, device=z.device))
 
 
 def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,22 +16,26 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniforms(seed: int, samples: Tensor, stream: tuple[int | Tensor, ...], count: int) -> Tensor:
+def uniforms(
+    seed: int | Tensor, samples: Tensor, stream: tuple[int | Tensor, ...], count: int
+) -> Tensor:
     """Uniform float64 numbers in [0, 1) with 53 random bits.
 
-    `stream` says what the numbers are for: (purpose, step, …), any whole numbers; or tensors of
-    them, such as (N, 1) for N steps at once.
+    The seed may be its `seed_key` as a tensor (1,), for a graph that serves all seeds. `stream`
+    says what the numbers are for: (purpose, step, …), any whole numbers; or tensors of them, such
+    as (N, 1) for N steps at once.
 
     Shapes: samples (B,) int64, the index of each sample -> (B, count), or (N, B, count).
     """
     position = torch.arange(1, count + 1, device=samples.device)
-    first, turns = _signed(_hash_number(seed)), [_GOLDEN * (number + 1) for number in stream]
+    turns = [_GOLDEN * (number + 1) for number in stream]
     numbers = [turn if isinstance(turn, Tensor) else _signed(turn) for turn in turns]
+    numbers = [seed if isinstance(seed, Tensor) else seed_key(seed), *numbers]
     if fuses(samples) and not any(isinstance(number, Tensor) for number in numbers):
         # Numbers in a tensor, for which nothing is compiled anew; pinned, nobody waits for them.
-        sent = torch.tensor([first, *numbers]).pin_memory().to(samples.device, non_blocking=True)
+        sent = torch.tensor(numbers).pin_memory().to(samples.device, non_blocking=True)
         return _fused(samples, sent, position)
-    return _uniforms(samples, [first, *numbers], position)
+    return _uniforms(samples, numbers, position)
 
 
 def _uniforms(samples: Tensor, numbers: Sequence[int | Tensor], position: Tensor) -> Tensor:
@@ -47,6 +51,11 @@ def _uniforms_of(samples: Tensor, numbers: Tensor, position: Tensor) -> Tensor:
 
 
 _fused: Fused[[Tensor, Tensor, Tensor], Tensor] = Fused(_uniforms_of, "Noise")
+
+
+def seed_key(seed: int) -> int:
+    """What a seed is to the hash."""
+    return _signed(_hash_number(seed))
 
 
 def _hash(x: Tensor) -> Tensor:
