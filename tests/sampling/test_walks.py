@@ -1,6 +1,7 @@
 """One text, whose steps are one graph each, is the text of a chain of steps."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -167,6 +168,27 @@ def test_graphs_are_few(walked):
     assert 80 not in fast.graphs.kept
 
 
+@torch.no_grad()
+def test_parts_are_compiled_once_for_all_sizes(monkeypatch):
+    """By dynamo itself, with a backend that runs the graph as it is; the tokens are the same."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        walks, "compiled", lambda f, dynamic: torch.compile(f, backend=counter, dynamic=dynamic)
+    )
+    monkeypatch.setattr(
+        walks, "capture", lambda f, inputs, pool=None, faster=None: Buffered(faster(), inputs)
+    )
+    plain, fast, schedule = make()
+    for seed, steps in enumerate((9, 1, 2)):
+        run = {"canvas": Canvas.blank(1, 40, MASK), "steps": steps, "settings": Draw(seed=seed)}
+        same(ancestral(fast, schedule, **run), ancestral(plain, schedule, **run))
+    assert len(fast.graphs.kept[40]._steps) > 2
+    assert counter.frame_count == 2
+
+
 class Counting(TorchDispatchMode):
     """Counts operations that are no views."""
 
@@ -213,6 +235,25 @@ def test_a_step_is_one_copy_and_one_graph(monkeypatch):
     assert len(around[2]) < 40
     waits = ("nonzero", "_local_scalar_dense", "item", "masked_select")
     assert sum(name in waits for name in around[4]) == 1  # the result is checked
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_is_waited_for_twice():
+    """For the number of positions of each step, and for the result; compiled as for real."""
+    _, fast, schedule = make("cuda")
+    run = {"canvas": Canvas.blank(1, 40, MASK, device="cuda"), "steps": 6}
+    expected = ancestral(fast, schedule, **run)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            found = ancestral(fast, schedule, **run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in heard if "called a synchronizing" in str(w.message)]
+    assert len(waits) <= 2, waits
+    assert torch.equal(found.tokens, expected.tokens)
 
 
 def test_nothing_goes_round_in_a_circle(monkeypatch):

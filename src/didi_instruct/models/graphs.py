@@ -141,7 +141,7 @@ class Captured:
     def __call__(self, *values: Tensor) -> Tensor:
         """Run; the result is overwritten by the next call."""
         for buffer, value in zip(self.buffers, values, strict=True):
-            buffer[: len(value)].copy_(value)
+            buffer[: len(value)].copy_(value, non_blocking=True)  # from the CPU, too
         self.graph.replay()
         return self.output[: len(values[0])]
 

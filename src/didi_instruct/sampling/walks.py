@@ -148,7 +148,7 @@ class Walk:
 
         def faster() -> Callable[..., Tensor]:
             begin, end = (compiled(each, dynamic=False) for each in (graphs.begin, graphs.end))
-            return partial(self._step, begin, end)
+            return partial(self._step, begin, partial(_of_any_size, end))
 
         made = capture(plain, (blank,), self._pool, faster=faster)
         self._pool = made.pool if isinstance(made, Captured) else None
@@ -162,13 +162,17 @@ class Walk:
         target = source.masked_fill(turn != turn[:1].clamp(min=1), self.length)
         hidden = begin(self.tokens[None, :-1])[0][source]
         numbers = bits.view(torch.float64).clone()
-        if rows.is_cuda:  # code is compiled once for all numbers of positions
-            torch._dynamo.maybe_mark_dynamic(hidden, 0)
-            torch._dynamo.maybe_mark_dynamic(numbers, 0)
         drawn = end(hidden, numbers)
         self.tokens.scatter_(0, target, drawn[:, 0].long())
         self.costs.scatter_(0, target, drawn[:, 1])
         return drawn
+
+
+def _of_any_size(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """Run a compiled function, of which there is one code for all numbers of rows."""
+    for value in values:
+        torch._dynamo.maybe_mark_dynamic(value, 0)
+    return function(*values)
 
 
 def _kept(there: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
