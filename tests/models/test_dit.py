@@ -7,7 +7,7 @@ import torch
 
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.layers import Block, LayerNorm
+from didi_instruct.models.layers import NEVER, Block, LayerNorm
 
 from .plain_networks import dit_logits, randomise
 
@@ -112,7 +112,8 @@ def test_aligned_logits_are_padded_with_impossible_ids():
     padded = dit.head(hidden, num=10, align=8)
     assert padded.shape[-1] == 16
     torch.testing.assert_close(padded[..., :10], dit.head(hidden, num=10))
-    assert (padded[..., 10:] == -torch.inf).all()
+    assert (padded[..., 10:] == NEVER).all()
+    assert (padded.softmax(-1)[..., 10:] == 0).all()
 
 
 @torch.no_grad()
