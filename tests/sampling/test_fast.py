@@ -18,7 +18,8 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
 from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.first_hitting import first_hitting
-from didi_instruct.sampling.guided import Guidance, rgas
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.guided import rgas
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.sampling.reveals import Reveals
 

@@ -11,7 +11,8 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import PAD, Canvas, Chain, Draw
-from didi_instruct.sampling.guided import Guidance, logit_gradient, rgas, tilted_logits
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.guided import logit_gradient, rgas, tilted_logits
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 
 SCHEDULE = LogLinear(0.0)
