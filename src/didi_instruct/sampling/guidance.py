@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.sampling.chain import PAD
 
 Score = Literal["sum", "mean"]
 Select = Literal["sample", "best"]
@@ -73,3 +74,22 @@ class Guidance:
         tilting = math.floor(self.split * steps + 1e-9)
         slope = (self.h_end - self.h_start) / max(tilting - 1, 1)
         return [self.h_start + slope * n for n in range(tilting)]
+
+
+def check_vocabularies(known: int, tokens: int) -> None:
+    """Refuse a guide that knows other tokens than the denoiser has."""
+    if known != tokens:
+        raise UserError(
+            f"The discriminator knows {known} tokens and the denoiser {tokens}: "
+            "use one that was trained for this model."
+        )
+
+
+def total_score(log_ratio: Tensor, z: Tensor, mask_id: int, score: Score) -> Tensor:
+    """Log-ratios, summed over all positions or averaged over the masked ones (0 without any).
+
+    Shapes: (B, L) -> (B,) in float64.
+    """
+    counted = z != PAD if score == "sum" else z == mask_id
+    total = log_ratio.double().masked_fill(~counted, 0.0).sum(1)
+    return total if score == "sum" else total / counted.sum(1).clamp(min=1)

@@ -14,7 +14,6 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.categorical import draw
 from didi_instruct.sampling.chain import (
-    PAD,
     Callback,
     Canvas,
     Chain,
@@ -29,9 +28,11 @@ from didi_instruct.sampling.guidance import (
     FORWARD_AND_BACKWARD,
     Guidance,
     Guide,
-    Score,
+    check_vocabularies,
+    total_score,
 )
 from didi_instruct.sampling.reveals import Reveals
+from didi_instruct.sampling.tilting import mixture, slopes, tilted
 
 SOFTMAX_ROWS = 4096
 """Rows of probabilities held at a time; of the logits there is one row per mask."""
@@ -113,40 +114,32 @@ def tilted_logits(
 
     Shapes: reveal (B, L) -> (R, V), the selected positions in order.
     """
-    source = _sources(chain.z, chain.code, reveal.any(1))
+    source = _sources(chain, reveal.any(1))
     runs = torch.zeros_like(reveal[:, 0]).index_fill_(0, source, True)
     masked = chain.masked & runs[:, None]
     logits = chain.logits(t, masked)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    embedding = guide.embedding.to(dtype)
-    if len(embedding) != logits.shape[1]:
-        raise UserError(
-            f"The discriminator knows {len(embedding)} tokens and the denoiser {logits.shape[1]}: "
-            "use one that was trained for this model."
-        )
-    # Where both come in 16 bits, so may the products that are summed; the sums are in 32.
-    narrow = logits.dtype == guide.embedding.dtype
-    wide, table = (logits.dtype, guide.embedding) if narrow else (dtype, embedding)
+    embedding = guide.embedding
+    check_vocabularies(len(embedding), logits.shape[1])
     parts = torch.split(logits, SOFTMAX_ROWS)
-    mixed = torch.cat([part.to(wide).softmax(-1) @ table for part in parts])
+    mixed = torch.cat([mixture(part, embedding) for part in parts])
     gradient = reward_gradient(guide, chain.z[runs], masked[runs], mixed, t)
     chain.passes += FORWARD_AND_BACKWARD * int(runs.sum()) / len(chain.z)
 
     sample, position = reveal.nonzero(as_tuple=True)
     rank = masked.flatten().cumsum(0).view_as(masked) - 1
     rows = rank[source[sample], position]
-    logits = logits[rows].to(dtype)
-    tilt = logit_gradient(logits.softmax(-1), embedding, gradient[rows].to(dtype))
-    return logits + h * tilt.clamp(-clamp, clamp)
+    slope = slopes(gradient[rows], embedding, torch.promote_types(logits.dtype, torch.float32))
+    return tilted(logits[rows], slope, *(slope.new_full((), x) for x in (h, clamp)))
 
 
-def _sources(z: Tensor, code: Tensor, active: Tensor) -> Tensor:
+def _sources(chain: Chain, active: Tensor) -> Tensor:
     """The row (B,) that is run for each active one: itself, or the first of them if all are equal.
 
     Such as in the first step, where all are masks. Rows at rest share an active row.
     """
-    rows = active.nonzero()[:, 0]
-    if bool((z[active] == z[rows[0]]).all() & (code[active] == code[rows[0]]).all()):
+    z, rows = chain.z, active.nonzero()[:, 0]
+    states = (z, chain.masked, chain.code)  # the same masks may be to be written in some rows only
+    if all(bool((state[active] == state[rows[0]]).all()) for state in states):
         return rows[:1].expand(len(z))
     return torch.where(active, torch.arange(len(z), device=z.device), rows[0])
 
@@ -165,15 +158,6 @@ def reward_gradient(guide: Guide, z: Tensor, masked: Tensor, mixed: Tensor, t: f
         reward = guide.score(embeddings, z, _times(z, t))[masked].sum()
         (gradient,) = torch.autograd.grad(reward, soft)
     return gradient
-
-
-def logit_gradient(p: Tensor, embedding: Tensor, gradient: Tensor) -> Tensor:
-    """From the gradient g at the mixture p @ E to that at the logits: p * (E g - p . E g).
-
-    Shapes: p (R, V), embedding E (V, d), gradient g (R, d) -> (R, V).
-    """
-    slope = gradient @ embedding.T
-    return p * (slope - (p * slope).sum(-1, keepdim=True))
 
 
 # Re-ranking
@@ -228,7 +212,8 @@ def choose(
     if ran.any():
         num = len(candidates.z)
         z = candidates.z[:, ran].flatten(0, 1)
-        scores = candidate_scores(guide, z, s, chain.canvas.mask_id, guidance.score)
+        log_ratio = guide.score(guide.embed(z), z, _times(z, s))
+        scores = total_score(log_ratio, z, chain.canvas.mask_id, guidance.score)
         scores = scores.view(num, -1).T
         chain.passes += FORWARD * len(z) / len(ran)
         if guidance.select == "best":
@@ -240,17 +225,6 @@ def choose(
     reveal = candidates.reveal[chosen]
     chain.put(reveal, candidates.z[chosen][reveal], candidates.log_p[chosen][reveal])
     return reveal
-
-
-def candidate_scores(guide: Guide, z: Tensor, t: float, mask_id: int, score: Score) -> Tensor:
-    """Log-ratio, summed over all positions or averaged over the masked ones (0 without any).
-
-    Shapes: (B, L) -> (B,) in float64.
-    """
-    log_ratio = guide.score(guide.embed(z), z, _times(z, t)).double()
-    counted = z != PAD if score == "sum" else z == mask_id
-    total = log_ratio.masked_fill(~counted, 0.0).sum(1)
-    return total if score == "sum" else total / counted.sum(1).clamp(min=1)
 
 
 def _times(z: Tensor, t: float) -> Tensor:
