@@ -31,6 +31,7 @@ from didi_instruct.sampling.guidance import (
     check_vocabularies,
     total_score,
 )
+from didi_instruct.sampling.guided_planned import Parts, can_plan_guided, planned_rgas
 from didi_instruct.sampling.reveals import Reveals
 from didi_instruct.sampling.tilting import mixture, slopes, tilted
 
@@ -75,6 +76,9 @@ def rgas(
             "RGAS needs a discriminator, and this model has none: distil with --method didi, "
             "or use another sampler."
         )
+    if guided and can_plan_guided(denoiser, guide, canvas):
+        parts = Parts(denoiser, guide, chain, reveals, guidance)  # type: ignore[arg-type]
+        return planned_rgas(parts, exact_path=known)
 
     calls = torch.zeros(len(chain.z), dtype=torch.long, device=chain.z.device)
     for n in range(steps):
