@@ -15,7 +15,8 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.process.orders import stream_times, turns
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.chain import Canvas, Chain, Draw
-from didi_instruct.sampling.guided import Guidance, tilted_logits
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.guided import tilted_logits
 
 from ..sampling.enumeration import (  # noqa: TID252
     all_masked,

@@ -18,7 +18,8 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
 from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.first_hitting import first_hitting
-from didi_instruct.sampling.guided import Guidance, rgas
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.guided import rgas
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.sampling.reveals import Reveals
 
@@ -250,6 +251,29 @@ def test_a_guide_that_lacks_memory_says_so(monkeypatch):
     guide, z = NetworkGuide(critic, schedule, fast=True), torch.full((2, L), V)
     with pytest.raises(torch.OutOfMemoryError):
         guide.score(guide.embed(z), z, torch.ones(2))
+
+
+@pytest.mark.parametrize(("own", "parts"), [(True, 1), (False, 3)])
+def test_a_draw_of_the_denoisers_own_is_not_taken_apart(own, parts, monkeypatch):
+    """It holds no float64 laws, so all rows fit; the others come two at a time."""
+    monkeypatch.setattr("didi_instruct.sampling.chain.PART_ELEMENTS", 2 * 300)
+    plain, fast, _ = denoisers("cpu", vocab_size=301)
+    denoiser, seen = fast if own else plain, []
+    name, holder = ("draw", denoiser) if own else ("law", Chain)
+    inner = getattr(holder, name)
+
+    def watched(*given):
+        seen.append(len(given[-2 if own else -1]))
+        return inner(*given)
+
+    monkeypatch.setattr(holder, name, watched)
+    chain = Chain(denoiser, Canvas.blank(2, L, 300), Draw(), steps=1)
+    logits, numbers = torch.randn(5, 300), torch.linspace(0, 0.99, 5, dtype=torch.float64)
+    token, _ = chain.draw(logits, numbers)
+    assert len(seen) == parts
+    assert sum(seen) == 5
+    monkeypatch.undo()
+    assert torch.equal(token, Chain.draw(chain, logits, numbers)[0])
 
 
 def test_numbers_made_ahead_are_those_made_in_time():

@@ -11,8 +11,10 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import PAD, Canvas, Chain, Draw
-from didi_instruct.sampling.guided import Guidance, logit_gradient, rgas, tilted_logits
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.guided import rgas, tilted_logits
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
+from didi_instruct.sampling.tilting import logit_gradient, slopes
 
 SCHEDULE = LogLinear(0.0)
 TIMED = LogLinear(1e-3)
@@ -137,7 +139,8 @@ def test_the_closed_form_gradient_is_the_chain_rule():
     )
     logits.requires_grad_()
     (expected,) = torch.autograd.grad(((logits.softmax(-1) @ E) * g).sum(), logits)
-    torch.testing.assert_close(logit_gradient(logits.softmax(-1), E, g), expected)
+    found = logit_gradient(logits.softmax(-1), slopes(g, E, torch.float64))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["toy", "network"])
@@ -484,6 +487,21 @@ def test_padding_changes_nothing_for_a_network():
     short = rgas(denoiser, TIMED, guide, alone, **run)
     both = rgas(denoiser, TIMED, guide, Canvas(mixed, 7, torch.arange(7)), **run)
     assert torch.equal(both.tokens[:5, :4], short.tokens)
+
+
+def test_the_same_text_may_be_written_at_other_places():
+    """Samples that differ in nothing but where they may write are those that are drawn alone."""
+    denoiser, guide = networks()
+    allowed = torch.ones(4, 6, dtype=torch.bool)
+    allowed[0, :3] = allowed[2, 4:] = False
+    z, samples = torch.full((4, 6), 7), torch.arange(4)
+    run = {"steps": 3, "guidance": Guidance(h_start=5.0)}
+    together = rgas(denoiser, TIMED, guide, Canvas(z, 7, samples, allowed=allowed), **run)
+    for i in range(4):
+        alone = Canvas(z[:1], 7, samples[i : i + 1], allowed=allowed[i])
+        own = rgas(denoiser, TIMED, guide, alone, **run)
+        assert torch.equal(own.tokens[0], together.tokens[i])
+        assert torch.equal(own.tokens[0] == 7, ~allowed[i])
 
 
 # Costs

@@ -20,7 +20,8 @@ from didi_instruct.sampling.blocks import blocks
 from didi_instruct.sampling.chain import Callback, Canvas, Denoiser, Draw, Samples
 from didi_instruct.sampling.dimo import Start, dimo, reader_of
 from didi_instruct.sampling.first_hitting import first_hitting
-from didi_instruct.sampling.guided import Guidance, Guide, rgas
+from didi_instruct.sampling.guidance import Guidance, Guide
+from didi_instruct.sampling.guided import rgas
 from didi_instruct.sampling.ordered import ordered
 from didi_instruct.sampling.remasking import remasking
 from didi_instruct.sampling.uniform_state import uniform_state

@@ -14,7 +14,7 @@ from didi_instruct.process.orders import stream_times, turns
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Denoiser
 from didi_instruct.sampling.grids import time_grid
-from didi_instruct.sampling.guided import Guidance, Guide
+from didi_instruct.sampling.guidance import Guidance, Guide
 
 
 def draw_dense(p: Tensor, generator: torch.Generator) -> Tensor:

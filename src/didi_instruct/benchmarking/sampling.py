@@ -21,7 +21,7 @@ from didi_instruct.models.graphs import capture
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.chain import Canvas, Draw
-from didi_instruct.sampling.guided import Guidance
+from didi_instruct.sampling.guidance import Guidance
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.seeding import mix
 

@@ -223,7 +223,7 @@ class GraphedDiT:
 
         sigma is not needed without time conditioning.
         """
-        hidden, c = self._states_at(tokens, sigma, place)
+        hidden, c = self.states_at(tokens, sigma, place)
         return self._logits(hidden, c)
 
     @torch.no_grad()
@@ -240,7 +240,7 @@ class GraphedDiT:
         `numbers` (R,) are what they are drawn by, `chosen` the same positions text by text. The
         next call overwrites the log-probabilities.
         """
-        hidden, c = self._states_at(tokens, sigma, place, chosen)
+        hidden, c = self.states_at(tokens, sigma, place, chosen)
         most = max(1, LOGITS_AT_ONCE // self.network.config.num_tokens)
         drawn = []
         for start in range(0, len(place), most):
@@ -254,7 +254,8 @@ class GraphedDiT:
         token, log_p = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).unbind(1)
         return token.long(), log_p
 
-    def _states_at(
+    @torch.no_grad()
+    def states_at(
         self, tokens: Tensor, sigma: Tensor | None, place: Tensor, chosen: Chosen | None = None
     ) -> tuple[Tensor, Tensor]:
         """States (R, d) before the last MLP, and their condition: (R, c) or (1, c) for all."""
@@ -267,14 +268,22 @@ class GraphedDiT:
         return hidden, c[place // tokens.shape[1]] if len(c) > 1 else c
 
     def _logits(self, hidden: Tensor, c: Tensor) -> Tensor:
-        """Logits (R, V) of states (R, d), by an output layer that is cut and padded once."""
+        """Logits (R, V) of states (R, d)."""
+        return self.wide_logits(hidden, c)[:, : self.network.config.num_tokens]
+
+    @torch.no_grad()
+    def wide_logits(self, hidden: Tensor, c: Tensor) -> Tensor:
+        """Logits (R, W), W a multiple of `ALIGN`, by an output layer that is cut and padded once.
+
+        What is beyond the real tokens has probability 0.
+        """
         network = self.network
         assert self._output is not None
         layer, hidden = network.output_layer, finish(network, hidden, c)
         own = layer.folded if c is network.folded_condition else None
         affine = layer.affine(c, hidden.ndim) if own is None else own.unbind()
         x = layer.norm_final(hidden, *affine).to(layer.linear.weight.dtype)
-        return F.linear(x, *self._output)[:, : network.config.num_tokens]
+        return F.linear(x, *self._output)
 
     def _end_at(self, values: tuple[Tensor, ...], most: int) -> Tensor:
         """`end` by a graph of the next size, of which there is none above `most`."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.models.graphs import LOGITS_AT_ONCE
 from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.noise import uniforms
@@ -280,7 +281,9 @@ class Chain:
         """Tokens (R,) and their log-probabilities (R,) from logits (R, V) and numbers (R,)."""
         tokens, log_ps = [], []
         own = None if greedy or not self.settings.as_it_is else getattr(self.denoiser, "draw", None)
-        for part, part_numbers in in_parts(logits, numbers):
+        # A draw of the denoiser's own holds no float64 laws: many rows at a time, few launches.
+        most = PART_ELEMENTS if own is None else LOGITS_AT_ONCE
+        for part, part_numbers in in_parts(logits, numbers, most=most):
             if own is not None:
                 token, log_p = own(part, part_numbers)
             else:
@@ -366,9 +369,14 @@ def masked_share(z: Tensor, mask_id: int) -> Tensor:
     return (z == mask_id).sum(1) / (z != PAD).sum(1).clamp(min=1)
 
 
-def in_parts(logits: Tensor, *companions: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of logits (R, V) and of what belongs to them (R, ...), as many at a time as fit."""
-    rows = max(1, PART_ELEMENTS // logits.shape[1])
+def in_parts(
+    logits: Tensor, *companions: Tensor, most: int | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of logits (R, V) and of what belongs to them (R, ...), as many at a time as fit.
+
+    `most` are the entries of logits in a part, `PART_ELEMENTS` unless told.
+    """
+    rows = max(1, (PART_ELEMENTS if most is None else most) // logits.shape[1])
     return zip(*(torch.split(tensor, rows) for tensor in (logits, *companions)), strict=True)
 
 

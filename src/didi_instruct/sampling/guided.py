@@ -4,9 +4,7 @@ The first steps tilt the logits along the gradient of a discriminator's reward (
 draw several candidates and keep one by its reward (Eq. 11). High reward means teacher-like.
 """
 
-import math
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.categorical import draw
 from didi_instruct.sampling.chain import (
-    PAD,
     Callback,
     Canvas,
     Chain,
@@ -26,74 +23,20 @@ from didi_instruct.sampling.chain import (
     Samples,
 )
 from didi_instruct.sampling.grids import Grid
+from didi_instruct.sampling.guidance import (
+    FORWARD,
+    FORWARD_AND_BACKWARD,
+    Guidance,
+    Guide,
+    check_vocabularies,
+    total_score,
+)
+from didi_instruct.sampling.guided_planned import Parts, can_plan_guided, planned_rgas
 from didi_instruct.sampling.reveals import Reveals
+from didi_instruct.sampling.tilting import mixture, slopes, tilted
 
-Score = Literal["sum", "mean"]
-Select = Literal["sample", "best"]
-
-FORWARD = 1
-FORWARD_AND_BACKWARD = 3
 SOFTMAX_ROWS = 4096
 """Rows of probabilities held at a time; of the logits there is one row per mask."""
-
-
-class Guide(Protocol):
-    """Log-ratios of teacher over student, from embeddings that may be mixtures of tokens."""
-
-    @property
-    def embedding(self) -> Tensor:
-        """(V, d) embeddings of the real tokens."""
-
-    def embed(self, z: Tensor) -> Tensor:
-        """Embeddings (B, L, d) of tokens and masks (B, L)."""
-
-    def score(self, embeddings: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """Log-ratio (B, L) at every position; z tells which ones are padding."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Guidance:
-    """How a guide steers; h = 0 and one candidate leave ancestral sampling as it is."""
-
-    h_start: float = 30.0
-    """Tilting scale h of the first step. A negative h is the control: it must do harm."""
-    h_end: float = 40.0
-    """h of the last tilting step, with a straight line between the two."""
-    candidates: int = 4
-    """M, the states among which a re-ranking step chooses."""
-    split: float = 0.5
-    """Fraction of the steps that tilt, rounded down; the others re-rank."""
-    score: Score = "sum"
-    """Re-rank by log-ratios summed over all positions, or averaged over the masked ones."""
-    select: Select = "sample"
-    """Take a candidate with probability softmax(score), or the one of the best score."""
-    clamp: float = 1.0
-    """Largest entry of the reward's gradient with respect to the logits."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot guide."""
-        for name in ("h_start", "h_end"):
-            if not math.isfinite(getattr(self, name)):
-                raise UserError(f"guidance.{name} is {getattr(self, name)}: use a finite number.")
-        if self.candidates < 1:
-            raise UserError(
-                f"guidance.candidates is {self.candidates}: use 1 (no re-ranking) or more."
-            )
-        if not 0 <= self.split <= 1:
-            raise UserError(f"guidance.split is {self.split}: use 0 (no tilting) to 1 (all steps).")
-        if not self.clamp > 0:
-            raise UserError(f"guidance.clamp is {self.clamp}: use more than 0.")
-        for name, words in (("score", Score), ("select", Select)):
-            if (word := getattr(self, name)) not in get_args(words):
-                known = ", ".join(get_args(words))
-                raise UserError(f"`{word}` is not a guidance.{name}. Known: {known}.")
-
-    def scales(self, steps: int) -> list[float]:
-        """The h of each tilting step."""
-        # The margin keeps 0.29 * 100 = 28.999... from losing a step.
-        tilting = math.floor(self.split * steps + 1e-9)
-        slope = (self.h_end - self.h_start) / max(tilting - 1, 1)
-        return [self.h_start + slope * n for n in range(tilting)]
 
 
 @torch.no_grad()
@@ -133,6 +76,9 @@ def rgas(
             "RGAS needs a discriminator, and this model has none: distil with --method didi, "
             "or use another sampler."
         )
+    if guided and can_plan_guided(denoiser, guide, canvas):
+        parts = Parts(denoiser, guide, chain, reveals, guidance)  # type: ignore[arg-type]
+        return planned_rgas(parts, exact_path=known)
 
     calls = torch.zeros(len(chain.z), dtype=torch.long, device=chain.z.device)
     for n in range(steps):
@@ -172,40 +118,32 @@ def tilted_logits(
 
     Shapes: reveal (B, L) -> (R, V), the selected positions in order.
     """
-    source = _sources(chain.z, chain.code, reveal.any(1))
+    source = _sources(chain, reveal.any(1))
     runs = torch.zeros_like(reveal[:, 0]).index_fill_(0, source, True)
     masked = chain.masked & runs[:, None]
     logits = chain.logits(t, masked)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    embedding = guide.embedding.to(dtype)
-    if len(embedding) != logits.shape[1]:
-        raise UserError(
-            f"The discriminator knows {len(embedding)} tokens and the denoiser {logits.shape[1]}: "
-            "use one that was trained for this model."
-        )
-    # Where both come in 16 bits, so may the products that are summed; the sums are in 32.
-    narrow = logits.dtype == guide.embedding.dtype
-    wide, table = (logits.dtype, guide.embedding) if narrow else (dtype, embedding)
+    embedding = guide.embedding
+    check_vocabularies(len(embedding), logits.shape[1])
     parts = torch.split(logits, SOFTMAX_ROWS)
-    mixed = torch.cat([part.to(wide).softmax(-1) @ table for part in parts])
+    mixed = torch.cat([mixture(part, embedding) for part in parts])
     gradient = reward_gradient(guide, chain.z[runs], masked[runs], mixed, t)
     chain.passes += FORWARD_AND_BACKWARD * int(runs.sum()) / len(chain.z)
 
     sample, position = reveal.nonzero(as_tuple=True)
     rank = masked.flatten().cumsum(0).view_as(masked) - 1
     rows = rank[source[sample], position]
-    logits = logits[rows].to(dtype)
-    tilt = logit_gradient(logits.softmax(-1), embedding, gradient[rows].to(dtype))
-    return logits + h * tilt.clamp(-clamp, clamp)
+    slope = slopes(gradient[rows], embedding, torch.promote_types(logits.dtype, torch.float32))
+    return tilted(logits[rows], slope, *(slope.new_full((), x) for x in (h, clamp)))
 
 
-def _sources(z: Tensor, code: Tensor, active: Tensor) -> Tensor:
+def _sources(chain: Chain, active: Tensor) -> Tensor:
     """The row (B,) that is run for each active one: itself, or the first of them if all are equal.
 
     Such as in the first step, where all are masks. Rows at rest share an active row.
     """
-    rows = active.nonzero()[:, 0]
-    if bool((z[active] == z[rows[0]]).all() & (code[active] == code[rows[0]]).all()):
+    z, rows = chain.z, active.nonzero()[:, 0]
+    states = (z, chain.masked, chain.code)  # the same masks may be to be written in some rows only
+    if all(bool((state[active] == state[rows[0]]).all()) for state in states):
         return rows[:1].expand(len(z))
     return torch.where(active, torch.arange(len(z), device=z.device), rows[0])
 
@@ -224,15 +162,6 @@ def reward_gradient(guide: Guide, z: Tensor, masked: Tensor, mixed: Tensor, t: f
         reward = guide.score(embeddings, z, _times(z, t))[masked].sum()
         (gradient,) = torch.autograd.grad(reward, soft)
     return gradient
-
-
-def logit_gradient(p: Tensor, embedding: Tensor, gradient: Tensor) -> Tensor:
-    """From the gradient g at the mixture p @ E to that at the logits: p * (E g - p . E g).
-
-    Shapes: p (R, V), embedding E (V, d), gradient g (R, d) -> (R, V).
-    """
-    slope = gradient @ embedding.T
-    return p * (slope - (p * slope).sum(-1, keepdim=True))
 
 
 # Re-ranking
@@ -287,7 +216,8 @@ def choose(
     if ran.any():
         num = len(candidates.z)
         z = candidates.z[:, ran].flatten(0, 1)
-        scores = candidate_scores(guide, z, s, chain.canvas.mask_id, guidance.score)
+        log_ratio = guide.score(guide.embed(z), z, _times(z, s))
+        scores = total_score(log_ratio, z, chain.canvas.mask_id, guidance.score)
         scores = scores.view(num, -1).T
         chain.passes += FORWARD * len(z) / len(ran)
         if guidance.select == "best":
@@ -299,17 +229,6 @@ def choose(
     reveal = candidates.reveal[chosen]
     chain.put(reveal, candidates.z[chosen][reveal], candidates.log_p[chosen][reveal])
     return reveal
-
-
-def candidate_scores(guide: Guide, z: Tensor, t: float, mask_id: int, score: Score) -> Tensor:
-    """Log-ratio, summed over all positions or averaged over the masked ones (0 without any).
-
-    Shapes: (B, L) -> (B,) in float64.
-    """
-    log_ratio = guide.score(guide.embed(z), z, _times(z, t)).double()
-    counted = z != PAD if score == "sum" else z == mask_id
-    total = log_ratio.masked_fill(~counted, 0.0).sum(1)
-    return total if score == "sum" else total / counted.sum(1).clamp(min=1)
 
 
 def _times(z: Tensor, t: float) -> Tensor:

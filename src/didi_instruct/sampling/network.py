@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.dit import _changes
 from didi_instruct.models.fused import fusing
-from didi_instruct.models.graphs import Chosen, GraphedDiT, in_a_line, say_once
+from didi_instruct.models.graphs import ALIGN, Chosen, GraphedDiT, in_a_line, say_once
 from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.precision import upcast
 from didi_instruct.process.schedule import Schedule
@@ -60,11 +62,29 @@ class NetworkDenoiser:
         assert self.graphs is not None
         return self.graphs.drawn_at(z, self._sigma(t, z), place, numbers, chosen)
 
+    @property
+    def num_tokens(self) -> int:
+        """V, the real tokens."""
+        return self.network.config.num_tokens
+
+    @torch.no_grad()
+    def states_at(self, z: Tensor, t: float, place: Tensor) -> tuple[Tensor, Tensor]:
+        """What `wide_logits` takes, (R, ...) and (R, ...) or one row for all, at such positions.
+
+        So many logits need not be held at once.
+        """
+        assert self.graphs is not None
+        return self.graphs.states_at(z, self._sigma(t, z), place)
+
+    @torch.no_grad()
+    def wide_logits(self, states: Tensor, condition: Tensor) -> Tensor:
+        """Logits (R, W) as the GPU makes them: columns of probability 0 fill up a good width."""
+        assert self.graphs is not None
+        return self.graphs.wide_logits(states, condition)
+
     def _sigma(self, t: float, z: Tensor) -> Tensor | None:
         """(B,); what nobody reads is not made."""
-        if not self.network.config.time_conditioning:
-            return None
-        return self.schedule.sigma(torch.full((len(z),), t, device=z.device))
+        return _sigma(self.schedule, t, z, timed=self.network.config.time_conditioning)
 
 
 def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +112,7 @@ class InferenceDenoiser:
 class NetworkGuide:
     """A discriminator as a guide: log-ratios of teacher over student from embeddings.
 
-    `fast` compiles its trunk; its weights then take no gradients, which would be computed in vain.
+    `fast` compiles it; its weights then take no gradients, which would be computed in vain.
     """
 
     def __init__(
@@ -103,6 +123,8 @@ class NetworkGuide:
             discriminator.requires_grad_(False)
         self._compiles = fast
         self._run: Any = None
+        self._table: Tensor | None = None
+        self._table_state = (0, 0)
 
     @property
     def embedding(self) -> Tensor:
@@ -115,31 +137,104 @@ class NetworkGuide:
 
     def score(self, embeddings: Tensor, z: Tensor, t: Tensor) -> Tensor:
         """Log-ratio (B, L) at every position; z tells which ones are padding."""
-        attended, sigma = split_padding(z)[1], self.schedule.sigma(t)
+        return self._score(None, embeddings, self.schedule.sigma(t), split_padding(z)[1])
+
+    @property
+    def table(self) -> Tensor:
+        """(W, d) `embedding` with rows of 0 below it, to a number that GPUs like."""
+        embedding = self.embedding.detach()
+        weight = self.discriminator.vocab_embed.embedding
+        state = (weight.data_ptr(), _changes([weight]))
+        if self._table is None or state != self._table_state:
+            extra = _aligned(len(embedding)) - len(embedding)
+            self._table, self._table_state = F.pad(embedding, (0, 0, 0, extra)), state
+        return self._table
+
+    @torch.no_grad()
+    def score_texts(self, z: Tensor, t: float) -> Tensor:
+        """Log-ratio (B, L) at every position of texts without padding; no wait for the GPU."""
+        return self._score(z, None, self._sigma(t, z), None)
+
+    @torch.no_grad()
+    def gradient(
+        self, z: Tensor, t: float, place: Tensor, mixed: Tensor, counted: Tensor
+    ) -> Tensor:
+        """Gradient (B * L, d) of the log-ratios with respect to all embeddings; no wait either.
+
+        Of texts z (B, L) without padding, that show mixtures (K, d) at the positions `place` (K,)
+        of (B * L). The log-ratios are added up where `counted` (B, L).
+        """
+        shown = self.discriminator.embed(z)
+        flat = shown.flatten(0, 1).index_copy(0, place, mixed.to(shown.dtype))
+        with torch.enable_grad():
+            shown = flat.view_as(shown).requires_grad_()
+            ratio = self._score(None, shown, self._sigma(t, z), None)
+            (gradient,) = torch.autograd.grad(ratio, shown, counted.to(ratio.dtype))
+        return gradient.flatten(0, 1)
+
+    def _sigma(self, t: float, z: Tensor) -> Tensor | None:
+        return _sigma(self.schedule, t, z, timed=self.discriminator.config.time_conditioning)
+
+    def _score(
+        self,
+        tokens: Tensor | None,
+        shown: Tensor | None,
+        sigma: Tensor | None,
+        attended: Tensor | None,
+    ) -> Tensor:
+        """Log-ratios (B, L) of tokens (B, L), or of what is shown in their place (B, L, d)."""
         if self._compiles:
             try:
-                return self._score_compiled(embeddings, sigma, attended)
+                return self._score_compiled(tokens, shown, sigma, attended)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever the compiler raises
                 reason = in_a_line(error)
                 say_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
                 self._compiles, self._run = False, None
-        return self.discriminator(None, sigma, embeddings=embeddings, attention_mask=attended)
+        return self._ratio(tokens, self.discriminator.condition(sigma), attended, shown)
 
-    def _score_compiled(self, embeddings: Tensor, sigma: Tensor, attended: Tensor | None) -> Tensor:
+    def _ratio(
+        self, tokens: Tensor | None, c: Tensor, attended: Tensor | None, shown: Tensor | None
+    ) -> Tensor:
+        hidden = self.discriminator._run(tokens, c, attended, shown)
+        return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)
+
+    def _score_compiled(
+        self,
+        tokens: Tensor | None,
+        shown: Tensor | None,
+        sigma: Tensor | None,
+        attended: Tensor | None,
+    ) -> Tensor:
         if self._run is None:
-            self._run = compiled(self.discriminator._run)
-        rows = len(embeddings)
+            self._run = compiled(self._ratio)
+        given = tokens if shown is None else shown
+        assert given is not None
+        rows = len(given)
         if rows == 1:  # would be compiled anew, as would rows that are one in memory
-            embeddings, sigma = embeddings.repeat(2, 1, 1), sigma.repeat(2)
-            attended = None if attended is None else attended.repeat(2, 1)
+            tokens, shown, attended, sigma = (_twice(x) for x in (tokens, shown, attended, sigma))
         c = self.discriminator.condition(sigma)
-        for tensor in (embeddings, c, attended):
+        for tensor in (tokens, shown, c, attended):
             if tensor is not None and len(tensor) > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        hidden = self._run(None, c, attended, embeddings)
-        return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)[:rows]
+        ratio: Tensor = self._run(tokens, c, attended, shown)
+        return ratio[:rows]
+
+
+def _twice(x: Tensor | None) -> Tensor | None:
+    """A row and the same again."""
+    return None if x is None else torch.cat([x, x])
+
+
+def _aligned(num: int) -> int:
+    """The next width that GPUs like."""
+    return num + -num % ALIGN
+
+
+def _sigma(schedule: Schedule, t: float, z: Tensor, *, timed: bool) -> Tensor | None:
+    """(B,) for texts (B, L) at one time; what nobody reads is not made."""
+    return schedule.sigma(torch.full((len(z),), t, device=z.device)) if timed else None
 
 
 def selected_logits(
