@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from didi_instruct.models import fused, graphs
+from didi_instruct.models import fused, remarks
 from didi_instruct.models.fused import Fused, fuses, fusing
 
 
@@ -57,7 +57,7 @@ def test_a_refusal_is_told_once_and_does_not_stop_anything(everywhere, monkeypat
         assert function(torch.ones(2)).tolist() == [2.0, 2.0]
     assert said == ["Doubling cannot be compiled here, so it runs slower: no compiler"]
     assert everywhere == [double]
-    assert said[0] not in graphs.remarks
+    assert said[0] not in remarks.remarks
 
 
 def test_memory_that_is_not_there_is_no_refusal(everywhere, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.models import graphs
+from didi_instruct.models import graphs, remarks
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import (
     Chosen,
@@ -232,7 +232,7 @@ def test_a_last_block_that_asks_from_few_positions_tells_the_same(kind, fold, de
 def test_few_positions_in_bfloat16_are_compiled_and_captured():
     """As it runs for real, at widths one after the other; nothing had to be remarked."""
     network = make("cuda", torch.bfloat16)
-    fast, before = GraphedDiT(network, draw_by_chunks), list(graphs.remarks)
+    fast, before = GraphedDiT(network, draw_by_chunks), list(remarks.remarks)
     for rows, width in ((16, 16), (16, 12), (9, 14), (1, 12)):
         tokens, sigma, where = inputs(network, rows)
         place = where.flatten().nonzero().squeeze(1)
@@ -244,7 +244,7 @@ def test_few_positions_in_bfloat16_are_compiled_and_captured():
     for graph in (*fast._graphs.values(), *fast._ends.values()):
         assert isinstance(graph, graphs.Captured)
         assert graph.is_compiled
-    assert list(graphs.remarks) == before
+    assert list(remarks.remarks) == before
 
 
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
@@ -364,7 +364,7 @@ def refuse(*arguments, **settings):
 def warm(monkeypatch):
     """A machine whose passes are warm after one."""
     monkeypatch.setattr(graphs, "_warm_up", lambda function, inputs: function(*inputs))
-    graphs.say_once.cache_clear()
+    remarks.say_once.cache_clear()
 
 
 class OnGPU:
@@ -464,8 +464,8 @@ def test_captures_warm_up_on_one_stream():
 
 
 def test_a_remark_is_made_once(caplog):
-    graphs.say_once.cache_clear()
+    remarks.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="didi_instruct"):
-        graphs.say_once("It is slow.")
-        graphs.say_once("It is slow.")
+        remarks.say_once("It is slow.")
+        remarks.say_once("It is slow.")
     assert [record.getMessage() for record in caplog.records] == ["It is slow."]

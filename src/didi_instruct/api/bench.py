@@ -13,7 +13,7 @@ from didi_instruct.benchmarking.report import Bench, add_ratios, make_rows
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case, Progress, empty, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.models.graphs import remarks
+from didi_instruct.models.remarks import remarks
 from didi_instruct.training.world import pick_device
 
 SWEEPS: dict[str, tuple[int, ...]] = {

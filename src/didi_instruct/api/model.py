@@ -23,9 +23,10 @@ from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.models.float8 import is_float8, to_float8
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
-from didi_instruct.models.graphs import GraphedDiT, say_once, why_not
+from didi_instruct.models.graphs import GraphedDiT, why_not
 from didi_instruct.models.inference import InferenceDiT, suits
 from didi_instruct.models.masked_network import MaskedLM
+from didi_instruct.models.remarks import say_once
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
 from didi_instruct.sampling.chunks import draw_by_chunks

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from didi_instruct.models.graphs import in_a_line
+from didi_instruct.models.remarks import in_a_line
 
 PATIENCE = 10.0
 """Seconds that a process which is no longer needed has to end by itself."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.graphs import in_a_line
+from didi_instruct.models.remarks import in_a_line
 
 TOO_LARGE = (RuntimeError, MemoryError)
 """What is raised where memory ends: by torch, which may say it in many ways, and by Python."""

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.data.dataset import TokenSource
+from didi_instruct.distillation.critics import CriticTask
 from didi_instruct.distillation.hosting import Tensors
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, Noise, References, Rollout, rollout
-from didi_instruct.distillation.task import CriticTask, Teacher, check_fit
+from didi_instruct.distillation.task import Teacher, check_fit
 from didi_instruct.distillation.terms import terms
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT

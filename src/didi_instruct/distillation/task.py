@@ -1,10 +1,9 @@
 """What all methods of distillation share: the networks, their state, the batch and its parts."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.hosting import Host, logits_of, rows_of
-from didi_instruct.distillation.monitor import RunningMean, Totals
+from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import Noise, Rows, walk
 from didi_instruct.distillation.starts import Starts
 from didi_instruct.distillation.terms import terms
@@ -35,8 +34,6 @@ ENOUGH_TEXTS = 256
 """Texts behind an average by which a collapse is told."""
 ALIGN = 64
 """Columns of a matrix that a GPU multiplies fast: a multiple of it."""
-BEFORE = 1_000_000
-"""Turn of the first of the batches that are drawn before anything is learnt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,93 +319,9 @@ class DistillTask(StudentTask):
         return rows(start, time, start == self.mask_id)
 
 
-class CriticTask(DistillTask):
-    """A task with a second network, which learns from what the student draws."""
-
-    critic_name: str
-    """What it is called in a checkpoint."""
-
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        critic: Trunk,
-        critic_lr: float,
-        world: World,
-        data: TokenSource | None = None,
-    ) -> None:
-        super().__init__(config, teacher, student, world, data)
-        if student.config.masks > 1:
-            raise UserError(
-                f"The student has {student.config.masks} masks, which {config.method} does not "
-                "know: use method=mixture, or another student."
-            )
-        if isinstance(critic, DiT):
-            critic.align = student.align
-        self.critic = Host(critic, config.train, world)
-        optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
-        self.critic_updater = Updater(critic, optim, config.train.steps, ema=0.0)
-        self.critic_updater.prepare_to_load()
-        self.accuracy = RunningMean()
-
-    @abstractmethod
-    def drawn_entropy(self, turn: int) -> Tensor:
-        """Path entropy per token of a batch that nobody learns from."""
-
-    def remember_entropy(self, step: int) -> None:
-        """Measure how varied the student's draws are, before the first iteration."""
-        if step > 0:
-            return
-        batches = -(-ENOUGH_TEXTS // self.config.train.batch_size)
-        found = [self.drawn_entropy(BEFORE + turn) for turn in range(batches)]
-        self.entropy_at_start.fill_(float(torch.stack(found).mean()))
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Both networks, the student's average, the moments, the memory of the gates."""
-        return {
-            **super().tensors(),
-            **{f"{self.critic_name}/{n}": t for n, t in self.critic_updater.tensors().items()},
-            "watch/accuracy": self.accuracy.state,
-            "watch/entropy_at_start": self.entropy_at_start,
-        }
-
-    def prepare_to_load(self) -> None:
-        """Create the moments of both optimizers."""
-        super().prepare_to_load()
-        self.critic_updater.prepare_to_load()
-
-    def networks(self) -> list[Trunk]:
-        """Both."""
-        return [*super().networks(), self.critic.network]
-
-    @property
-    def discriminator(self) -> Trunk | None:
-        """The critic, where it is one: an auxiliary denoiser is not kept."""
-        return self.critic.network if self.critic_name == "discriminator" else None
-
-
 def _whole(network: nn.Module) -> dict[str, Tensor]:
     """State of a network, gathered from all processes if it is sharded."""
     return {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in network.state_dict().items()
     }
-
-
-class AuxiliaryTask(CriticTask):
-    """Student and auxiliary denoiser, which begins as the teacher, in turns."""
-
-    critic_name = "auxiliary"
-
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        world: World,
-        *,
-        data: TokenSource | None = None,
-    ) -> None:
-        auxiliary = copy.deepcopy(teacher.network).requires_grad_(True)
-        super().__init__(config, teacher, student, auxiliary, config.aux_lr, world, data)

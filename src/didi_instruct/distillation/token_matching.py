@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
+from didi_instruct.distillation.critics import AuxiliaryTask
 from didi_instruct.distillation.hosting import Tensors, law
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages
@@ -25,7 +26,6 @@ from didi_instruct.distillation.rollout import (
     revealed_between,
     walk,
 )
-from didi_instruct.distillation.task import AuxiliaryTask
 from didi_instruct.process.divergences import divergence, entropy, kl
 from didi_instruct.process.masking import revealed_shares, stratified_times
 from didi_instruct.process.orders import stream_times

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.models.compiling import compiled
-from didi_instruct.models.graphs import in_a_line, say_once
+from didi_instruct.models.remarks import in_a_line, say_once
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

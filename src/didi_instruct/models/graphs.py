@@ -6,7 +6,6 @@ rounding: every row is computed from itself alone, whatever stands beside it.
 """
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
 from didi_instruct.models.halves import begin, finish
 from didi_instruct.models.layers import NEVER
+from didi_instruct.models.remarks import in_a_line, say_once
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
@@ -39,22 +39,6 @@ class Chosen(NamedTuple):
     """(B, W) in each text, in any order; what is left over may be any of its positions."""
     spots: Tensor
     """(R,) where those that count stand in (B * W)."""
-
-
-remarks: list[str] = []
-"""What was said so far: who measures has to repeat it beside the numbers."""
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Tell the user something that need not be told again."""
-    remarks.append(text)
-    logging.getLogger("didi_instruct").warning(text)
-
-
-def in_a_line(error: BaseException) -> str:
-    """What an error says first, or its name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def why_not(network: nn.Module) -> str | None:

@@ -11,9 +11,10 @@ from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import _changes
 from didi_instruct.models.fused import fusing
-from didi_instruct.models.graphs import ALIGN, Chosen, GraphedDiT, in_a_line, say_once
+from didi_instruct.models.graphs import ALIGN, Chosen, GraphedDiT
 from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.precision import upcast
+from didi_instruct.models.remarks import in_a_line, say_once
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 from didi_instruct.sampling.chunks import draw_compiled

@@ -1,0 +1,19 @@
+"""What is told to the user once, in one line."""
+
+import functools
+import logging
+
+remarks: list[str] = []
+"""What was said so far: who measures has to repeat it beside the numbers."""
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Tell the user something that need not be told again."""
+    remarks.append(text)
+    logging.getLogger("didi_instruct").warning(text)
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error says first, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
