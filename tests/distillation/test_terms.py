@@ -8,46 +8,78 @@ from didi_instruct.distillation.terms import terms
 from didi_instruct.models.layers import NEVER
 
 KINDS = ["forward", "backward", "jeffreys"]
+DRAWN = torch.tensor([0, 3, 3, 3, 5, 0]), torch.tensor([6, 2, 2, 4, 0, 1])
+"""Row 3 gives one token twice, and another one; rows 1, 2 and 4 give none."""
 
 
 def logits_of(seed, rows=6, num=7):
     return torch.randn(rows, num, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def expected(kind, student, teacher):
+def plainly(kind, student, teacher, drawn):
+    """The same by torch's distributions, with their own gradients."""
     p, q = Categorical(logits=teacher), Categorical(logits=student)
     sides = kl_divergence(p, q), kl_divergence(q, p)
-    return {"forward": sides[0], "backward": sides[1], "jeffreys": sum(sides) / 2}[kind]
+    distance = {"forward": sides[0], "backward": sides[1], "jeffreys": sum(sides) / 2}[kind]
+    return q.entropy(), distance, student.log_softmax(-1)[drawn]
+
+
+def weighted(found):
+    """A loss in which every number counts in its own way."""
+    weights = [torch.linspace(-1, k + 1, len(values)).double() for k, values in enumerate(found)]
+    return sum((w * values).sum() for w, values in zip(weights, found, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind):
     student, teacher = logits_of(0).requires_grad_(), logits_of(1)
-    log_sum, entropy, distance = terms(student, teacher + 5, kind)
-    torch.testing.assert_close(log_sum, student.logsumexp(-1))
-    torch.testing.assert_close(entropy, Categorical(logits=student).entropy())
-    torch.testing.assert_close(distance, expected(kind, student, teacher))
-    found = torch.autograd.grad((entropy + 2 * distance).sum(), student)
-    own = Categorical(logits=student).entropy() + 2 * expected(kind, student, teacher)
-    for one, other in zip(found, torch.autograd.grad(own.sum(), student), strict=True):
+    found, expected = (
+        terms(student, teacher + 5, kind, DRAWN),
+        plainly(kind, student, teacher, DRAWN),
+    )
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+    one, other = (torch.autograd.grad(weighted(each), student)[0] for each in (found, expected))
+    torch.testing.assert_close(one, other)
 
 
 def test_without_a_teacher_there_is_no_distance():
-    log_sum, entropy, distance = terms(logits_of(0))
-    assert distance is None
-    torch.testing.assert_close(entropy, Categorical(logits=logits_of(0)).entropy())
-    torch.testing.assert_close(log_sum, logits_of(0).logsumexp(-1))
+    student = logits_of(0).requires_grad_()
+    found = terms(student, drawn=DRAWN)
+    assert not found.distance.any()
+    torch.testing.assert_close(found.entropy, Categorical(logits=student).entropy())
+    plain = Categorical(logits=student).entropy(), student.log_softmax(-1)[DRAWN]
+    (one,) = torch.autograd.grad(weighted((found.entropy, found.drawn)), student)
+    (other,) = torch.autograd.grad(weighted(plain), student)
+    torch.testing.assert_close(one, other)
+
+
+def test_nothing_drawn_is_no_number():
+    student = logits_of(0).requires_grad_()
+    found = terms(student, logits_of(1))
+    assert found.drawn.shape == (0,)
+    (one,) = torch.autograd.grad(found.distance.sum(), student)
+    torch.testing.assert_close(one, student.softmax(-1) - logits_of(1).softmax(-1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_of_probability_0_make_no_difference(kind):
     student, teacher = (logits_of(seed).requires_grad_() for seed in (0, 1))
     wide = [torch.nn.functional.pad(x, (0, 3), value=NEVER) for x in (student, teacher)]
-    for one, other in zip(terms(*wide, kind), terms(student, teacher, kind), strict=True):
+    found, expected = terms(*wide, kind, DRAWN), terms(student, teacher, kind, DRAWN)
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    one, other = (
-        torch.autograd.grad(sum(t.sum() for t in terms(*pair, kind)), student)[0]
-        for pair in (wide, (student, teacher))
-    )
+    one, other = (torch.autograd.grad(weighted(each), student)[0] for each in (found, expected))
     torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("sure", [0.5, 0.99, 0.9999])
+def test_a_token_that_is_nearly_certain_keeps_its_gradient_in_bfloat16(sure):
+    """1 - p at the token, -p at the others: rounded once, so within 2^-8 of each number."""
+    others = torch.full((1, 50), (1 - sure) / 50).log()
+    logits = torch.cat([torch.tensor([[sure]]).log(), others], 1).bfloat16().requires_grad_()
+    drawn = torch.tensor([0]), torch.tensor([0])
+    (found,) = torch.autograd.grad(terms(logits, drawn=drawn).drawn.sum(), logits)
+    exact = logits.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(exact.log_softmax(-1)[drawn].sum(), exact)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0)

@@ -9,6 +9,8 @@ One side is autograd through the enumerated J, the other the expectation of what
 with an exact auxiliary denoiser. Nothing is sampled; tolerances are for float64 rounding.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -96,6 +98,7 @@ def task_with(log_teacher, **settings):
     settings = TokenMatchingConfig(ratio_clip=0.0, **settings)
     task.config = DistillConfig(method="token-matching", token_matching=settings)
     task.teacher = lambda z, t, where: log_teacher[state_index(z)][where]
+    task.model_config = SimpleNamespace(num_tokens=V)
     return task
 
 

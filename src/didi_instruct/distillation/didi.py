@@ -363,18 +363,16 @@ def score(
     texts = len(x)
     log_prob = torch.zeros(texts, dtype=torch.float64, device=x.device)
     total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
-    for jump, law in zip(jumps, laws, strict=True):
-        selected = jump.z == mask_id
-        place = selected.flatten().nonzero().squeeze(1)
+    masks = [jump.z == mask_id for jump in jumps]
+    # All before the first pass, so that no other is waited for.
+    places = [selected.flatten().nonzero().squeeze(1) for selected in masks]
+    for jump, selected, place, law in zip(jumps, masks, places, laws, strict=True):
         logits = logits_at(network, jump.z, schedule.sigma(jump.t), place)
-        log_sum, own_entropy, distance = terms(logits, law, kind)
-        row = jump.places(selected)
-        drawn = logits[row, x[jump.drawn]].double() - log_sum[row].double()
-        log_prob = log_prob.index_add(0, jump.drawn[0], drawn)
+        found = terms(logits, law, kind, (jump.places(selected), x[jump.drawn]))
+        log_prob = log_prob.index_add(0, jump.drawn[0], found.drawn)
         state = place // x.shape[1]
-        total_entropy = total_entropy + _means(own_entropy, state, selected)[jump.owner]
-        if distance is not None:
-            total_kl = total_kl + _means(distance, state, selected)[jump.owner]
+        total_entropy = total_entropy + _means(found.entropy, state, selected)[jump.owner]
+        total_kl = total_kl + _means(found.distance, state, selected)[jump.owner]
     return {"log_prob": log_prob, "kl": total_kl, "entropy": total_entropy / len(jumps)}
 
 

@@ -35,6 +35,8 @@ from didi_instruct.training.world import World
 class DuoTask(StudentTask):
     """A uniform-state student and the frozen copy that it is consistent with."""
 
+    pads = False  # any of the columns may replace a token
+
     def __init__(
         self,
         config: DistillConfig,

@@ -24,6 +24,8 @@ from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.noise import uniforms
 
+MOSTLY = 0.75
+"""Share of states that are drawn from, from which on all are read."""
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V).
 
@@ -100,12 +102,13 @@ class Rollout:
 def draw_jump(rows: Rows, jump: Jump, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Draw the tokens of a jump: numbers (B, L) in [0, 1) -> tokens (R,), log-probabilities (R,).
 
-    States from which nothing is drawn are not read; one is read even if none is needed, so that
-    all processes of a sharded network make the same calls.
+    States from which nothing is drawn are not read, if they are many: a few are read along, so
+    that most passes have one size. One is read even if none is needed, so that all processes of a
+    sharded network make the same calls.
     """
-    needed = jump.needed
+    needed, _ = jump.needed, jump.drawn  # counted before the pass, which would be waited for
     active = needed.any(1)
-    if bool(active.all()):
+    if int(active.sum()) >= MOSTLY * len(active):
         laws = rows(jump.z, jump.t, needed)
     else:
         active[0] |= ~active.any()

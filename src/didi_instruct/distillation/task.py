@@ -87,6 +87,11 @@ def check_fit(
         )
 
 
+def pays_to_pad(device: torch.device) -> bool:
+    """Whether a matrix of a good width is multiplied faster by more than the columns cost."""
+    return device.type == "cuda"
+
+
 class StudentTask(ABC):
     """A student that learns from a teacher; see `training.loop.Task`.
 
@@ -97,8 +102,8 @@ class StudentTask(ABC):
     rates: str = "optim.lr"
     """The settings that are learning rates, in words."""
     pads: bool = True
-    """Whether laws on a GPU may have more columns than there are tokens, of probability 0, which it
-    multiplies faster: not where a loss counts columns."""
+    """Whether laws may have more columns than there are tokens, of probability 0, where it pays:
+    not where something counts columns."""
 
     def __init__(
         self,
@@ -110,8 +115,8 @@ class StudentTask(ABC):
     ) -> None:
         self.config, self.world, self.data, self.tokenizer = config, world, data, teacher.tokenizer
         self.model_config = student.config
-        pads = self.pads and teacher.rows is None and world.device.type == "cuda"
-        student.align = teacher.network.align = ALIGN if pads else 1
+        if self.pads and teacher.rows is None and pays_to_pad(world.device):
+            student.align = teacher.network.align = ALIGN
         self.schedule = make_schedule(student.config.schedule)
         rows = None if data is None else data.length
         check_fit(config, teacher.network.config, rows=rows, processes=world.size)
@@ -309,9 +314,7 @@ class DistillTask(StudentTask):
     @torch.no_grad()
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
-        distance = terms(self._at_start(self.student_logits), self.teacher_at_start())[2]
-        assert distance is not None
-        return distance.mean()
+        return terms(self._at_start(self.student_logits), self.teacher_at_start()).distance.mean()
 
     def _at_start(self, rows: Rows) -> Tensor:
         start = self.starts.watched(self.world.device)

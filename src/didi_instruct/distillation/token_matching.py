@@ -267,6 +267,7 @@ class TokenMatchingTask(AuxiliaryTask):
         """Matching, anchor and completion terms of one part."""
         settings, clip = self.config.token_matching, self.config.token_matching.ratio_clip
         log_theta = self.teacher(drawn.context, plan.t_context, plan.hidden)
+        tokens = self.model_config.num_tokens
         ratio = log_phi - log_theta
         clipped = ratio.clamp(-clip, clip) if clip else ratio
         log_p = drawn.log_p[plan.rows_of(plan.hidden)]
@@ -274,7 +275,7 @@ class TokenMatchingTask(AuxiliaryTask):
         totals.add(
             matching_loss=matching,
             aux_kl=kl(log_phi, log_theta).sum() / counts[0],
-            ratio_clip_fraction=(clipped != ratio).double().mean(-1).sum() / counts[0],
+            ratio_clip_fraction=(clipped != ratio)[:, :tokens].double().mean(-1).sum() / counts[0],
         )
         if settings.anchor:
             reference = self.teacher(drawn.z, plan.t, plan.revealed)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from didi_instruct.models.precision import no_autocast, reads, upcast
+from didi_instruct.models.precision import no_autocast, product_dtype, reads, upcast
 from didi_instruct.models.rotary import rotate
 
 NORM_EPS = 1e-5
@@ -307,6 +307,8 @@ class OutputLayer(Modulated):
         if never is not None:
             bias = bias.index_fill(0, torch.full((), never, device=bias.device), NEVER)
         if extra := -len(weight) % align:
+            dtype = product_dtype(weight)  # before it is copied
+            weight, bias = weight.to(dtype), bias.to(dtype)
             weight = F.pad(weight, (0, 0, 0, extra))
             bias = F.pad(bias, (0, extra), value=NEVER)
         return F.linear(x.to(weight.dtype), weight, bias)

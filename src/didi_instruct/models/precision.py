@@ -17,6 +17,14 @@ def reads(layer: nn.Module) -> torch.dtype:
     return own
 
 
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """The type in which a product with a weight is made."""
+    kind = weight.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which operations keep the precision of their arguments."""
     if device.type == "meta":  # where autocast does not exist

@@ -112,6 +112,7 @@ class _Perturbed:
             self.trunk(tokens, sigma, attention_mask),
             self.condition(sigma),
             self.config.num_tokens,
+            align=1,
         )
 
 

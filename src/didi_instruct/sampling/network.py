@@ -256,7 +256,7 @@ def logits_at(
     The output layer runs on those alone. There may be more than V columns (`DiT.align`), of
     probability 0.
     """
-    hidden = network.trunk(tokens, sigma, attended).flatten(0, 1)[place]
+    hidden = network.trunk(tokens, sigma, attended).flatten(0, 1).index_select(0, place)
     condition = network.condition(sigma)
     if condition.shape[0] > 1:
         condition = condition[place // tokens.shape[1]]
