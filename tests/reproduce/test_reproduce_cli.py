@@ -9,7 +9,8 @@ import torch
 from didi_instruct.api.model import load
 from didi_instruct.cli.reproduce import _time as told_time
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.reproduce import scales
+from didi_instruct.errors import UserError
+from didi_instruct.reproduce import making, scales
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.running import RUN, folder_of
@@ -163,3 +164,24 @@ def test_what_cannot_share_a_gpu_is_refused(didi, tmp_path, arguments, words):
     assert code == 2
     assert words in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [("latency", "--minutes", 1), ("baselines", "--minutes", 0)])
+def test_minutes_are_for_baselines(didi, tmp_path, arguments):
+    code, _, err = didi("reproduce", *arguments, "--out", tmp_path / "out")
+    assert code == 2
+    assert "--minutes is for baselines" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_minutes_change_the_scale_that_is_run(didi, tiny, tmp_path, monkeypatch):
+    asked = []
+
+    def lasting(scale, minutes, out, **options):
+        asked.append(minutes)
+        raise UserError("enough")
+
+    monkeypatch.setattr(making, "lasting", lasting)
+    code, _, err = didi("reproduce", "baselines", "--minutes", 1.5, "--out", tmp_path / "out")
+    assert (code, asked) == (2, [1.5])
+    assert "enough" in err

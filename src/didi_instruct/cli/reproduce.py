@@ -74,6 +74,13 @@ def command(
         int,
         typer.Option(min=1, help="Jobs that share a GPU, where one alone would leave it idle."),
     ] = 1,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Of baselines: train every student that long, by its pace on this machine "
+            "(default: the steps of its recipe)."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="List the jobs, check what they need, estimate GPU-hours."),
@@ -115,12 +122,14 @@ def command(
         apart = ", ".join(chosen.apart)
         typer.echo(f"Not part of `all` at scale {scale}, name it to have it: {apart}.", err=True)
     folder = out or Path("reproduce") / scale
+    if minutes is not None and (item != "baselines" or not minutes > 0):
+        raise UserError("--minutes is for baselines, and more than 0: leave it out.")
     _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder))
     if at_once > 1:
         items = _shared(items, item, device)
-    sys.exit(_run(items, chosen, folder, device, at_once))
+    sys.exit(_run(items, chosen, folder, device, at_once, minutes))
 
 
 def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]":
@@ -171,12 +180,17 @@ def _list(items: "Sequence[Item]") -> None:
 
 
 def _run(
-    items: "Sequence[Item]", scale: "Scale", folder: Path, device: str | None, at_once: int
+    items: "Sequence[Item]",
+    scale: "Scale",
+    folder: Path,
+    device: str | None,
+    at_once: int,
+    minutes: float | None,
 ) -> int:
     from didi_instruct.cli.board import ProgressBoard
     from didi_instruct.reproduce.checks import require_gpu
     from didi_instruct.reproduce.gpus import visible_gpus
-    from didi_instruct.reproduce.making import make
+    from didi_instruct.reproduce.making import lasting, make
     from didi_instruct.reproduce.running import StoppedError
     from didi_instruct.reproduce.together import check_together
 
@@ -185,6 +199,8 @@ def _run(
     gpus = visible_gpus() * at_once if device is None else ()
     try:
         with ProgressBoard() as board:
+            if minutes is not None:
+                scale = lasting(scale, minutes, folder, device=device, board=board)
             outcome = make(items, scale, folder, device=device, gpus=gpus, board=board)
     except (StoppedError, KeyboardInterrupt) as stopped:
         typer.echo("Stopped; what is done is kept. The same command goes on.", err=True)

@@ -21,6 +21,7 @@ from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.equal_terms import Found, Setting, Terms, measure
 from didi_instruct.reproduce.latency import time_settings
 from didi_instruct.reproduce.minutes import learning, training_minutes, training_texts
+from didi_instruct.reproduce.scale import FIRST
 from didi_instruct.reproduce.tables import Cell, over_seeds
 
 METRICS = ("ppl", "entropy", "path-kl", "self-bleu", "unique-4gram")
@@ -34,8 +35,8 @@ WARM = 1.1
 half of the resamples of a row that differs in nothing would have no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
-CHAIN = {"duo": "duo-teacher", "token-matching": "path"}
-"""Students whose teacher is not the teacher of all, and that teacher's role."""
+CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
+"""Students whose teacher is not the teacher of all, and that teacher's role, or roles in turn."""
 SIDES = ("below", "above", "in a gap of")
 
 
@@ -201,8 +202,8 @@ def _costs(role: str, models: Mapping[str, str]) -> Row:
     """Texts, minutes (with its own teacher's and without) and updates of a model's training."""
     folder = Path(models[role])
     minutes = training_minutes(folder)
-    before = CHAIN.get(role, "")
-    earlier = training_minutes(Path(models[before])) if before in models else 0.0
+    before = [models[earlier] for earlier in CHAIN.get(role, ()) if earlier in models]
+    earlier = training_minutes(Path(before[0])) if before else 0.0
     return {
         "training_texts": training_texts(folder),
         "training_minutes": minutes,

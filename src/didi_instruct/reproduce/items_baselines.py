@@ -20,11 +20,13 @@ from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.scale import FIRST, Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
 
 ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "path", "token-matching")
 """Models beside teacher and student, where a scale has them."""
+TIMED = (*ROLES, FIRST)
+"""Those, and who is asked for the minutes of its training alone."""
 SHOWN = (
     PASSES,
     PPL,
@@ -56,7 +58,7 @@ def _job(scale: Scale, seed: int) -> Job:
     late = [nfe for nfe in scale.budgets if scale.late_from and nfe >= scale.late_from]
     if late:
         inputs[f"didi{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
-    inputs |= {role: scale.model(role, seed) for role in ROLES if scale.has(role)}
+    inputs |= {role: scale.model(role, seed) for role in TIMED if scale.has(role)}
     metrics = list(METRICS)
     if scale.causal_judge and scale.data is not None:
         inputs["reference"] = scale.data

@@ -11,6 +11,7 @@ from didi_instruct.reproduce.figures import can_draw
 from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job, in_order
+from didi_instruct.reproduce.paces import measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table
 
@@ -57,6 +58,19 @@ def make(
     grid = Grid(jobs_of(items, scale), out, device=device, board=board or NoBoard())
     grid.run(gpus)
     return Outcome([write(item, scale, grid, out) for item in items], grid.failures)
+
+
+def lasting(
+    scale: Scale, minutes: float, out: Path, *, device: str | None = None, board: Board
+) -> Scale:
+    """The scale with students that train so many minutes each, by their paces in `out`."""
+    jobs = pace_jobs(scale)
+    grid = Grid(list(jobs.values()), out, device=device, board=board)
+    grid.run()
+    if grid.failures:
+        first = grid.failures[0]
+        raise UserError(f"A pace could not be measured: {first.job.name}: {first.note}")
+    return with_minutes(scale, minutes, measured(jobs, out))
 
 
 def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:

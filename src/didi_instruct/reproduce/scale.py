@@ -14,6 +14,10 @@ EARLY, LATE = (2, 5), "didi.pi=[5,2]"
 """The paper's law of τ for few steps, and its law for 32 and more."""
 
 
+FIRST = "path-first"
+"""The student that token matching starts from, where it is not `path` itself."""
+
+
 class Training(NamedTuple):
     """A recipe with what a scale changes of it."""
 
@@ -122,7 +126,7 @@ class Scale:
         elif role == "didi-large":
             teacher = self.model("teacher-large")
         elif role == "token-matching" and self.has("path"):
-            teacher = self.model("path", seed)
+            teacher = self.model(FIRST if self.has(FIRST) else "path", seed)
         return _student(f"{role}-seed{seed}", training, teacher, seed)
 
     def ablated(

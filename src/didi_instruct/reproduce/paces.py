@@ -1,0 +1,119 @@
+"""Equal training minutes: how fast each student learns on this machine, and the steps that fit.
+
+Paces are jobs of a grid like others, so they are measured once for a folder. What is drawn or
+compiled before the first step does not count, as it does not in a table's minutes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.curves import read_log
+from didi_instruct.reproduce.asking import ALL_TRICKS
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.minutes import LOG
+from didi_instruct.reproduce.running import RUN, folder_of
+from didi_instruct.reproduce.scale import FIRST, Scale, Training
+
+STEPS = 48
+"""Of a run that is timed; the last quarter of it counts, after all that compiles."""
+SHORT = (
+    f"train.steps={STEPS}",
+    f"train.log_every={STEPS // 4}",
+    "train.eval_every=0",
+    "train.save_every=1000000",
+)
+STUDENT = (
+    *SHORT,
+    "watch.budgets=[]",
+    "reference.rows=256",
+    "reference.steps=16",
+    "discriminator.warmup=2",
+    "dimo.warmup=2",
+    "token_matching.warmup=2",
+    f"sdtt.iterations={STEPS}",
+    f"duo.iterations={STEPS}",
+)
+"""What makes a training brief, and yet takes steps as it does later."""
+STUDENTS = ("sdtt", "dimo", "duo", "jump", "path", "token-matching")
+DIDI = "didi"
+AFTER = 0.1
+"""Share of the minutes that token matching has for itself; its first student has the others."""
+ROUNDS = {"sdtt": "sdtt.iterations", "duo": "duo.iterations"}
+"""Methods in rounds, each of as many steps as a setting says."""
+WARM_UPS = {
+    "didi": "discriminator.warmup",
+    "dimo": "dimo.warmup",
+    "token-matching": "token_matching.warmup",
+}
+"""Methods whose student waits at first, for as many steps as a setting says."""
+
+
+def pace_jobs(scale: Scale) -> dict[str, Job]:
+    """A short run of every student of the baselines, by role; with those that they start from."""
+    brief = replace(
+        scale,
+        models={
+            role: Training(t.recipe, (*t.overrides, *(STUDENT if role in STUDENTS else SHORT)))
+            for role, t in scale.models.items()
+        },
+        ablation=(*scale.ablation, *STUDENT),
+    )
+    jobs = {role: brief.model(role) for role in STUDENTS if scale.has(role)}
+    jobs[DIDI] = brief.ablated(ALL_TRICKS, 0)
+    return {role: replace(job, name=f"pace-{role}") for role, job in jobs.items()}
+
+
+def measured(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
+    """Iterations per second of finished runs, by role."""
+    return {role: _rate(folder_of(job, out) / RUN) for role, job in jobs.items()}
+
+
+def _rate(run: Path) -> float:
+    rates = [record.get("iterations_per_second") for record in read_log(run / LOG)]
+    known = [rate for rate in rates if rate]
+    if not known:
+        raise UserError(f"{run} has no rates of its steps: delete its folder and begin again.")
+    return float(known[-1])
+
+
+def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Scale:
+    """The scale with as many steps of every student as fit into so many minutes.
+
+    Token matching starts from a student of its own, so that both together take no longer.
+    """
+
+    def lasting(role: str, share: float = 1.0) -> Training:
+        training = scale.models[role]
+        more = _schedule(training, int(60 * minutes * share * paces[role]))
+        return Training(training.recipe, (*training.overrides, *more))
+
+    models = {**scale.models, **{r: lasting(r) for r in STUDENTS if scale.has(r)}}
+    if scale.has("path") and scale.has("token-matching"):
+        models[FIRST] = lasting("path", 1 - AFTER)
+        models["token-matching"] = lasting("token-matching", AFTER)
+    more = _schedule(Training(ALL_TRICKS, scale.ablation), int(60 * minutes * paces[DIDI]))
+    return replace(scale, models=models, ablation=(*scale.ablation, *more))
+
+
+def _schedule(training: Training, steps: int) -> tuple[str, ...]:
+    """Overrides for so many steps, or a few less: as many rounds, no larger a share of waiting."""
+    job = Job(name="plan", does="distill", recipe=training.recipe, overrides=training.overrides)
+    config, method = job.settings(), job.settings().method
+
+    def usual(setting: str) -> int:
+        section, key = setting.split(".")
+        value: int = getattr(getattr(config, section), key)
+        return value
+
+    if method in ROUNDS:
+        rounds = config.train.steps // usual(ROUNDS[method])
+        each = max(1, steps // rounds)
+        return f"train.steps={rounds * each}", f"{ROUNDS[method]}={each}"
+    steps = max(2, steps)
+    if method not in WARM_UPS:
+        return (f"train.steps={steps}",)
+    wait = usual(WARM_UPS[method])
+    wait = min(wait, max(1, wait * steps // config.train.steps))
+    return f"train.steps={steps}", f"{WARM_UPS[method]}={wait}"

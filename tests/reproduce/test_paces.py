@@ -1,0 +1,136 @@
+"""As many steps of each student as fit into the same minutes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from didi_instruct.errors import UserError
+from didi_instruct.reproduce import making
+from didi_instruct.reproduce.baselines import CHAIN
+from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.making import lasting
+from didi_instruct.reproduce.paces import AFTER, DIDI, STEPS, measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.running import RUN, folder_of
+from didi_instruct.reproduce.scale import FIRST, Given
+from didi_instruct.reproduce.scales import find_scale
+
+PACES = {
+    "sdtt": 3.0,
+    "dimo": 1.5,
+    "duo": 5.0,
+    "jump": 0.75,
+    "path": 20.0,
+    "token-matching": 1.2,
+    DIDI: 2.0,
+}
+
+
+@pytest.fixture
+def small(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b"}\n')
+    return find_scale("small", Given(data=str(text), teacher="somewhere"))
+
+
+def steps_of(job):
+    return job.settings().train.steps
+
+
+def test_every_student_learns_for_as_long(small):
+    scale = with_minutes(small, 1.5, PACES)
+    for role in ("dimo", "jump", "path"):
+        assert steps_of(scale.model(role)) == int(90 * PACES[role])
+    assert steps_of(scale.ablated("ablation-all-tricks", 0)) == 180
+    for role, settings in (("sdtt", "sdtt"), ("duo", "duo")):
+        before, after = (each.model(role).settings() for each in (small, scale))
+        rounds = before.train.steps // getattr(before, settings).iterations
+        each = getattr(after, settings).iterations
+        assert after.train.steps == rounds * each
+        assert after.train.steps == pytest.approx(90 * PACES[role], rel=0.03)
+
+
+@pytest.mark.parametrize("minutes", [0.02, 0.5, 30])
+def test_a_student_waits_for_no_larger_a_share_of_its_steps(small, minutes):
+    scale = with_minutes(small, minutes, PACES)
+    for role in ("dimo", "jump", "token-matching"):
+        before, after = (each.model(role).settings() for each in (small, scale))
+        assert after.warmup <= before.warmup
+        assert after.warmup < after.train.steps
+        most = before.warmup / before.train.steps
+        assert after.warmup == 1 or after.warmup / after.train.steps <= most
+
+
+def test_a_chain_of_two_students_takes_no_longer(small):
+    scale = with_minutes(small, 1.5, PACES)
+    last = scale.model("token-matching", 1)
+    first = last.inputs["teacher"]
+    assert first.key == scale.model(FIRST, 1).key != scale.model("path", 1).key
+    seconds = steps_of(last) / PACES["token-matching"] + steps_of(first) / PACES["path"]
+    assert seconds == pytest.approx(90, rel=0.02)
+    assert steps_of(last) == int(90 * AFTER * PACES["token-matching"])
+    assert CHAIN["token-matching"][0] == FIRST
+    asked = BASELINE_ITEMS[0].jobs(scale)[0].inputs
+    assert asked[FIRST].key == scale.model(FIRST, 0).key
+
+
+def test_without_minutes_nothing_changes(small):
+    assert FIRST not in BASELINE_ITEMS[0].jobs(small)[0].inputs
+    assert small.model("token-matching").inputs["teacher"].key == small.model("path").key
+
+
+def test_runs_that_are_timed_are_short_and_as_the_others(small):
+    jobs = pace_jobs(small)
+    assert set(jobs) == set(PACES)
+    for role, job in jobs.items():
+        config = job.settings()
+        assert config.train.steps == STEPS
+        full = small.ablated("ablation-all-tricks", 0) if role == DIDI else small.model(role)
+        assert config.train.batch_size == full.settings().train.batch_size
+        assert config.method == full.settings().method
+    matching = jobs["token-matching"].inputs["teacher"]
+    assert matching.key == jobs["path"].key
+    assert steps_of(jobs["duo"].inputs["teacher"]) == STEPS
+
+
+def write_rates(job, out: Path, rates):
+    run = folder_of(job, out) / RUN
+    run.mkdir(parents=True)
+    lines = [{"step": 12 * (n + 1), "iterations_per_second": r} for n, r in enumerate(rates)]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_last_rate_counts(small, tmp_path):
+    job = pace_jobs(small)["jump"]
+    write_rates(job, tmp_path, [0.1, 3.0, 2.5, None])
+    assert measured({"jump": job}, tmp_path) == {"jump": 2.5}
+
+
+def test_no_rate_is_no_pace(small, tmp_path):
+    job = pace_jobs(small)["jump"]
+    write_rates(job, tmp_path, [None])
+    with pytest.raises(UserError, match="begin again"):
+        measured({"jump": job}, tmp_path)
+
+
+class Board:
+    def show(self, standings, changed):
+        pass
+
+
+def test_a_pace_that_fails_stops_before_anything_is_trained(small, tmp_path, monkeypatch):
+    def fails(job, out, **options):
+        raise UserError("no teacher there")
+
+    monkeypatch.setattr("didi_instruct.reproduce.grid.run_job", fails)
+    with pytest.raises(UserError, match="pace-.*no teacher there"):
+        lasting(small, 1.0, tmp_path, board=Board())
+
+
+def test_paces_are_measured_and_used(small, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(making.Grid, "run", lambda grid: ran.extend(s.job for s in grid.standings))
+    monkeypatch.setattr(making, "measured", lambda jobs, out: PACES)
+    scale = lasting(small, 1.0, tmp_path, board=Board())
+    assert {job.name for job in ran} >= {f"pace-{role}" for role in PACES}
+    assert steps_of(scale.model("jump")) == 45
