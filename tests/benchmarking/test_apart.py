@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from didi_instruct.benchmarking import apart as apart_module
 from didi_instruct.benchmarking.apart import Apart
 from didi_instruct.benchmarking.report import Bench, make_rows, notes
 from didi_instruct.benchmarking.timing import Case, time_cases
@@ -49,3 +50,12 @@ def test_a_crash_costs_one_row(crash, code):
     rows = make_rows(cases, found)
     assert rows[1]["seconds_median"] is None
     assert notes(Bench("m", rows)) == [f"theirs did not run: its process ended with code {code}"]
+
+
+def test_a_run_without_an_end_costs_one_row(monkeypatch):
+    monkeypatch.setattr(apart_module, "LIMIT", 0.5)
+    apart = Apart(partial, time.sleep)
+    with pytest.raises(RuntimeError, match="no answer within 0.5 s"):
+        apart(60)
+    apart._process.join(10)
+    assert not apart._process.is_alive()

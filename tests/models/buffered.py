@@ -1,12 +1,16 @@
 """A stand-in for CUDA graphs on a CPU."""
 
+import torch
+
 
 class Buffered:
     """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
 
     def __init__(self, function, inputs, pool=None, dynamic=(), faster=None):
-        self.function, self.inputs = function, tuple(tensor.clone() for tensor in inputs)
-        self.output = function(*self.inputs)
+        self.function = function
+        with torch.inference_mode(False), torch.no_grad():  # as graphs have them
+            self.inputs = tuple(tensor.clone() for tensor in inputs)
+            self.output = function(*self.inputs).clone()
 
     def __call__(self, *values):
         for buffer, value in zip(self.inputs, values, strict=True):

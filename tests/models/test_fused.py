@@ -69,6 +69,12 @@ def test_memory_that_is_not_there_is_no_refusal(everywhere, monkeypatch):
         Fused(double, "It")(torch.ones(2))
 
 
+def test_within_a_function_that_is_compiled_it_is_a_part_of_it(everywhere, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert Fused(double, "It", lambda x: 3 * x)(torch.ones(3)).tolist() == [2.0] * 3
+    assert not everywhere
+
+
 def test_what_is_allowed_ends_with_its_block():
     with fusing(True):
         with fusing(False):

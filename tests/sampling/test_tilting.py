@@ -11,6 +11,7 @@ from didi_instruct.sampling.network import NetworkGuide
 from didi_instruct.sampling.tilting import mixture, slopes, tilted
 
 from .test_fast import make
+from .test_guided_planned import MASK, SIZE, guided_pair
 
 
 def numbers(*shape, seed=0):
@@ -71,6 +72,37 @@ def test_a_tilt_is_compiled_once(counter):
         given = numbers(rows, 192), numbers(rows, 192, seed=1), *scalars(h, 1.0)
         torch.testing.assert_close(tilt(*given), tilted(*given))
     assert counter.frame_count == 1
+
+
+def test_a_guide_whose_gradients_cannot_be_compiled_has_plain_ones(monkeypatch):
+    """The compiler meets them last, when they are asked for."""
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("no backward pass")
+
+    def half(function):
+        return lambda *given: Refused.apply(function(*given))
+
+    _, _, guide, _ = guided_pair("cpu", **SIZE)
+    z, place = torch.full((2, 12), MASK), torch.tensor([3, 0, 17])
+    mixed = torch.randn(3, guide.table.shape[1], dtype=guide.table.dtype)
+    given = z, 0.5, place, mixed, torch.ones(2, 12, dtype=torch.bool)
+    guide._compiles = False
+    expected = guide.gradient(*given)
+    guide._compiles = True
+    monkeypatch.setattr(networks, "compiled", half)
+    said = []
+    monkeypatch.setattr(networks, "say_once", said.append)
+    torch.testing.assert_close(guide.gradient(*given), expected)
+    assert len(said) == 1
+    assert "no backward pass" in said[0]
+    assert not guide._compiles
 
 
 def test_a_guide_compiles_texts_once_and_gradients_once(counter):

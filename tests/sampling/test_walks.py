@@ -271,3 +271,34 @@ def test_nothing_goes_round_in_a_circle(monkeypatch):
         assert there() is None
     finally:
         gc.enable()
+
+
+def test_few_graphs_serve_all_numbers_of_positions(walked, monkeypatch):
+    """Of texts whose steps write more and more; what was used last is kept."""
+    made = []
+    monkeypatch.setattr(walks, "capture", lambda *given, **how: made.append(1) or Buffered(*given))
+    _, fast, schedule = make(length=400)
+    for first in range(10):
+        canvas = Canvas.blank(1, 400, MASK, first=first)
+        ancestral(fast, schedule, canvas, steps=24, grid="cosine")
+    assert all(walked)
+    assert len(made) <= 6, "8, 16, 32, 64 positions, and plans"
+
+
+def test_a_text_in_inference_mode_can_be_followed_by_one_that_is_not(walked):
+    plain, fast, schedule = make()
+    canvas = Canvas.blank(1, 40, MASK)
+    with torch.inference_mode():
+        ancestral(fast, schedule, canvas, steps=5)
+    same(ancestral(fast, schedule, canvas, steps=5), ancestral(plain, schedule, canvas, steps=5))
+    assert walked == [True, True, False]
+
+
+def test_steps_that_cannot_be_captured_are_left_to_others(walked):
+    plain, fast, schedule = make()
+    canvas = Canvas.blank(1, 40, MASK)
+    ancestral(fast, schedule, canvas, steps=5)
+    (one,) = fast.graphs.kept.values()
+    one.fails = True
+    same(ancestral(fast, schedule, canvas, steps=5), ancestral(plain, schedule, canvas, steps=5))
+    assert walked[:2] == [True, False]

@@ -14,6 +14,8 @@ import torch
 
 from didi_instruct.models.remarks import in_a_line
 
+LIMIT = 300.0
+"""Seconds that a run may take, all that compiles included."""
 PATIENCE = 10.0
 """Seconds that a process which is no longer needed has to end by itself."""
 
@@ -41,8 +43,12 @@ class Apart:
         if self._line is None:
             self._start()
         assert self._line is not None
+        assert self._process is not None
         try:
             self._line.send(seed)
+            if not self._line.poll(LIMIT):
+                self._process.kill()
+                raise RuntimeError(f"no answer within {LIMIT:g} s")
             failure, self.peak = self._line.recv()
         except (EOFError, OSError):
             raise RuntimeError(self._last_words()) from None

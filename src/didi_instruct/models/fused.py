@@ -53,6 +53,8 @@ class Fused(Generic[Given, Result]):
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Call it."""
+        if torch.compiler.is_compiling():  # within another function, and so with it
+            return self.function(*args, **kwargs)
         tensors = [a for a in args if isinstance(a, Tensor) and a.ndim]
         fits = all(len(t) > 1 and fuses(t) for t in tensors)
         if self._refused or not fits:

@@ -148,7 +148,8 @@ def capture(
     if not inputs[0].is_cuda:
         return function
     # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
-    buffers = tuple(tensor.clone() for tensor in inputs)
+    with torch.inference_mode(False):  # written later by who may not be in that mode
+        buffers = tuple(tensor.clone() for tensor in inputs)
     for tensor, dim in zip(buffers, dynamic or [None] * len(buffers), strict=True):
         if dim is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -167,11 +167,29 @@ class NetworkGuide:
         """
         shown = self.discriminator.embed(z)
         flat = shown.flatten(0, 1).index_copy(0, place, mixed.to(shown.dtype))
+        given = flat.view_as(shown), self._sigma(t, z), counted
+        try:
+            return self._gradient(*given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler, which may meet gradients last
+            if not self._compiles:
+                raise
+            self._give_up(error)
+            return self._gradient(*given)
+
+    def _gradient(self, shown: Tensor, sigma: Tensor | None, counted: Tensor) -> Tensor:
         with torch.enable_grad():
-            shown = flat.view_as(shown).requires_grad_()
-            ratio = self._score(None, shown, self._sigma(t, z), None)
+            shown = shown.detach().requires_grad_()
+            ratio = self._score(None, shown, sigma, None)
             (gradient,) = torch.autograd.grad(ratio, shown, counted.to(ratio.dtype))
         return gradient.flatten(0, 1)
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without compiling."""
+        reason = in_a_line(error)
+        say_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
+        self._compiles, self._run = False, None
 
     def _sigma(self, t: float, z: Tensor) -> Tensor | None:
         return _sigma(self.schedule, t, z, timed=self.discriminator.config.time_conditioning)
@@ -190,9 +208,7 @@ class NetworkGuide:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever the compiler raises
-                reason = in_a_line(error)
-                say_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
-                self._compiles, self._run = False, None
+                self._give_up(error)
         return self._ratio(tokens, self.discriminator.condition(sigma), attended, shown)
 
     def _ratio(

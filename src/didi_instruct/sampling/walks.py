@@ -38,6 +38,8 @@ def walk(denoiser: Denoiser, chain: Chain, reveals: Reveals) -> Samples | None:
     if not graphs.is_folded():
         return None
     one = _kept(graphs.kept, chain.z.shape[1], partial(Walk, chain.z.shape[1], chain.z.device))
+    if one.fails:
+        return None
     one.tokens[:-1].copy_(chain.z[0])
     one.costs.zero_()
     counts, table = one.settle(chain, reveals)
@@ -65,14 +67,17 @@ class Walk:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.length = length
-        self.tokens = torch.zeros(length + 1, dtype=torch.long, device=device)
-        """The text; the last place takes what counts for nothing."""
-        self.costs = torch.zeros(length + 1, dtype=torch.float64, device=device)
-        """Log-probabilities of its tokens, likewise."""
+        with torch.inference_mode(False):  # written later by who may not be in that mode
+            self.tokens = torch.zeros(length + 1, dtype=torch.long, device=device)
+            """The text; the last place takes what counts for nothing."""
+            self.costs = torch.zeros(length + 1, dtype=torch.float64, device=device)
+            """Log-probabilities of its tokens, likewise."""
         self._steps: dict[int, Callable[..., Tensor]] = {}
         """By the number of positions that are drawn."""
         self._settling: dict[tuple[int, ...], Callable[..., Tensor]] = {}
         self._pool: Any = None
+        self.fails = False
+        """Whether a step could not be captured: others do better then."""
 
     def settle(self, chain: Chain, reveals: Reveals) -> tuple[list[int], Tensor]:
         """What each step writes: numbers, and the positions in order, as a table (3, 2 L).
@@ -137,7 +142,7 @@ class Walk:
     def step(self, graphs: GraphedDiT, table: Tensor, first: int, count: int) -> None:
         """Write `count` positions, which stand in the table from `first` on."""
         there = [size for size in self._steps if count <= size <= 2 * count]
-        usual = max(SMALLEST, round_up(count, 4))
+        usual = max(SMALLEST, round_up(count, 1))
         size = min(there, default=min(usual, self.length))
         run = _kept(self._steps, size, partial(self._make_step, graphs, size))
         run(table[:, first : first + size])
@@ -152,6 +157,7 @@ class Walk:
 
         made = capture(plain, (blank,), self._pool, faster=faster)
         self._pool = made.pool if isinstance(made, Captured) else None
+        self.fails = blank.is_cuda and self._pool is None
         return made
 
     def _step(
@@ -160,7 +166,7 @@ class Walk:
         """Run a pass; draw at positions as in `settle`'s table (3, S), write those of one step."""
         source, bits, turn = rows.unbind()
         target = source.masked_fill(turn != turn[:1].clamp(min=1), self.length)
-        hidden = begin(self.tokens[None, :-1])[0][source]
+        hidden = begin(self.tokens[:-1][None])[0][source]
         numbers = bits.view(torch.float64).clone()
         drawn = end(hidden, numbers)
         self.tokens.scatter_(0, target, drawn[:, 0].long())
@@ -176,9 +182,10 @@ def _of_any_size(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
 
 
 def _kept(there: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
-    """What is there by a key, or made; the oldest goes first."""
+    """What is there by a key, or made; what was not used for longest goes first."""
     if key not in there:
         if len(there) >= MOST_KEPT:
             del there[next(iter(there))]
         there[key] = make()
+    there[key] = there.pop(key)
     return there[key]
