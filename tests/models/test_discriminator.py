@@ -1,9 +1,12 @@
+import copy
+
 import pytest
 import torch
 
 from didi_instruct.config.model import ModelConfig, architecture
-from didi_instruct.models.discriminator import Discriminator, SpectralLinear
+from didi_instruct.models.discriminator import Discriminator, DiscriminatorHead, SpectralLinear
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.precision import upcast
 
 from .plain_networks import discriminator_logits, randomise
 
@@ -141,3 +144,26 @@ def test_gradient_reaches_soft_embeddings():
     assert (up - down).item() / 2e-3 == pytest.approx(
         (soft.grad * direction).sum().item(), rel=1e-2, abs=1e-3
     )
+
+
+@torch.no_grad()
+def test_log_ratios_of_16_bits_add_up():
+    """Of 1,000 positions: what 16 bits lose is lost before the last layer, not in what it gives."""
+    torch.manual_seed(0)
+    head = DiscriminatorHead(64).eval()
+    head.main[2].bias.fill_(5.0)
+    low = copy.deepcopy(head).bfloat16()
+    hidden = torch.randn(1000, 64).bfloat16()
+    exact = upcast(low.main[1](low.main[0](hidden))).double()
+    expected = torch.nn.functional.linear(
+        exact, low.main[2].weight().double(), low.main[2].bias.double()
+    )
+    for found in (low(hidden), autocast_of(head, hidden)):
+        assert found.dtype == torch.float32
+    torch.testing.assert_close(low(hidden).double(), expected, rtol=1e-5, atol=1e-5)
+    assert (low(hidden).bfloat16().double() - expected).sum().abs() > 0.05, "else nothing is shown"
+
+
+def autocast_of(head, hidden):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return head(hidden)

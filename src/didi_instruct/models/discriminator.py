@@ -90,9 +90,16 @@ class DiscriminatorHead(nn.Module):
                 layer.reset_parameters()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map (..., d) to (..., 1)."""
-        out: Tensor = self.main(hidden)
-        return out
+        """Map (..., d) to (..., 1), the last layer in float32.
+
+        Log-ratios are added up over a text, and 8 bits of each would leave tenths of a nat to
+        chance.
+        """
+        first, act, last = self.main
+        assert isinstance(last, SpectralLinear)
+        x = upcast(act(first(hidden)))
+        with no_autocast(x.device):
+            return F.linear(x, last.weight().to(x.dtype), last.bias.to(x.dtype))
 
 
 class Discriminator(Trunk):
