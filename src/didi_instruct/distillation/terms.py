@@ -17,7 +17,7 @@ from didi_instruct.models.precision import upcast
 from didi_instruct.process.divergences import divergence, entropy, kl
 
 
-class Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """Numbers of rows of logits, (R,) each."""
 
     entropy: Tensor
@@ -32,7 +32,7 @@ def terms(
     teacher: Tensor | None = None,
     kind: str = "forward",
     drawn: tuple[Tensor, Tensor] | None = None,
-) -> Terms:
+) -> LossTerms:
     """Entropy of each row, its divergence from the teacher's, log-probabilities of drawn tokens.
 
     Logits (R, V) of both need not be normalised; the teacher has no gradient. `drawn` are rows and
@@ -41,7 +41,7 @@ def terms(
     none = torch.zeros(0, dtype=torch.long, device=logits.device)
     row, token = drawn or (none, none)
     found: Any = _Terms.apply(logits, teacher, kind, row, token)  # type: ignore[no-untyped-call]
-    return Terms(*found)
+    return LossTerms(*found)
 
 
 class _Terms(Function):
