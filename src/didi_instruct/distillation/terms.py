@@ -77,7 +77,10 @@ class _Terms(Function):
 def _values(
     logits: Tensor, teacher: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log-sum of exp, entropy; log-sum of the teacher, divergence from it, KL(own ‖ teacher)."""
+    """Log-sum of exp, entropy; log-sum of the teacher, divergence from it, KL(own ‖ teacher).
+
+    The last one is 0 where nothing needs it.
+    """
     x = upcast(logits)
     log_sum = x.logsumexp(-1)
     log_p = x - log_sum[:, None]
@@ -88,7 +91,10 @@ def _values(
     y = upcast(teacher)
     beside = y.logsumexp(-1)
     log_q = y - beside[:, None]
-    return log_sum, own, beside, divergence(kind, log_q, log_p), kl(log_p, log_q)
+    distance = divergence(kind, log_q, log_p)
+    # What the gradient needs of it.
+    backward_kl = torch.zeros_like(own) if kind == "forward" else kl(log_p, log_q)
+    return log_sum, own, beside, distance, backward_kl
 
 
 def _slopes(
@@ -119,9 +125,12 @@ def _slopes(
     slopes = p * (g_sum - g_entropy * (log_p + own))
     if teacher is not None:
         log_q = upcast(teacher) - beside
-        forward, backward = p - log_q.exp(), p * (log_p - log_q - backward_kl)
-        both = {"forward": forward, "backward": backward, "jeffreys": (forward + backward) / 2}
-        slopes = slopes + g_distance * both[kind]
+        if kind != "forward":
+            share = 1.0 if kind == "backward" else 0.5
+            slopes = slopes + share * g_distance * p * (log_p - log_q - backward_kl)
+        if kind != "backward":
+            share = 1.0 if kind == "forward" else 0.5
+            slopes = slopes + share * g_distance * (p - log_q.exp())
     return slopes.to(logits.dtype) if whole else slopes
 
 
