@@ -23,7 +23,7 @@ from didi_instruct.distillation.rollout import (
     walk,
 )
 from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
-from didi_instruct.sampling import chunks
+from didi_instruct.sampling import chain
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -337,7 +337,7 @@ def test_jumps_equal_a_dense_loop(seed):
 def test_laws_made_in_pieces_are_the_same(monkeypatch, elements):
     table, (jump, numbers) = Table(), random_jump(0, texts=30)
     whole = draw_jump(table.rows, jump, numbers)
-    monkeypatch.setattr(chunks, "PART_ELEMENTS", elements)
+    monkeypatch.setattr(chain, "PART_ELEMENTS", elements)
     for one, other in zip(whole, draw_jump(table.rows, jump, numbers), strict=True):
         assert torch.equal(one, other)
 

@@ -84,12 +84,8 @@ def law(schedule: Schedule, z: Tensor, t: Tensor, where: Tensor) -> Callable[[Di
 
 def rows_of(host: Host, schedule: Schedule) -> Rows:
     """A hosted denoiser as the rows that rollouts ask for; no gradient."""
-
-    @torch.no_grad()
-    def rows(z: Tensor, t: Tensor, where: Tensor) -> Tensor:
-        return host.run(law(schedule, z, t, where))["log_p"]
-
-    return rows
+    logits = logits_of(host, schedule)
+    return lambda z, t, where: logits(z, t, where).float().log_softmax(-1)
 
 
 def logits_of(host: Host, schedule: Schedule) -> Rows:

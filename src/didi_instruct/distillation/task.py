@@ -24,6 +24,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.models.fused import fusing
+from didi_instruct.models.layers import ALIGN
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.seeding import mix
 from didi_instruct.training.optim import Updater, learning_rate
@@ -32,8 +33,6 @@ from didi_instruct.training.world import World
 
 ENOUGH_TEXTS = 256
 """Texts behind an average by which a collapse is told."""
-ALIGN = 64
-"""Columns of a matrix that a GPU multiplies fast: a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT, _changes
 from didi_instruct.models.halves import begin, finish
-from didi_instruct.models.layers import NEVER
+from didi_instruct.models.layers import ALIGN, NEVER
 from didi_instruct.models.remarks import in_a_line, say_once
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -28,8 +28,6 @@ MOST_GRAPHS = 16
 """Shapes that are kept; the oldest goes first."""
 LOGITS_AT_ONCE = 1 << 26
 """Entries of the logits that tokens are drawn from at a time."""
-ALIGN = 64
-"""GPUs multiply matrices whose width is a multiple of it, others are slow."""
 
 
 class Chosen(NamedTuple):

@@ -20,6 +20,8 @@ from didi_instruct.models.rotary import rotate
 NORM_EPS = 1e-5
 TIME_WIDTH = 256
 TIME_PERIOD = 10_000.0
+ALIGN = 64
+"""GPUs multiply matrices whose width is a multiple of it, others are slow."""
 NEVER = -1e4
 """A logit that means probability 0; divergences of two laws that have it stay finite."""
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.models.fused import Fused
-from didi_instruct.sampling.chain import PART_ELEMENTS
+from didi_instruct.sampling.chain import in_parts
 
 CHUNK = 128
 BELOW_ONE = 1 - 2.0**-53
@@ -67,8 +67,7 @@ def _pick(logits: Tensor, row: Tensor | None, columns: Tensor) -> Tensor:
 
 def _sums_in_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
     """`chunk_sums` of some rows after the other: float64 of all of them may not fit into memory."""
-    size = max(1, PART_ELEMENTS // logits.shape[1])
-    parts = [chunk_sums(part) for part in torch.split(logits, size)]
+    parts = [chunk_sums(part) for (part,) in in_parts(logits)]
     return torch.cat([top for top, _ in parts]), torch.cat([sums for _, sums in parts])
 
 

@@ -11,8 +11,9 @@ from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import _changes
 from didi_instruct.models.fused import fusing
-from didi_instruct.models.graphs import ALIGN, Chosen, GraphedDiT
+from didi_instruct.models.graphs import Chosen, GraphedDiT
 from didi_instruct.models.inference import InferenceDiT
+from didi_instruct.models.layers import ALIGN
 from didi_instruct.models.precision import upcast
 from didi_instruct.models.remarks import in_a_line, say_once
 from didi_instruct.process.schedule import Schedule
@@ -147,8 +148,8 @@ class NetworkGuide:
         weight = self.discriminator.vocab_embed.embedding
         state = (weight.data_ptr(), _changes([weight]))
         if self._table is None or state != self._table_state:
-            extra = _aligned(len(embedding)) - len(embedding)
-            self._table, self._table_state = F.pad(embedding, (0, 0, 0, extra)), state
+            padded = F.pad(embedding, (0, 0, 0, -len(embedding) % ALIGN))
+            self._table, self._table_state = padded, state
         return self._table
 
     @torch.no_grad()
@@ -242,11 +243,6 @@ class NetworkGuide:
 def _twice(x: Tensor | None) -> Tensor | None:
     """A row and the same again."""
     return None if x is None else torch.cat([x, x])
-
-
-def _aligned(num: int) -> int:
-    """The next width that GPUs like."""
-    return num + -num % ALIGN
 
 
 def _sigma(schedule: Schedule, t: float, z: Tensor, *, timed: bool) -> Tensor | None:

@@ -17,6 +17,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.layers import ALIGN
 from didi_instruct.process import masking, uniform
 from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import make_schedule
@@ -61,7 +62,7 @@ class MaskedObjective:
     """NELBO of masked diffusion, Eq. (3): weight(t) times the NLL of the masked tokens."""
 
     head_fraction = 0.5
-    align = 64
+    align = ALIGN
     """Columns of the logits are padded to a multiple: an odd width is slow on a GPU."""
 
     def __init__(self, config: ModelConfig) -> None:
