@@ -85,7 +85,7 @@ def test_a_step_with_every_advantage(grouping, baseline, scale):
     task = task_of({"didi": didi, "train": {"micro_batch": 8}})
     before, rewards, seen = weights(task.student.network), [], []
     reward, teach = task.reward, task.teach_student
-    task.reward = lambda part: rewards.append(reward(part)) or rewards[-1]
+    task.reward = lambda *given: rewards.append(reward(*given)) or rewards[-1]
     task.teach_student = lambda *inputs: seen.append(inputs[-1]) or teach(*inputs)
     numbers = task.step(0)
     check_numbers(numbers)
@@ -346,7 +346,7 @@ def test_the_discriminators_loss_and_accuracy_by_hand(positions, prompt):
     task = task_of(changes | (PROMPT if prompt else {}), data=data)
     part = task.compare(0, 0, torch.arange(BATCH))
     critic = twin(task.critic.network).train()
-    numbers = task.teach_discriminator(0, [part])
+    numbers = task.teach_discriminator(0, [part]).numbers
     z, t = torch.cat([part.z, part.z_reference]), torch.cat([part.t, part.t_reference])
     ratio = critic(z, task.schedule.sigma(t))
     sides, right = [], []
@@ -634,3 +634,22 @@ def test_the_group_of_a_recipe():
     assert settings("didi", {}).group_size == 1
     assert settings("didi", {"didi": {"grouping": "tau"}}).group_size == 4
     assert settings("didi", PROMPT).group_size == 4
+
+
+@pytest.mark.parametrize("blocks", [0, 1, None])
+def test_rewards_after_an_update_are_those_of_whole_passes(blocks):
+    """What frozen blocks made of the texts is kept over the update; without any, nothing is."""
+    task = task_of({"discriminator": {"trainable_blocks": blocks}, "train": {"micro_batch": 8}})
+    parts = [task.compare(0, 0, indices) for indices in task.parts()]
+    before = weights(task.critic.network)
+    taught = task.teach_discriminator(0, parts)
+    assert moved(before, task.critic.network)
+    assert taught.accuracy == taught.numbers["disc_accuracy"].item()
+    for part, state in zip(parts, taught.states, strict=True):
+        assert (state is None) == (blocks is None)
+        torch.testing.assert_close(task.reward(part, state), task.reward(part))
+
+
+def test_the_log_follows_the_teacher_at_the_start_where_an_entry_follows():
+    task = task_of({"train": {"log_every": 2, "steps": 3}})
+    assert ["kl_start" in task.step(step) for step in range(3)] == [False, True, True]

@@ -189,7 +189,7 @@ def test_the_log_probability_is_that_of_the_path(steps):
     )
     expected = path_log_prob(table, result.jumps, result.x)
     torch.testing.assert_close(result.log_prob, expected, rtol=0, atol=1e-12)
-    scores = score(table, schedule, result.jumps, result.x, V, [None] * len(result.jumps))
+    scores = score(table, schedule, result.jumps, result.x, [None] * len(result.jumps))
     torch.testing.assert_close(scores["log_prob"], expected, rtol=0, atol=1e-5)
 
 
@@ -203,7 +203,7 @@ def test_a_network_scores_its_own_draws_as_it_drew_them(timed):
     tau = torch.linspace(0.05, 0.95, 20, dtype=torch.float64)
     masks = torch.full((1, 8), 5)
     result = rollout(rows, schedule, masks, zeros(20), tau, noise_of(20), 5, steps=2)
-    scores = score(network, schedule, result.jumps, result.x, 5, [None] * 3)
+    scores = score(network, schedule, result.jumps, result.x, [None] * 3)
     torch.testing.assert_close(scores["log_prob"], result.log_prob, rtol=1e-6, atol=1e-6)
     assert (result.log_prob < -1).all()
 

@@ -43,7 +43,7 @@ def drawn(network, *, shared=1, prompts=False):
 def dense(jump):
     """The same jump with a copy of its state for every text."""
     copies = torch.arange(len(jump.owner))
-    return Jump(jump.z[jump.owner], jump.t[jump.owner], copies, jump.where)
+    return Jump(jump.z[jump.owner], jump.t[jump.owner], copies, jump.where, jump.masked[jump.owner])
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def laws_of(teacher, schedule, jumps):
 def scores_and_gradients(network, schedule, jumps, x, laws):
     """All that `score` gives, and the gradient of a random mixture of it."""
     network.zero_grad()
-    scores = score(network, schedule, jumps, x, MASK, laws, "jeffreys")
+    scores = score(network, schedule, jumps, x, laws, "jeffreys")
     generator = torch.Generator().manual_seed(8)
     mixture = sum(
         (torch.randn(TEXTS, generator=generator, dtype=torch.float64) * values).sum()
@@ -98,7 +98,7 @@ def test_all_masks_read_once_give_the_dense_gradient(timed, with_laws):
         assert_same(ours, theirs)
     else:
         ours, theirs = (
-            score(network, schedule, jumps, result.x, MASK, [None, None])
+            score(network, schedule, jumps, result.x, [None, None])
             for jumps in (result.jumps, copies)
         )
         torch.testing.assert_close(ours["log_prob"], theirs["log_prob"], rtol=1e-6, atol=1e-6)
@@ -144,7 +144,7 @@ def test_scores_are_those_computed_by_hand(timed, kind, prompts):
     network, teacher = double_network(1, timed), double_network(2, timed)
     result, schedule = drawn(network, prompts=prompts)
     laws = laws_of(teacher, schedule, result.jumps)
-    scores = score(network, schedule, result.jumps, result.x, MASK, laws, kind)
+    scores = score(network, schedule, result.jumps, result.x, laws, kind)
     z_tau = result.jumps[1].z
     for text in range(TEXTS):
         start = torch.where(result.written[text], MASK, result.x[text])
@@ -175,9 +175,9 @@ def test_a_state_without_masks_scores_nothing():
     schedule = make_schedule(network.config.schedule)
     x = torch.zeros(2, L, dtype=torch.long)
     nothing = torch.zeros(2, L, dtype=torch.bool)
-    jump = Jump(x, torch.full((2,), 0.1).double(), torch.arange(2), nothing)
+    jump = Jump(x, torch.full((2,), 0.1).double(), torch.arange(2), nothing, x == MASK)
     for law in (None, torch.zeros(0, V)):
-        scores = score(network, schedule, [jump], x, MASK, [law])
+        scores = score(network, schedule, [jump], x, [law])
         assert all(values.tolist() == [0.0, 0.0] for values in scores.values())
         scores["log_prob"].sum().backward()
 
@@ -191,7 +191,7 @@ def test_scores_of_random_jumps_equal_a_loop_over_the_table():
     owner = torch.randint(6, (20,), generator=generator)
     where = (torch.rand(20, 3, generator=generator) < 0.5) & (z == 3)[owner]
     x = torch.randint(3, (20, 3), generator=generator)
-    scores = score(table, schedule, [Jump(z, t, owner, where)], x, 3, [None])
+    scores = score(table, schedule, [Jump(z, t, owner, where, z == 3)], x, [None])
     log_p = table(z, t)
     for text in range(20):
         expected = sum(float(log_p[owner[text], i, x[text, i]]) for i in where[text].nonzero())

@@ -89,14 +89,14 @@ def all_paths(schedule, tau, steps):
     jumps = []
     for k in range(steps + 1):
         z, owner = torch.where(turn < k, x, MASK).unique(dim=0, return_inverse=True)
-        jumps.append(Jump(z, stops[k].expand(len(z)), owner, turn == k))
+        jumps.append(Jump(z, stops[k].expand(len(z)), owner, turn == k, z == MASK))
     return jumps, x, share.diff()[turn].prod(-1)
 
 
 def scored_paths(student, schedule, tau, steps):
     """Texts of all paths, their log-probability with its gradient, and the paths' law."""
     jumps, x, order = all_paths(schedule, tau, steps)
-    log_prob = score(student, schedule, jumps, x, MASK, [None] * len(jumps))["log_prob"]
+    log_prob = score(student, schedule, jumps, x, [None] * len(jumps))["log_prob"]
     return x, log_prob, (order * log_prob.exp()).detach()
 
 

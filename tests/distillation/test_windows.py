@@ -214,10 +214,12 @@ def unseen_ends(monkeypatch):
 
 TWICE, CONTEXTS = {"aux_steps": 2}, {"contexts": 3, "completion": 1.0}
 """Before its first update the auxiliary denoiser is the teacher, and nothing is to be learnt."""
+WHOLE = {"trainable_blocks": None}
+"""A discriminator that is read by whole passes, which do not look at ends here."""
 CASES = {
-    "didi": ("didi", {}),
-    "didi, masked": ("didi", {"discriminator": {"positions": "masked"}}),
-    "didi, state": ("didi", {"didi": STATE | {"log_prob": "sum"}}),
+    "didi": ("didi", {"discriminator": WHOLE}),
+    "didi, masked": ("didi", {"discriminator": WHOLE | {"positions": "masked"}}),
+    "didi, state": ("didi", {"discriminator": WHOLE, "didi": STATE | {"log_prob": "sum"}}),
     "matching": ("token-matching", {"token_matching": TWICE | {"anchor": 0.3}}),
     "matching, contexts": ("token-matching", {"token_matching": TWICE | CONTEXTS}),
     "mixture": ("mixture", {}),

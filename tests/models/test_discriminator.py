@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,28 @@ def test_freeze_lower_leaves_the_last_blocks_and_the_head(trainable):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("config", [CONFIG, TIMED], ids=["constant", "timed"])
+@pytest.mark.parametrize("trainable", [0, 1, 2])
+def test_frozen_blocks_and_the_rest_are_the_whole(config, trainable):
+    """Logits and gradients, too, with learned positions, which are added once."""
+    config = replace(config, learned_positions=True)
+    discriminator = randomise(Discriminator(config)).eval()
+    assert discriminator.frozen == 0, "everything learns"
+    discriminator.freeze_lower(trainable)
+    assert discriminator.frozen == config.layers - trainable
+    whole = discriminator(TOKENS, SIGMA)
+    state = discriminator.below(TOKENS, SIGMA)
+    assert not state.requires_grad
+    parts = discriminator.above(state, SIGMA)
+    torch.testing.assert_close(parts, whole)
+    learned = [p for p in discriminator.parameters() if p.requires_grad]
+    for ours, theirs in zip(
+        *(torch.autograd.grad(logits.square().sum(), learned) for logits in (parts, whole)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_folded_modulation_changes_nothing():
     discriminator = randomise(Discriminator(CONFIG)).eval()
     plain = discriminator(TOKENS)

@@ -5,8 +5,9 @@ beside the teacher's; the discriminator takes a step, and its log-ratios become 
 whole batch. Then the student scores the same tokens with gradient, part by part.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.network import logits_at
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
+from didi_instruct.transfer import Later, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,16 @@ class Compared:
     """(R, L)."""
     written_reference: Tensor
     """(R, L) positions that were not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What is known after the discriminator has learned."""
+
+    numbers: Tensors
+    accuracy: float
+    states: Sequence[Tensor | None]
+    """What its frozen blocks make of the student's texts of each part, (B, L, d)."""
 
 
 class DidiTask(CriticTask):
@@ -84,10 +96,11 @@ class DidiTask(CriticTask):
         self.remember_entropy(step)
         for turn in range(self.config.discriminator.steps):
             parts = [self.compare(step, turn, indices) for indices in self.parts()]
-            numbers = self.teach_discriminator(step, parts)
-        accuracy = self.accuracy.add(float(numbers["disc_accuracy"]))
+            taught = self.teach_discriminator(step, parts)
+        numbers, accuracy = taught.numbers, self.accuracy.add(taught.accuracy)
 
-        reward = self.world.gather(torch.cat([self.reward(part) for part in parts]))
+        rewarded = [self.reward(*each) for each in zip(parts, taught.states, strict=True)]
+        reward = self.world.gather(torch.cat(rewarded))
         advantage = advantages(
             reward,
             len(reward) if didi.grouping == "batch" else didi.group_size,
@@ -108,7 +121,7 @@ class DidiTask(CriticTask):
             "advantage_max": advantage.values.abs().max(),
             "clip_fraction": advantage.clip_fraction,
             "unique_4gram": self._unique(parts),
-            "kl_start": self.kl_at_start(),
+            **self.watched(step),
         }
 
     # First act: texts, and the discriminator's view of them
@@ -120,13 +133,13 @@ class DidiTask(CriticTask):
         tau = self._times(noise, 0)
         reference = self._reference(step, turn, indices)
         texts = self._roll_out(noise, tau, reference)
-        t = tau if didi.coupled_time else self._times(noise, 1)
+        t = sent(tau if didi.coupled_time else self._times(noise, 1), self.world.device)
         coins = noise.of_groups(didi.group_size) if didi.grouping == "state" else noise
         numbers = coins.uniforms(self.length, Purpose.REMASK, 0)
         numbers = numbers.repeat_interleave(len(tau) // len(numbers), 0)
         t_reference = t[:: len(t) // len(reference)]
         written = self.starts.open(reference)
-        of_reference = Noise(noise.seed, indices[:: len(t) // len(reference)])
+        of_reference = replace(noise, indices=indices[:: len(t) // len(reference)])
         other = of_reference.uniforms(self.length, Purpose.REMASK, 1)
         return Compared(
             texts,
@@ -141,7 +154,8 @@ class DidiTask(CriticTask):
         """Texts of the student; `prompts` are rows that begin with them, where there are any."""
         didi = self.config.didi
         shared = didi.group_size if didi.grouping == "state" else 1
-        start, owner = self.starts(noise, prompts, shared)
+        rows = prompts.cpu() if prompts is not None and self.config.prompt else None
+        start, owner = self.starts(noise.on_host, rows, shared)
         return rollout(
             self.student_logits,
             self.schedule,
@@ -172,11 +186,11 @@ class DidiTask(CriticTask):
         return -(texts.log_prob / tokens).sum() / self.config.train.batch_size
 
     def _times(self, noise: Noise, which: int) -> Tensor:
-        """τ ~ π for each text, or one for each group."""
+        """τ ~ π for each text, or one for each group, on the host."""
         didi = self.config.didi
         a, b = didi.pi
         size = 1 if didi.grouping == "batch" else didi.group_size
-        source = noise if size == 1 else noise.of_groups(size)
+        source = noise.on_host if size == 1 else noise.on_host.of_groups(size)
         return beta_times(a, b, source.uniforms(a + b - 1, Purpose.START, which)).repeat_interleave(
             size
         )
@@ -190,29 +204,29 @@ class DidiTask(CriticTask):
         total = self.config.train.batch_size // each
         number = step * self.config.discriminator.steps + turn
         first = number * total + int(indices[0]) // each
-        return self.references(first, len(indices) // each).to(self.world.device)
+        return sent(self.references(first, len(indices) // each), self.world.device)
 
     def _corrupt(self, x: Tensor, written: Tensor, t: Tensor, numbers: Tensor) -> Tensor:
         """Corrupt text to time t; what was given stays."""
         z = mask(x, self.schedule.alpha(t)[:, None], self.mask_id, numbers)
         return torch.where(written, z, x)
 
-    def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> Tensors:
+    def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> "Taught":
         """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
         settings, batch = self.config.discriminator, self.config.train.batch_size
         counts = sum(len(p.z_reference) for p in parts) * self.world.size
-        totals = Totals()
+        totals, states = Totals(), []
         for part in parts:
             last = part is parts[-1]
-            ratio = self._log_ratio(part, first=part is parts[0], sync=last)
+            ratio, state = self._log_ratio(part, first=part is parts[0], sync=last)
             fake, real = ratio[: len(part.z)], ratio[len(part.z) :]
+            states.append(state)
             where = self._where(part.z, part.rollout.written)
             where_real = self._where(part.z_reference, part.written_reference)
             loss = (
                 smooth_bce(fake, where, settings.label_smoothing).sum() / batch
                 + smooth_bce(real, where_real, 1 - settings.label_smoothing).sum() / counts
             ) / 2
-            self.critic.backward(loss, sync=last)
             r_fake = rewards(fake.detach(), part.z == self.mask_id, part.rollout.written)
             r_real = rewards(
                 real.detach(), part.z_reference == self.mask_id, part.written_reference
@@ -225,39 +239,48 @@ class DidiTask(CriticTask):
                 reward_reference=r_real.sum() / counts,
                 path_entropy=self._path_entropy(part.rollout),
             )
-        numbers = self.summed(totals)
-        saturated = self._is_saturated(float(numbers["disc_accuracy"]))
+            if last:  # the accuracy is known before the last gradients are
+                numbers = self.summed(totals)
+                found = Later(numbers["disc_accuracy"])
+            self.critic.backward(loss, sync=last)
+        accuracy = found.read()
+        saturated = self._is_saturated(accuracy)
         if saturated:
             # The remedy: it waits until the student has caught up.
             self.critic_updater.optimizer.zero_grad(set_to_none=True)
             norm = self.number(0.0)
         else:
             norm = self.critic_updater.update(step)
-        return numbers | {"disc_grad_norm": norm, "disc_waits": self.number(saturated)}
+        numbers |= {"disc_grad_norm": norm, "disc_waits": self.number(saturated)}
+        return Taught(numbers, accuracy, states)
 
     def _is_saturated(self, accuracy_now: float) -> bool:
         before, weight = self.accuracy.state.tolist()
         usual = before / weight if weight else 0.5
         return min(usual, accuracy_now) > self.config.discriminator.saturation
 
-    def _log_ratio(self, part: Compared, *, first: bool, sync: bool) -> Tensor:
-        """Log-ratios of student and reference texts, those of the student first."""
-        z = torch.cat([part.z, part.z_reference])
-        t = torch.cat([part.t, part.t_reference])
-        return self.critic.run(self._ratio_of(z, t, iterate=first), sync=sync)["ratio"]
+    def _log_ratio(
+        self, part: Compared, *, first: bool, sync: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-ratios of student and reference texts, those of the student first.
 
-    def _ratio_of(
-        self, z: Tensor, t: Tensor, *, iterate: bool = False
-    ) -> Callable[[Discriminator], Tensors]:
-        """What to run for log-ratios; a power iteration once per update, however many passes."""
+        And what the blocks that do not learn made of the student's, if there are such blocks.
+        """
+        z = torch.cat([part.z, part.z_reference])
+        sigma = self.schedule.sigma(torch.cat([part.t, part.t_reference]))
 
         def forward(network: Discriminator) -> Tensors:
-            if iterate:
+            if first:  # a power iteration once per update, however many passes
                 network.iterate()
-            # A copy: FSDP mistrusts views.
-            return {"ratio": network(z, self.schedule.sigma(t)).clone()}
+            if not network.frozen:
+                # A copy: FSDP mistrusts views.
+                return {"ratio": network(z, sigma).clone()}
+            below = network.below(z, sigma)
+            return {"ratio": network.above(below, sigma).clone(), "below": below}
 
-        return forward
+        found = self.critic.run(forward, sync=sync)
+        below = found.get("below")
+        return found["ratio"], None if below is None else below[: len(part.z)]
 
     def _where(self, z: Tensor, written: Tensor) -> Tensor:
         if self.config.discriminator.positions == "masked":
@@ -265,9 +288,18 @@ class DidiTask(CriticTask):
         return written
 
     @torch.no_grad()
-    def reward(self, part: Compared) -> Tensor:
-        """Rewards of the student's texts under the discriminator as it is now: (B,)."""
-        ratio = self.critic.run(self._ratio_of(part.z, part.t))["ratio"]
+    def reward(self, part: Compared, below: Tensor | None = None) -> Tensor:
+        """Rewards of the student's texts under the discriminator as it is now: (B,).
+
+        `below` is what its frozen blocks make of them, if that is known.
+        """
+        sigma = self.schedule.sigma(part.t)
+
+        def forward(network: Discriminator) -> Tensors:
+            ratio = network(part.z, sigma) if below is None else network.above(below, sigma)
+            return {"ratio": ratio}
+
+        ratio = self.critic.run(forward)["ratio"]
         return rewards(ratio, part.z == self.mask_id, part.rollout.written)
 
     # Second act: the student
@@ -299,12 +331,12 @@ class DidiTask(CriticTask):
 
         def forward(network: DiT) -> Tensors:
             x = part.rollout.x
-            return score(network, self.schedule, jumps, x, self.mask_id, laws, didi.kl)
+            return score(network, self.schedule, jumps, x, laws, didi.kl)
 
         scores = self.student.run(forward, sync=sync)
         if didi.log_prob == "mean":
-            tokens = torch.stack([jump.where.sum(1) for jump in jumps]).sum(0)
-            scores["log_prob"] = scores["log_prob"] / tokens.clamp(min=1)
+            tokens = torch.stack([jump.where.sum(1) for jump in jumps]).sum(0).clamp(min=1)
+            scores["log_prob"] = scores["log_prob"] / sent(tokens, self.world.device)
         return scores
 
     def weight(self, t: Tensor) -> Tensor:
@@ -318,7 +350,7 @@ class DidiTask(CriticTask):
         """Teacher's logits at the masks of a jump's states; kept for all masks."""
         if from_start and self.starts.shared:
             return self.teacher_at_start()
-        return self.teacher_logits(jump.z, jump.t, jump.z == self.mask_id)
+        return self.teacher_logits(jump.z, jump.t, masks_of(jump))
 
     def _unique(self, parts: Sequence[Compared]) -> Tensor:
         """Distinct 4-grams of what was written, one text for each prompt or z_τ."""
@@ -350,34 +382,49 @@ def score(
     schedule: Schedule,
     jumps: Sequence[Jump],
     x: Tensor,
-    mask_id: int,
     laws: Sequence[Tensor | None],
     kind: str = "forward",
 ) -> Tensors:
     """Score the tokens of x under the student, with gradient; each distinct state is read once.
 
-    Returns for each text (B,): `log_prob` of its drawn tokens over all jumps; `kl` to the teacher's
-    `laws` (logits at the masks of each jump's states, or None), mean over masks, summed over jumps;
-    `entropy`, mean over masks and jumps.
+    The states of all jumps are read in one pass. Returns for each text (B,): `log_prob` of its
+    drawn tokens over all jumps; `kl` to the teacher's `laws` (logits at the masks of each jump's
+    states, or all None), mean over masks, summed over jumps; `entropy`, mean over masks and jumps.
     """
-    texts = len(x)
-    log_prob = torch.zeros(texts, dtype=torch.float64, device=x.device)
-    total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
-    masks = [jump.z == mask_id for jump in jumps]
-    # All before the first pass, so that no other is waited for.
-    places = [selected.flatten().nonzero().squeeze(1) for selected in masks]
-    for jump, selected, place, law in zip(jumps, masks, places, laws, strict=True):
-        logits = logits_at(network, jump.z, schedule.sigma(jump.t), place)
-        found = terms(logits, law, kind, (jump.places(selected), x[jump.drawn]))
-        log_prob = log_prob.index_add(0, jump.drawn[0], found.drawn)
-        state = place // x.shape[1]
-        total_entropy = total_entropy + _means(found.entropy, state, selected)[jump.owner]
-        total_kl = total_kl + _means(found.distance, state, selected)[jump.owner]
-    return {"log_prob": log_prob, "kl": total_kl, "entropy": total_entropy / len(jumps)}
+    device, masks = x.device, torch.cat([masks_of(jump) for jump in jumps])
+    place, counts = masks.flatten().nonzero().squeeze(1), masks.sum(1).clamp(min=1)
+    row = (masks.flatten().cumsum(0) - 1).view_as(masks)
+    first = [0, *itertools.accumulate(len(jump.z) for jump in jumps)]
+    rows, owners = [], []
+    for jump, offset in zip(jumps, first, strict=False):
+        text, position = jump.planned
+        owners.append(offset + jump.owner)
+        rows.append(row[owners[-1][text], position])
+    place, counts, drawn_from, owner = (
+        sent(plan, device) for plan in (place, counts, torch.cat(rows), torch.stack(owners))
+    )
+    text, position = (torch.cat(each) for each in zip(*(j.drawn for j in jumps), strict=True))
+    z, t = torch.cat([jump.z for jump in jumps]), torch.cat([jump.t for jump in jumps])
+    known = [law for law in laws if law is not None]
+    law = torch.cat(known) if known else None
+    logits = logits_at(network, z, schedule.sigma(t), place)
+    found = terms(logits, law, kind, (drawn_from, x[text, position]))
+    none = torch.zeros(len(x), dtype=torch.float64, device=device)
+    state = place // x.shape[1]
+    return {
+        "log_prob": none.index_add(0, text, found.drawn),
+        "kl": _means(found.distance, state, counts)[owner].sum(0),
+        "entropy": _means(found.entropy, state, counts)[owner].mean(0),
+    }
 
 
-def _means(values: Tensor, state: Tensor, selected: Tensor) -> Tensor:
-    """Mean over the selected positions (U, L) of each state: values, state (R,) -> (U,)."""
-    sums = torch.zeros(len(selected), dtype=torch.float64, device=values.device)
-    sums = sums.index_add(0, state, values.double())
-    return sums / selected.sum(1).clamp(min=1)
+def masks_of(jump: Jump) -> Tensor:
+    """Masks (U, L) of a jump's states."""
+    assert jump.masked is not None, "a rollout knows its masks"
+    return jump.masked
+
+
+def _means(values: Tensor, state: Tensor, counts: Tensor) -> Tensor:
+    """Mean of each state's values: values, state (R,), counts (U,) -> (U,)."""
+    sums = torch.zeros(len(counts), dtype=torch.float64, device=values.device)
+    return sums.index_add(0, state, values.double()) / counts

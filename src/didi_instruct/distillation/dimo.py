@@ -38,6 +38,7 @@ from didi_instruct.process.masking import revealed_shares, stratified_times
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.dimo import Seen, Start, later
 from didi_instruct.seeding import mix
+from didi_instruct.transfer import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +132,12 @@ class DiMOTask(AuxiliaryTask):
         seed = mix(self.config.train.seed, "budgets", step, turn)
         generator = torch.Generator().manual_seed(seed)
         strata, levels = (
-            stratified_times(batch, generator).to(self.world.device)[indices] for _ in range(2)
+            sent(stratified_times(batch, generator)[indices], self.world.device) for _ in range(2)
         )
         times, t, *_ = path_times(settings.budgets, strata)
         first = (step * settings.aux_steps + turn) * batch
-        start, owner = self.starts(noise, self.prompts(first, indices))
-        start = start[owner]
+        start, owner = self.starts(noise.on_host, self.prompts(first, indices))
+        start = sent(start[owner], self.world.device)
         share = hidden_share(settings.remask, levels.double())
         coins = noise.uniforms(self.length, Purpose.REMASK)
         hidden = (coins < share[:, None]) & (start == self.mask_id)

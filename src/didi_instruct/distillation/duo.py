@@ -30,6 +30,7 @@ from didi_instruct.process.uniform import gaussian_to_discrete
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
+from didi_instruct.transfer import sent
 
 
 class DuoTask(StudentTask):
@@ -67,8 +68,9 @@ class DuoTask(StudentTask):
         t = self._times(step, delta)
         parts, totals = self.parts(), Totals()
         for indices in parts:
-            loss = self._loss(step, indices, t[indices], delta, totals, sync=indices is parts[-1])
-            self.student.backward(loss, sync=indices is parts[-1])
+            last, time = indices is parts[-1], sent(t[indices], self.world.device)
+            loss = self._loss(step, indices, time, delta, totals, sync=last)
+            self.student.backward(loss, sync=last)
         numbers = self.summed(totals)
         return numbers | {"grad_norm": self.updater.update(step), "delta": self.number(delta)}
 
@@ -88,7 +90,7 @@ class DuoTask(StudentTask):
         seed = mix(self.config.train.seed, "times", step)
         count = self.config.train.batch_size
         times = stratified_times(count, torch.Generator().manual_seed(seed)).double()
-        return (times + delta).clamp(max=1).to(self.world.device)
+        return (times + delta).clamp(max=1)
 
     def _level(self, time: Tensor) -> Tensor:
         """Alpha (B,) at times of the clock."""
@@ -111,7 +113,7 @@ class DuoTask(StudentTask):
     ) -> Tensor:
         """A part's share of the divergence per position."""
         batch, num_tokens = self.config.train.batch_size, self.model_config.num_tokens
-        x = self.texts(step * batch + int(indices[0]), len(indices)).to(self.world.device)
+        x = sent(self.texts(step * batch + int(indices[0]), len(indices)), self.world.device)
         noise = self.noise(step, 0, indices)
         uniforms = noise.uniforms(self.length, Purpose.REVEAL)
         others = (noise.uniforms(self.length, Purpose.TOKEN) * (num_tokens - 1)).long()

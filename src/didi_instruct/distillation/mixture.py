@@ -36,6 +36,7 @@ from didi_instruct.process.masking import revealed_shares, stratified_times, wit
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
+from didi_instruct.transfer import sent
 
 TOKENS_PER_PASS = 1 << 18
 """Tokens of all codes that are read at once, at most."""
@@ -136,14 +137,16 @@ class MixtureTask(DistillTask):
     def part(self, step: int, indices: Tensor) -> Part:
         """Take texts, and mask them as they are before a random step of a random budget."""
         batch = self.config.train.batch_size
-        x = self.references(step * batch + int(indices[0]), len(indices)).to(self.world.device)
+        texts = self.references(step * batch + int(indices[0]), len(indices))
+        x = sent(texts, self.world.device)
         noise = self.noise(step, 0, indices)
         seed = mix(self.config.train.seed, "budgets", step)
-        strata = stratified_times(batch, torch.Generator().manual_seed(seed)).to(x.device)
+        strata = stratified_times(batch, torch.Generator().manual_seed(seed))
+        place = sent(strata[indices], x.device)
         written = self.starts.open(x)
-        t, after, numbers = self._place(self.config.order, noise, strata[indices], written)
+        t, after, numbers = self._place(self.config.order, noise, place, written)
         if self.config.mixture.random:
-            other = self._place("random", noise, strata[indices], written)
+            other = self._place("random", noise, place, written)
             chosen = noise.uniforms(1, Purpose.SELECT) < self.config.mixture.random
             t, after = (
                 torch.where(chosen.squeeze(1), b, a)

@@ -7,6 +7,9 @@ below (alpha_s - alpha_1) / (1 - alpha_1), the share of masks revealed until s.
 Texts often start a step from the same state: all of them from all masks, the members of a group
 from one prompt or one z_τ. A `Jump` keeps the distinct states, so the network reads each one once,
 in drawing and in scoring, gradient included; the result is that of reading every copy.
+
+What does not depend on tokens may be planned on the host (starts, times, orders, and the masks that
+follow), while states are where the networks are: a GPU is then never waited for.
 """
 
 from collections.abc import Callable
@@ -23,33 +26,46 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.chunks import draw_compiled
 from didi_instruct.sampling.noise import uniforms
+from didi_instruct.transfer import sent
 
+HOST = torch.device("cpu")
 MOSTLY = 0.75
 """Share of states that are drawn from, from which on all are read."""
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V).
 
-What is only drawn from need not be normalised."""
+What is only drawn from need not be normalised. `where` may be on the host."""
 
 References = Callable[[int, int], Tensor]
 """Texts start .. start + count - 1 of an endless stream: (count, L)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Noise:
     """Random numbers of some texts, each a function of (seed, index of the text, purpose)."""
 
     seed: int
     indices: Tensor
-    """(B,) of the texts, over all processes."""
+    """(B,) of the texts, over all processes; on the host."""
+    device: torch.device = HOST
+    """Where the numbers are made: they are the same everywhere."""
 
     def uniforms(self, count: int, *stream: int) -> Tensor:
         """(B, count) float64 numbers in [0, 1)."""
-        return uniforms(self.seed, self.indices, stream, count)
+        return uniforms(self.seed, self._there, stream, count)
 
     def of_groups(self, size: int) -> "Noise":
         """The noise of the groups that consecutive texts form, one index for each."""
-        return Noise(self.seed, self.indices[::size] // size)
+        return Noise(self.seed, self.indices[::size] // size, self.device)
+
+    @property
+    def on_host(self) -> "Noise":
+        """The same numbers, for plans."""
+        return Noise(self.seed, self.indices)
+
+    @cached_property
+    def _there(self) -> Tensor:
+        return sent(self.indices, self.device)
 
 
 @dataclass(frozen=True)
@@ -64,24 +80,33 @@ class Jump:
     """(B,) the state that each text starts from; texts that share all of it count as one."""
     where: Tensor
     """(B, L) positions drawn."""
+    masked: Tensor | None = None
+    """(U, L) masks of the states, where a whole rollout is planned. With `owner` and `where` on the
+    host, if the jump is planned there: to count them a GPU would be waited for."""
+
+    @cached_property
+    def planned(self) -> tuple[Tensor, Tensor]:
+        """Text and position of each drawn token, (R,) both, where the jump is planned."""
+        text, position = self.where.nonzero(as_tuple=True)
+        return text, position
 
     @cached_property
     def drawn(self) -> tuple[Tensor, Tensor]:
-        """Text and position of each drawn token, (R,) both; to count them a GPU is waited for."""
-        text, position = self.where.nonzero(as_tuple=True)
+        """The same where the states are."""
+        text, position = (sent(numbers, self.z.device) for numbers in self.planned)
         return text, position
 
     @cached_property
     def needed(self) -> Tensor:
         """(U, L) positions of the states that some text draws."""
-        count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.z.device)
+        count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.where.device)
         return count.index_add_(0, self.owner, self.where.int()) > 0
 
     def places(self, selected: Tensor) -> Tensor:
         """Where each drawn token's law is among the rows that `selected` (U, L) picks: (R,)."""
         row = (selected.flatten().cumsum(0) - 1).view_as(selected)
-        text, position = self.drawn
-        return row[self.owner[text], position]
+        text, position = self.planned
+        return sent(row[self.owner[text], position], self.z.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +138,8 @@ def draw_jump(rows: Rows, jump: Jump, numbers: Tensor) -> tuple[Tensor, Tensor]:
     else:
         active[0] |= ~active.any()
         which = active.nonzero().squeeze(1)
-        laws = rows(jump.z[which], jump.t[which], needed[which])
+        there = sent(which, jump.z.device)
+        laws = rows(jump.z[there], jump.t[there], needed[which])
     return draw_from(laws, jump, needed, numbers)
 
 
@@ -132,6 +158,8 @@ class Walk:
 
     z: Tensor
     """(W, L) where they stand."""
+    masked: Tensor
+    """(W, L) what is not written yet."""
     jumps: tuple[Jump, ...]
     log_prob: Tensor
     """(W,) of the tokens drawn so far."""
@@ -150,26 +178,31 @@ def walk(
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
     A text whose time stands still takes no step. `order` (W, L) tells when each position is
-    revealed (`order_of`); by default chance does. Shapes: start (U, L), owner (W,) in 0..U-1,
-    times (W, K + 1) float64 falling from 1.
+    revealed (`order_of`); by default chance does. The steps are planned where `start` is, states
+    are where the noise is. Shapes: start (U, L), owner (W,) in 0..U-1, times (W, K + 1) float64
+    falling from 1.
     """
-    z = start[owner]
+    device, plan = noise.device, start.device
+    masked = (start == mask_id)[owner]
     if order is None:
-        order = noise.uniforms(z.shape[1], Purpose.REVEAL)
+        source = noise.on_host if plan == HOST else noise
+        order = source.uniforms(start.shape[1], Purpose.REVEAL)
     shares = revealed_shares(schedule, times)
-    log_prob = torch.zeros(len(z), dtype=torch.float64, device=z.device)
+    begin, there = sent(start, device), sent(times, device)
+    z, everyone = begin[sent(owner, device)], torch.arange(len(owner), device=plan)
+    log_prob = torch.zeros(len(z), dtype=torch.float64, device=device)
     jumps = []
     for k in range(times.shape[1] - 1):
-        where = revealed_between(order, shares[:, k], shares[:, k + 1]) & (start == mask_id)[owner]
+        where = revealed_between(order, shares[:, k], shares[:, k + 1]) & masked
         if k == 0:
-            jump = Jump(start, times.new_ones(len(start)), owner, where)
+            jump = Jump(begin, there.new_ones(len(begin)), owner, where, start == mask_id)
         else:
-            jump = Jump(z, times[:, k], torch.arange(len(z), device=z.device), where)
+            jump = Jump(z, there[:, k], everyone, where, masked)
         token, log_p = draw_jump(rows, jump, noise.uniforms(z.shape[1], Purpose.TOKEN, k))
-        z = z.masked_scatter(where, token)
+        z, masked = z.index_put(jump.drawn, token), masked & ~where
         log_prob.index_add_(0, jump.drawn[0], log_p)
         jumps.append(jump)
-    return Walk(z, tuple(jumps), log_prob)
+    return Walk(z, masked, tuple(jumps), log_prob)
 
 
 def order_of(
@@ -211,25 +244,31 @@ def rollout(
     `shared` > 1 the members of each group of that many texts stand at the same z_τ, and only their
     last jumps differ.
 
-    Shapes: start (U, L), owner (B,), tau (B,) float64, the same within a shared group.
+    Shapes: start (U, L), owner (B,), tau (B,) float64, the same within a shared group; all of them
+    on the host, or where the noise is.
     """
+    device = noise.device
     written = (start == mask_id)[owner]
     if tau is None:
-        last = Jump(start, start.new_ones(len(start), dtype=torch.float64), owner, written)
+        begin = sent(start, device)
+        time = begin.new_ones(len(begin), dtype=torch.float64)
+        last = Jump(begin, time, owner, written, start == mask_id)
         before: tuple[Jump, ...] = ()
-        log_prob = torch.zeros(len(owner), dtype=torch.float64, device=start.device)
+        log_prob = torch.zeros(len(owner), dtype=torch.float64, device=device)
     else:
         own = noise.of_groups(shared) if shared > 1 else noise
-        times, turn = _way_to(tau[::shared], steps, order, schedule, own, written[::shared])
+        plan = own.on_host if start.device == HOST else own
+        times, turn = _way_to(tau[::shared], steps, order, schedule, plan, written[::shared])
         path = walk(rows, schedule, start, owner[::shared], times, own, mask_id, turn)
         group = torch.arange(len(owner), device=start.device) // shared
-        last = Jump(path.z, times[:, -1], group, (path.z == mask_id)[group])
-        before, log_prob = path.jumps, path.log_prob[group]
+        time = sent(times[:, -1], device)
+        last = Jump(path.z, time, group, path.masked[group], path.masked)
+        before, log_prob = path.jumps, path.log_prob.repeat_interleave(shared)
     numbers = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
     token, log_p = draw_jump(rows, last, numbers)
-    x = last.z[last.owner].masked_scatter(last.where, token)
+    x = last.z[sent(last.owner, device)].index_put(last.drawn, token)
     log_prob = log_prob.index_add(0, last.drawn[0], log_p)
-    return Rollout(x, (*before, last), log_prob, written)
+    return Rollout(x, (*before, last), log_prob, sent(written, device))
 
 
 def _way_to(

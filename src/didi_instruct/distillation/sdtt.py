@@ -37,6 +37,7 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.training.world import World
+from didi_instruct.transfer import sent
 
 SMALLEST = 1e-3
 """Times of the published grid are never below it."""
@@ -164,7 +165,7 @@ class SDTTTask(DistillTask):
         return self.summed(totals) | {
             "grad_norm": self.updater.update(step),
             "student_steps": self.number(1 / (2 * self.dt(step))),
-            "kl_start": self.kl_at_start(),
+            **self.watched(step),
         }
 
     @torch.no_grad()
@@ -177,10 +178,11 @@ class SDTTTask(DistillTask):
     def part(self, step: int, indices: Tensor) -> Part:
         """Take texts, mask them, and decide what the teacher's first step reveals."""
         batch, dt = self.config.train.batch_size, self.dt(step)
-        x = self.references(step * batch + int(indices[0]), len(indices)).to(self.world.device)
+        texts = self.references(step * batch + int(indices[0]), len(indices))
+        x = sent(texts, self.world.device)
         seed = mix(self.config.train.seed, "times", step)
         t = stratified_times(batch, torch.Generator().manual_seed(seed)).double()
-        t = t.to(x.device)[indices]
+        t = sent(t[indices], x.device)
         noise = self.noise(step, 0, indices)
         visible = noise.uniforms(self.length, Purpose.REMASK) < revealed_shares(
             self.schedule, t[:, None]

@@ -61,7 +61,7 @@ class Starts:
         `rows` (R, L) are the texts whose prompts are continued, each by B / R in turn; without
         prompts they are not looked at. Of drawn lengths, each `group` of texts has one.
         """
-        count = torch.arange(len(noise.indices), device=noise.indices.device)
+        count = torch.arange(len(noise.indices), device=noise.device)
         if self.prompt:
             assert rows is not None, "prompts come from texts"
             return self.of_rows(rows), count // (len(count) // len(rows))

@@ -17,7 +17,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.hosting import Host, logits_of, rows_of
 from didi_instruct.distillation.monitor import Totals
-from didi_instruct.distillation.rollout import Noise, Rows, walk
+from didi_instruct.distillation.rollout import HOST, Noise, Rows, walk
 from didi_instruct.distillation.starts import Starts
 from didi_instruct.distillation.terms import terms
 from didi_instruct.errors import UserError
@@ -30,6 +30,7 @@ from didi_instruct.seeding import mix
 from didi_instruct.training.optim import Updater, learning_rate
 from didi_instruct.training.pretrain import CPU_TOKENS, compiles
 from didi_instruct.training.world import World
+from didi_instruct.transfer import sent
 
 ENOUGH_TEXTS = 256
 """Texts behind an average by which a collapse is told."""
@@ -124,8 +125,9 @@ class StudentTask(ABC):
         self.student = Host(student.requires_grad_(True), train, world)
         self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
         schedule = make_schedule(teacher.network.config.schedule)
-        self.teacher = teacher.rows or rows_of(self.teacher_host, schedule)
-        self.teacher_logits = teacher.rows or logits_of(self.teacher_host, schedule)
+        given = None if teacher.rows is None else _told_there(teacher.rows)
+        self.teacher = given or rows_of(self.teacher_host, schedule)
+        self.teacher_logits = given or logits_of(self.teacher_host, schedule)
         self.student_rows = rows_of(self.student, self.schedule)
         self.student_logits = logits_of(self.student, self.schedule)
         self.updater = Updater(student, config.optim, train.steps - config.warmup, train.ema)
@@ -167,12 +169,17 @@ class StudentTask(ABC):
         elif size is None:
             size = CPU_TOKENS // self.length
         size = max(group, size // group * group)
-        indices = torch.arange(share.start, share.stop, device=self.world.device)
-        return list(torch.split(indices, size))
+        return list(torch.split(torch.arange(share.start, share.stop), size))
 
     def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
         """Random numbers of some texts of an iteration's batch; `turn` counts its batches."""
-        return Noise(mix(self.config.train.seed, self.config.method, step, turn), indices)
+        seed = mix(self.config.train.seed, self.config.method, step, turn)
+        return Noise(seed, indices, self.world.device)
+
+    def logs(self, step: int) -> bool:
+        """Whether an entry of the log follows an iteration."""
+        done, train = step + 1, self.config.train
+        return done % train.log_every == 0 or done == train.steps
 
     def summed(self, totals: Totals) -> dict[str, Tensor]:
         """Numbers added up over the processes, together."""
@@ -278,20 +285,19 @@ class DistillTask(StudentTask):
     def prompts(self, first: int, indices: Tensor) -> Tensor | None:
         """Texts of the data that are to be continued, one for each of consecutive indices.
 
-        They are counted from row `first` on. None: nothing is to be continued.
+        They are counted from row `first` on, and on the host. None: nothing is to be continued.
         """
         if not self.config.prompt:
             return None
         assert self.data is not None
-        return self.data.rows(first + int(indices[0]), len(indices)).to(self.world.device)
+        return self.data.rows(first + int(indices[0]), len(indices))
 
     def teacher_texts(self, start: int, count: int) -> Tensor:
         """Reference texts drawn from the teacher for this iteration, with prompts from the data."""
-        indices = torch.arange(start, start + count, device=self.world.device)
-        noise = Noise(mix(self.config.train.seed, "teacher"), indices)
-        begin, owner = self.starts(noise, self.prompts(0, indices))
-        steps = self.config.reference.steps
-        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=self.world.device)
+        indices = torch.arange(start, start + count)
+        noise = Noise(mix(self.config.train.seed, "teacher"), indices, self.world.device)
+        begin, owner = self.starts(noise.on_host, self.prompts(0, indices))
+        times = torch.linspace(1, 0, self.config.reference.steps + 1, dtype=torch.float64)
         return walk(
             self.teacher_logits,
             self.schedule,
@@ -310,15 +316,28 @@ class DistillTask(StudentTask):
             self._teacher_at_start = self._at_start(self.teacher_logits)
         return self._teacher_at_start
 
+    def watched(self, step: int) -> dict[str, Tensor]:
+        """What takes a pass of its own, for iterations that an entry of the log follows.
+
+        `kl_start` is KL(teacher ‖ student) per token where all is masked.
+        """
+        return {"kl_start": self.kl_at_start()} if self.logs(step) else {}
+
     @torch.no_grad()
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
         return terms(self._at_start(self.student_logits), self.teacher_at_start()).distance.mean()
 
     def _at_start(self, rows: Rows) -> Tensor:
-        start = self.starts.watched(self.world.device)
-        time = torch.ones(len(start), dtype=torch.float64, device=start.device)
-        return rows(start, time, start == self.mask_id)
+        start = self.starts.watched(HOST)
+        there = sent(start, self.world.device)
+        time = torch.ones(len(start), dtype=torch.float64, device=there.device)
+        return rows(there, time, start == self.mask_id)
+
+
+def _told_there(rows: Rows) -> Rows:
+    """A denoiser that is told where to look on the device of the states."""
+    return lambda z, t, where: rows(z, t, where.to(z.device))
 
 
 def _whole(network: nn.Module) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from didi_instruct.process.orders import stream_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
+from didi_instruct.transfer import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class TokenMatchingTask(AuxiliaryTask):
         return numbers | {
             "aux_grad_norm": aux_norm,
             "unique_4gram": unique_ngrams(self.world.gather(x), self.world.gather(written)),
-            "kl_start": self.kl_at_start(),
+            **self.watched(step),
         }
 
     @torch.no_grad()
@@ -195,12 +196,13 @@ class TokenMatchingTask(AuxiliaryTask):
         seed = mix(self.config.train.seed, "budgets", step, turn)
         strata = stratified_times(
             self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
-        ).to(self.world.device)
+        )
         order = self.config.order
-        place = strata[states.indices]
+        place = sent(strata[states.indices], self.world.device)
         times, t, after, budget = path_times(settings.budgets, place, order, self.schedule)
         first = (step * settings.aux_steps + turn) * len(strata)
-        start, owner = self.starts(states, self.prompts(first, states.indices))
+        starts = self.starts(states.on_host, self.prompts(first, states.indices))
+        start, owner = (sent(found, self.world.device) for found in starts)
         open = (start == self.mask_id)[owner]
         numbers = order_of(order, states, open, budget, settings.budgets)
         low, high = revealed_shares(self.schedule, torch.stack([t, after]))

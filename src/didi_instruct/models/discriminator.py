@@ -133,6 +133,25 @@ class Discriminator(Trunk):
         for block in self.blocks[len(self.blocks) - trainable_blocks :]:
             block.requires_grad_(True)
 
+    @property
+    def frozen(self) -> int:
+        """Blocks that do not learn, nor does anything below them: what they give can be kept."""
+        learn = [any(p.requires_grad for p in block.parameters()) for block in self.blocks]
+        count = learn.index(True) if True in learn else len(learn)
+        inputs = [self.vocab_embed, self.sigma_map, self.position_embed]
+        weights = (p for part in inputs if part is not None for p in part.parameters())
+        return 0 if any(weight.requires_grad for weight in weights) else count
+
+    @torch.no_grad()
+    def below(self, tokens: Tensor, sigma: Tensor | float | None = None) -> Tensor:
+        """Return the state (B, L, d) after the frozen blocks."""
+        return self._run(tokens, self.condition(sigma), None, None, stop=self.frozen)
+
+    def above(self, state: Tensor, sigma: Tensor | float | None = None) -> Tensor:
+        """Return logits (B, L) from the state after the frozen blocks."""
+        hidden = self._run(None, self.condition(sigma), None, state, start=self.frozen)
+        return self._ratio(hidden)
+
     def iterate(self) -> None:
         """Do one power iteration in the head: for updates in evaluation mode, without dropout."""
         for layer in self.output_layer.main:
@@ -147,5 +166,7 @@ class Discriminator(Trunk):
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, L), teacher over student; arguments as in `Trunk.trunk`."""
-        hidden = self.trunk(tokens, sigma, attention_mask, embeddings)
+        return self._ratio(self.trunk(tokens, sigma, attention_mask, embeddings))
+
+    def _ratio(self, hidden: Tensor) -> Tensor:
         return upcast(self.output_layer(hidden)).squeeze(-1)

@@ -97,17 +97,20 @@ class Trunk(nn.Module):
         c: Tensor | None,
         attention_mask: Tensor | None,
         embeddings: Tensor | None,
+        start: int = 0,
+        stop: int | None = None,
     ) -> Tensor:
+        """Blocks `start` to `stop`; from a later one than the first, of a state in `embeddings`."""
         if embeddings is None:
             assert tokens is not None, "tokens or embeddings are needed"
             embeddings = self.embed(tokens)
         x = upcast(embeddings)
-        if self.position_embed is not None:
+        if self.position_embed is not None and start == 0:
             x = self.position_embed(x)
         cos, sin = self.rotary_emb(x.shape[1])
         mask = None if attention_mask is None else attention_mask[:, None, None, :]
         c = self._unless_folded(c)
-        for block in self.blocks:
+        for block in self.blocks[start:stop]:
             x = block(x, cos, sin, c, mask)
         return x
 

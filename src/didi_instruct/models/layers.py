@@ -225,11 +225,13 @@ class Block(Modulated):
     def feed(self, x: Tensor) -> Tensor:
         """The MLP of x (..., d); on a GPU in 16 bits its GELU is a part of the first product."""
         first, _, second = self.mlp
-        narrow = x.dtype in (torch.bfloat16, torch.float16) and isinstance(first, nn.Linear)
+        dtype = product_dtype(first.weight) if isinstance(first, nn.Linear) else torch.float32
+        narrow = dtype in (torch.bfloat16, torch.float16)
         if not (x.is_cuda and narrow) or torch.is_grad_enabled():  # it has no gradient
             return self.mlp(x)  # type: ignore[no-any-return]
         product = torch.ops.aten._addmm_activation.default  # its GELU is the tanh one on GPUs
-        inner = product(first.bias, x.flatten(0, -2), first.weight.T, use_gelu=True)
+        rows, weight, bias = x.flatten(0, -2), first.weight, first.bias
+        inner = product(bias.to(dtype), rows.to(dtype), weight.to(dtype).T, use_gelu=True)
         return second(inner).view_as(x)  # type: ignore[no-any-return]
 
     def attend(

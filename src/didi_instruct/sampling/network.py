@@ -19,6 +19,7 @@ from didi_instruct.models.remarks import in_a_line, say_once
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 from didi_instruct.sampling.chunks import draw_compiled
+from didi_instruct.transfer import sent
 
 
 class NetworkDenoiser:
@@ -255,9 +256,11 @@ def selected_logits(
 ) -> Tensor:
     """Logits (R, V) of the positions that `where` (B, L) selects, in order.
 
-    Shapes: tokens (B, L), sigma (B,), attended as `where`.
+    Shapes: tokens (B, L), sigma (B,), attended as `where`, which may be on the host: then no GPU is
+    waited for.
     """
-    return logits_at(network, tokens, sigma, where.flatten().nonzero().squeeze(1), attended)
+    place = sent(where.flatten().nonzero().squeeze(1), tokens.device)
+    return logits_at(network, tokens, sigma, place, attended)
 
 
 def logits_at(

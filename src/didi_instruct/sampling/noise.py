@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.models.fused import Fused, fuses
+from didi_instruct.transfer import sent
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -32,9 +33,8 @@ def uniforms(
     numbers = [turn if isinstance(turn, Tensor) else _signed(turn) for turn in turns]
     numbers = [seed if isinstance(seed, Tensor) else seed_key(seed), *numbers]
     if fuses(samples) and not any(isinstance(number, Tensor) for number in numbers):
-        # Numbers in a tensor, for which nothing is compiled anew; pinned, nobody waits for them.
-        sent = torch.tensor(numbers).pin_memory().to(samples.device, non_blocking=True)
-        return _fused(samples, sent, position)
+        # Numbers in a tensor, for which nothing is compiled anew.
+        return _fused(samples, sent(torch.tensor(numbers), samples.device), position)
     return _uniforms(samples, numbers, position)
 
 
