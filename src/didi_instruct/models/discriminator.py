@@ -144,7 +144,8 @@ class Discriminator(Trunk):
 
     @torch.no_grad()
     def below(self, tokens: Tensor, sigma: Tensor | float | None = None) -> Tensor:
-        """Return the state (B, L, d) after the frozen blocks."""
+        """Return the state (B, L, d) after the frozen blocks, of which there must be some."""
+        assert self.frozen, "nothing is frozen"
         return self._run(tokens, self.condition(sigma), None, None, stop=self.frozen)
 
     def above(self, state: Tensor, sigma: Tensor | float | None = None) -> Tensor:
