@@ -7,7 +7,8 @@ from torch import Tensor
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on a device; what comes from the host is only queued."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor).to(device, non_blocking=True)
     return tensor.to(device)
 
 

@@ -28,6 +28,8 @@ from didi_instruct.training.world import World
 FIRST = 1
 """Iteration to begin with: before iteration 0 the student's entropy is measured on many texts."""
 LAST = 1_000_000
+TOGETHER = 4
+"""Iterations of a timed run: training does not wait for the end of each one either."""
 
 
 class NaiveDidiTask(DidiTask):
@@ -148,8 +150,11 @@ def distill_case(
 
     task = kind(config, teacher, student, world, references=references)
     counter = itertools.count(FIRST)
-    networks = (teacher.network, *task.networks())
+
+    def run(_: int) -> Tensors:
+        return [task.step(next(counter)) for _ in range(TOGETHER)][-1]
+
     return Case(
-        name=name, run=lambda _: task.step(next(counter)), batch=batch, length=length, steps=1,
-        networks=networks,
+        name=name, run=run, batch=batch, length=length, steps=TOGETHER, rounds=TOGETHER,
+        networks=(teacher.network, *task.networks()),
     )  # fmt: skip

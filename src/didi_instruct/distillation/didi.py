@@ -16,7 +16,7 @@ from torch import Tensor
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.critics import CriticTask
-from didi_instruct.distillation.hosting import Tensors
+from didi_instruct.distillation.hosting import Tensors, filled
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, Noise, References, Rollout, rollout
@@ -393,6 +393,7 @@ def score(
     """
     device, masks = x.device, torch.cat([masks_of(jump) for jump in jumps])
     place, counts = masks.flatten().nonzero().squeeze(1), masks.sum(1).clamp(min=1)
+    read = filled(place, device)
     row = (masks.flatten().cumsum(0) - 1).view_as(masks)
     first = [0, *itertools.accumulate(len(jump.z) for jump in jumps)]
     rows, owners = [], []
@@ -400,21 +401,22 @@ def score(
         text, position = jump.planned
         owners.append(offset + jump.owner)
         rows.append(row[owners[-1][text], position])
-    place, counts, drawn_from, owner = (
-        sent(plan, device) for plan in (place, counts, torch.cat(rows), torch.stack(owners))
+    read, counts, drawn_from, owner = (
+        sent(plan, device) for plan in (read, counts, torch.cat(rows), torch.stack(owners))
     )
     text, position = (torch.cat(each) for each in zip(*(j.drawn for j in jumps), strict=True))
     z, t = torch.cat([jump.z for jump in jumps]), torch.cat([jump.t for jump in jumps])
     known = [law for law in laws if law is not None]
-    law = torch.cat(known) if known else None
-    logits = logits_at(network, z, schedule.sigma(t), place)
+    more = [law.new_zeros(len(read) - len(place), law.shape[1]) for law in known[:1]]
+    law = torch.cat(known + more) if known else None
+    logits = logits_at(network, z, schedule.sigma(t), read)
     found = terms(logits, law, kind, (drawn_from, x[text, position]))
     none = torch.zeros(len(x), dtype=torch.float64, device=device)
-    state = place // x.shape[1]
+    state = read[: len(place)] // x.shape[1]
     return {
         "log_prob": none.index_add(0, text, found.drawn),
-        "kl": _means(found.distance, state, counts)[owner].sum(0),
-        "entropy": _means(found.entropy, state, counts)[owner].mean(0),
+        "kl": _means(found.distance[: len(place)], state, counts)[owner].sum(0),
+        "entropy": _means(found.entropy[: len(place)], state, counts)[owner].mean(0),
     }
 
 

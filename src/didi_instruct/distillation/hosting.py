@@ -4,18 +4,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation.rollout import Rows
 from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.network import selected_logits
+from didi_instruct.sampling.network import logits_at, selected_logits
 from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
 from didi_instruct.training.pretrain import compiles, uses_bf16
 from didi_instruct.training.world import World
+from didi_instruct.transfer import sent
 
 Tensors = dict[str, Tensor]
+ROWS = 512
+"""What the number of rows of a matrix is filled up to a multiple of: a GPU chooses a kernel by it,
+which takes milliseconds of the host's time for one that it has not met."""
+
+
+def pays_to_pad(device: torch.device) -> bool:
+    """Whether a matrix of a good size is multiplied faster by more than what is added costs."""
+    return device.type == "cuda"
+
+
+def filled(place: Tensor, device: torch.device) -> Tensor:
+    """Numbers of positions, and some more of the first one where that pays."""
+    return F.pad(place, (0, -len(place) % ROWS)) if pays_to_pad(device) else place
 
 
 class _Root(nn.Module):
@@ -93,7 +108,8 @@ def logits_of(host: Host, schedule: Schedule) -> Rows:
 
     @torch.no_grad()
     def rows(z: Tensor, t: Tensor, where: Tensor) -> Tensor:
-        sigma = schedule.sigma(t)
-        return host.run(lambda n: {"logits": selected_logits(n, z, sigma, where)})["logits"]
+        sigma, place = schedule.sigma(t), where.flatten().nonzero().squeeze(1)
+        read = sent(filled(place, host.device), host.device)
+        return host.run(lambda n: {"logits": logits_at(n, z, sigma, read)})["logits"][: len(place)]
 
     return rows

@@ -15,7 +15,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation.hosting import Host, logits_of, rows_of
+from didi_instruct.distillation.hosting import Host, logits_of, pays_to_pad, rows_of
 from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import HOST, Noise, Rows, walk
 from didi_instruct.distillation.starts import Starts
@@ -85,11 +85,6 @@ def check_fit(
             f"train.batch_size is {size}, which {processes} processes cannot share in whole "
             f"groups of {config.group_setting}, {group}."
         )
-
-
-def pays_to_pad(device: torch.device) -> bool:
-    """Whether a matrix of a good width is multiplied faster by more than the columns cost."""
-    return device.type == "cuda"
 
 
 class StudentTask(ABC):

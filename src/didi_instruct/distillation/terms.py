@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from didi_instruct.models.fused import Fused
+from didi_instruct.models.fused import Fused, fuses, fusing
 from didi_instruct.models.precision import upcast
 from didi_instruct.process.divergences import divergence, entropy, kl
 
@@ -53,7 +53,7 @@ class _Terms(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_sum, own, beside, distance, backward_kl = _fused_values(logits, teacher, kind)
         ctx.save_for_backward(logits, teacher, log_sum, own, beside, backward_kl, row, token)
-        ctx.kind = kind
+        ctx.kind, ctx.fuses = kind, fuses(logits)
         drawn = logits[row, token].double() - log_sum[row].double()
         return own, distance, drawn
 
@@ -65,7 +65,8 @@ class _Terms(Function):
         # Each drawn token takes its part from all tokens of the row.
         g_sum = torch.zeros_like(rows[0]).index_add(0, row, -given)
         per_row = (*rows, g_sum, g_entropy, g_distance)
-        slopes = _fused_slopes(logits, teacher, ctx.kind, *per_row)
+        with fusing(ctx.fuses):  # gradients have a thread of their own, which was not told
+            slopes = _fused_slopes(logits, teacher, ctx.kind, *per_row)
         if len(row):
             beside = None if teacher is None else teacher[row, token]
             own = _slopes(logits[row, token], beside, ctx.kind, *(x[row] for x in per_row))

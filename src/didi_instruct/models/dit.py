@@ -110,7 +110,7 @@ class Trunk(nn.Module):
         cos, sin = self.rotary_emb(x.shape[1])
         mask = None if attention_mask is None else attention_mask[:, None, None, :]
         c = self._unless_folded(c)
-        for block in self.blocks[start:stop]:
+        for block in list(self.blocks)[start:stop]:
             x = block(x, cos, sin, c, mask)
         return x
 
