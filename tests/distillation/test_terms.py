@@ -1,10 +1,14 @@
 """Terms of a loss against torch's own distributions, values and gradients."""
 
+import threading
+
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
+from didi_instruct.distillation import terms as module
 from didi_instruct.distillation.terms import terms
+from didi_instruct.models import fused
 from didi_instruct.models.layers import NEVER
 
 KINDS = ["forward", "backward", "jeffreys"]
@@ -83,3 +87,21 @@ def test_a_token_that_is_nearly_certain_keeps_its_gradient_in_bfloat16(sure):
     exact = logits.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(exact.log_softmax(-1)[drawn].sum(), exact)
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0)
+
+
+def test_gradients_are_compiled_in_their_own_thread(monkeypatch):
+    """Those of a GPU have one, which knows nothing of what was set in ours."""
+    told = []
+
+    def slopes(*given):
+        told.append(fused._allowed.get())
+        return module._slopes(*given)
+
+    monkeypatch.setattr(module, "fuses", lambda tensor: True)
+    monkeypatch.setattr(module, "_fused_slopes", slopes)
+    logits = logits_of(0).requires_grad_()
+    thread = threading.Thread(target=terms(logits).entropy.sum().backward)
+    thread.start()
+    thread.join()
+    assert told == [True]
+    assert logits.grad is not None

@@ -61,7 +61,10 @@ class CriticTask(DistillTask):
         if step > 0:
             return
         batches = -(-ENOUGH_TEXTS // self.config.train.batch_size)
-        found = [self.drawn_entropy(BEFORE + turn) for turn in range(batches)]
+        found = []
+        for turn in range(batches):
+            self.student.forget()
+            found.append(self.drawn_entropy(BEFORE + turn))
         self.entropy_at_start.fill_(float(torch.stack(found).mean()))
 
     def tensors(self) -> Mapping[str, Tensor]:

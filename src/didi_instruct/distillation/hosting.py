@@ -1,6 +1,8 @@
 """Networks of a distillation, each alone, replicated (DDP) or sharded (FSDP2), called one way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,6 +35,19 @@ def filled(place: Tensor, device: torch.device) -> Tensor:
     return F.pad(place, (0, -len(place) % ROWS)) if pays_to_pad(device) else place
 
 
+_iterating: ContextVar[bool] = ContextVar("didi_iterating", default=False)
+
+
+@contextmanager
+def iterating() -> Iterator[None]:
+    """Within, what passes give stays until `Host.forget`."""
+    token = _iterating.set(True)
+    try:
+        yield
+    finally:
+        _iterating.reset(token)
+
+
 class _Root(nn.Module):
     """What DDP and FSDP wrap: calls a function with the network.
 
@@ -59,8 +74,11 @@ class Host:
         self.device, self.bf16 = world.device, uses_bf16(train, world.device)
         self._processes = world.size
         fsdp = train.strategy == "fsdp" and world.size > 1
+        self.graphs = False
+        """Whether what a pass gives lies in memory of a CUDA graph."""
         if compiles(train, world.device):
-            how = "on" if train.compile == "graphs" and world.size > 1 else train.compile
+            self.graphs = train.compile == "graphs" and world.size == 1
+            how = "on" if train.compile == "graphs" and not self.graphs else train.compile
             compile_network(self.network, how, sharded=fsdp)
         root: nn.Module = _Root(self.network)
         if fsdp or any(p.requires_grad for p in network.parameters()):
@@ -72,9 +90,16 @@ class Host:
 
         `sync`: whether the backward pass of what it gives exchanges gradients (the last one does).
         """
+        if not _iterating.get():  # an evaluation, which keeps nothing of a pass
+            self.forget()
         with gradient_sync(self._root, sync), self.autocast():
             result: Tensors = self._root(function)
         return result
+
+    def forget(self) -> None:
+        """Let passes that run as CUDA graphs write to the memory of those before, of all hosts."""
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
         """Accumulate the gradients of this process's share of a loss."""

@@ -15,7 +15,13 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation.hosting import Host, logits_of, pays_to_pad, rows_of
+from didi_instruct.distillation.hosting import (
+    Host,
+    iterating,
+    logits_of,
+    pays_to_pad,
+    rows_of,
+)
 from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import HOST, Noise, Rows, walk
 from didi_instruct.distillation.starts import Starts
@@ -138,11 +144,8 @@ class StudentTask(ABC):
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Update the networks once."""
-        compiled = compiles(self.config.train, self.world.device)
-        if compiled and self.config.train.compile == "graphs":
-            # Passes of the iteration before are no longer needed: their memory may be written.
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        with fusing(compiled):
+        self.student.forget()
+        with fusing(compiles(self.config.train, self.world.device)), iterating():
             return self.iterate(step)
 
     @abstractmethod
