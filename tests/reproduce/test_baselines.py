@@ -44,6 +44,13 @@ def test_what_a_user_would_try_is_there():
             assert SAMPLERS[way.sampler].kind == kinds.get(way.role, "mdlm")
 
 
+def test_a_model_that_another_one_began_as_is_not_sampled():
+    found = settings_of({"teacher": "t", "path-first": "p", "path": "q"}, (4,))
+    assert {setting.source for setting in found} == {"t", "q"}
+    with pytest.raises(AssertionError, match="nobody"):
+        settings_of({"teacher": "t", "nobody": "n"}, (4,))
+
+
 def test_all_have_the_same_budgets_and_the_same_sweep():
     found = settings_of(
         {role: role for role in ROLES}, (4, 8), temperatures=(0.9,), top_ps=(0.8,), most_steps=32

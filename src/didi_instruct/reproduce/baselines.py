@@ -99,7 +99,8 @@ def settings_of(
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
-    unknown = {role.removesuffix(LATE) for role in models} - {way.role for way in ways}
+    known = {FIRST, *(way.role for way in ways)}
+    unknown = {role.removesuffix(LATE) for role in models} - known
     assert not unknown, f"nothing samples {unknown}"
     found = []
     for way in (way for way in ways if way.role in models):
