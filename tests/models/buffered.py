@@ -9,11 +9,11 @@ class Buffered:
     def __init__(self, function, inputs, pool=None, dynamic=(), faster=None):
         self.function = function
         with torch.inference_mode(False), torch.no_grad():  # as graphs have them
-            self.inputs = tuple(tensor.clone() for tensor in inputs)
-            self.output = function(*self.inputs).clone()
+            self.buffers = tuple(tensor.clone() for tensor in inputs)
+            self.output = function(*self.buffers).clone()
 
     def __call__(self, *values):
-        for buffer, value in zip(self.inputs, values, strict=True):
+        for buffer, value in zip(self.buffers, values, strict=bool(values)):
             buffer[: len(value)].copy_(value)
-        self.output.copy_(self.function(*self.inputs))
-        return self.output[: len(values[0])]
+        self.output.copy_(self.function(*self.buffers))
+        return self.output[: len(values[0])] if values else self.output

@@ -93,7 +93,7 @@ def test_tokens_and_paths_are_those_of_a_chain(options, device, walked):
     assert set(fast.graphs.kept) == {40, 11}
     if device == "cuda":
         one = fast.graphs.kept[40]
-        graphs = [*one._steps.values(), *one._settling.values()]
+        graphs = [one.read, *one._writing.values(), *one._settling.values()]
         assert all(isinstance(graph, Captured) for graph in graphs)
 
 
@@ -159,8 +159,8 @@ def test_graphs_are_few(walked):
     for seed in range(6):
         ancestral(fast, schedule, Canvas.blank(1, 80, MASK), steps=5, settings=Draw(seed=seed))
     one = fast.graphs.kept[80]
-    assert len(one._steps) <= 4
-    assert all(size <= 80 for size in one._steps)
+    assert len(one._writing) <= 4
+    assert all(size <= 80 for size in one._writing)
     assert len(one._settling) == 1
     for length in range(1, 13):
         ancestral(fast, schedule, Canvas.blank(1, length, MASK), steps=2)
@@ -185,7 +185,7 @@ def test_parts_are_compiled_once_for_all_sizes(monkeypatch):
     for seed, steps in enumerate((9, 1, 2)):
         run = {"canvas": Canvas.blank(1, 40, MASK), "steps": steps, "settings": Draw(seed=seed)}
         same(ancestral(fast, schedule, **run), ancestral(plain, schedule, **run))
-    assert len(fast.graphs.kept[40]._steps) > 2
+    assert len(fast.graphs.kept[40]._writing) > 2
     assert counter.frame_count == 2
 
 
@@ -205,18 +205,18 @@ class Counting(TorchDispatchMode):
         return operation(*arguments, **(options or {}))
 
 
-def test_a_step_is_one_copy_and_one_graph(monkeypatch):
+def test_a_step_is_one_copy_and_two_graphs(monkeypatch):
     """Counted around the graphs: whatever the steps, only these copies grow."""
     counting = Counting()
 
     class Graph(Buffered):
         def __call__(self, *values):
-            for buffer, value in zip(self.inputs, values, strict=True):
+            for buffer, value in zip(self.buffers, values, strict=bool(values)):
                 buffer[: len(value)].copy_(value)
             counting.inside = True
-            self.output.copy_(self.function(*self.inputs))
+            super().__call__()
             counting.inside = False
-            return self.output[: len(values[0])]
+            return self.output
 
     monkeypatch.setattr(walks, "capture", Graph)
     _, fast, schedule = make()
@@ -258,11 +258,20 @@ def test_the_gpu_is_waited_for_twice():
 
 def test_nothing_goes_round_in_a_circle(monkeypatch):
     """Who drops a model gets its memory back at once, not when garbage is next collected."""
-    monkeypatch.setattr(walks, "capture", lambda *given, **options: lambda *values: None)
+
+    class Forgetful(Buffered):
+        """Owns what it replays, but not what was captured, as graphs do."""
+
+        def __call__(self, *values):
+            self.function = None
+
+    monkeypatch.setattr(walks, "capture", Forgetful)
     _, fast, _ = make()
     graphs, fast.graphs = fast.graphs, None
-    graphs.kept[40] = one = walks.Walk(40, torch.device("cpu"))
-    one.step(graphs, torch.zeros(3, 80, dtype=torch.long), 0, 5)
+    graphs.is_folded()
+    graphs.kept[40] = one = walks.Walk(graphs, 40, torch.device("cpu"))
+    one.read()
+    one.write(graphs, torch.zeros(3, 80, dtype=torch.long), 5)
     there = weakref.ref(graphs)
     del fast
     gc.disable()
@@ -282,7 +291,7 @@ def test_few_graphs_serve_all_numbers_of_positions(walked, monkeypatch):
         canvas = Canvas.blank(1, 400, MASK, first=first)
         ancestral(fast, schedule, canvas, steps=24, grid="cosine")
     assert all(walked)
-    assert len(made) <= 6, "8, 16, 32, 64 positions, and plans"
+    assert len(made) <= 8, "8, 12, 16, 24, 32, 48 positions, passes and plans"
 
 
 def test_a_text_in_inference_mode_can_be_followed_by_one_that_is_not(walked):

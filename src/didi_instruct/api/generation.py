@@ -118,14 +118,14 @@ def generate(
     parts, starts = [], []
     for first in range(0, len(rows), request.batch_size):
         chunk = rows[first : first + request.batch_size]
-        samples = torch.tensor([row.sample for row in chunk], device=device)
+        samples = torch.tensor([row.sample for row in chunk]).to(device, non_blocking=True)
         given = stack([row.tokens for row in chunk], device)
         canvas = Canvas(given, mask_id, samples, masks=config.masks)
         call = Call(engine, canvas, settings, request.steps, callback)
         part = sampler(call, request.options)
-        log_prob = part.log_prob
-        if log_prob is not None:
-            log_prob = log_prob + log_prob.new_tensor([row.log_prob for row in chunk])
+        log_prob, drawn_first = part.log_prob, [row.log_prob for row in chunk]
+        if log_prob is not None and any(drawn_first):
+            log_prob = log_prob + log_prob.new_tensor(drawn_first)
         parts.append(replace(part, passes=part.passes + extra / len(rows), log_prob=log_prob))
         starts.append(canvas.open)
     width = max(p.tokens.shape[1] for p in parts)
@@ -267,6 +267,8 @@ def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[Row]:
 
 
 def _widen(table: Tensor, width: int, value: int | bool) -> Tensor:
+    if table.shape[1] == width:
+        return table
     return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=value)
 
 

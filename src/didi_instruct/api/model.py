@@ -218,7 +218,7 @@ class Model:
             if self._laid_out is None or not self._laid_out.is_current(self.network):
                 self._laid_out = InferenceDiT(self.network)
             return InferenceDenoiser(self._laid_out)
-        if isinstance(self.network, Denoising):
+        if isinstance(self.network, (DiT, Denoising)):  # protocols are slow to look at
             return NetworkDenoiser(self.network, self.schedule, self._graphs)
         return self.denoiser
 

@@ -1,6 +1,7 @@
 """From plain dictionaries (YAML, `--set`) to dataclasses: types checked, a typo is an error."""
 
 import difflib
+import functools
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = 
     """Build the dataclass `cls` from nested plain values; errors start with `where`."""
     if not isinstance(values, Mapping):
         raise UserError(f"{where}: `{prefix.rstrip('.')}` is {values!r}, but a section is needed.")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -35,6 +36,9 @@ def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = 
         return cls(**parsed)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+_hints = functools.cache(get_type_hints)  # slow, and the same each time
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

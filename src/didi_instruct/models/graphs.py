@@ -67,6 +67,24 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Non
 
 
 @contextmanager
+def beside(work: Callable[[], object], device: torch.device) -> Iterator[None]:
+    """Queue some work, and whatever is done within, at the same time; what follows needs both.
+
+    So one may wait for a number without waiting for the work.
+    """
+    if device.type != "cuda":
+        work()
+        yield
+        return
+    here, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(here)
+    work()
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
+
+
+@contextmanager
 def own_workspaces() -> Iterator[None]:
     """Let a capture take the working memory of cuBLAS from the pool of its graph.
 
@@ -121,11 +139,11 @@ class Captured:
         """Memory that other graphs may share, if none runs while the result of another counts."""
 
     def __call__(self, *values: Tensor) -> Tensor:
-        """Run; the result is overwritten by the next call."""
-        for buffer, value in zip(self.buffers, values, strict=True):
+        """Run, without values on what is in the buffers; the next call overwrites the result."""
+        for buffer, value in zip(self.buffers, values, strict=bool(values)):
             buffer[: len(value)].copy_(value, non_blocking=True)  # from the CPU, too
         self.graph.replay()
-        return self.output[: len(values[0])]
+        return self.output[: len(values[0])] if values else self.output
 
 
 def capture(

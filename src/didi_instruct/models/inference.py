@@ -38,8 +38,8 @@ def suits(network: nn.Module) -> bool:
     if not isinstance(network, DiT) or network.training or network.config.time_conditioning:
         return False
     weight = network.vocab_embed.embedding
-    known = weight.dtype in (torch.float32, torch.bfloat16) and not is_float8(network)
-    return weight.device.type == "cpu" and known
+    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return known and not is_float8(network)  # which looks at every layer
 
 
 class InferenceDiT:

@@ -382,6 +382,8 @@ def in_parts(
 
 def join(parts: Sequence[Samples]) -> Samples:
     """Samples of several batches as one."""
+    if len(parts) == 1:
+        return parts[0]
     total = sum(len(p.tokens) for p in parts)
     paths = [p.log_prob for p in parts if p.log_prob is not None]
     return Samples(

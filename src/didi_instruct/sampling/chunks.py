@@ -14,18 +14,25 @@ from torch import Tensor
 from didi_instruct.models.fused import Fused
 from didi_instruct.sampling.chain import in_parts
 
-CHUNK = 128
+CHUNK = 64
 BELOW_ONE = 1 - 2.0**-53
+LOWEST = torch.finfo(torch.float64).min
+"""What is below all logits, where -inf less itself would be no number."""
 
 Sums = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def chunk_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest logit, and sums of exp(logit - largest) over chunks: (R, V) -> (R, 1), (R, K)."""
-    top = logits.amax(-1, keepdim=True).double()
+    """Largest logit, and sums of exp(logit - largest) over chunks: (R, V) -> (R, 1), (R, K).
+
+    Each chunk is summed by its own largest logit first, so that all logits are read once.
+    """
     padded = F.pad(logits, (0, -logits.shape[1] % CHUNK), value=-torch.inf)
-    chunks = padded.view(len(logits), padded.shape[1] // CHUNK, CHUNK).double()
-    return top, (chunks - top[..., None]).exp().sum(-1)
+    chunks = padded.view(len(logits), padded.shape[1] // CHUNK, CHUNK)
+    tops = chunks.amax(-1).double().clamp(min=LOWEST)
+    sums = (chunks.double() - tops[..., None]).exp().sum(-1)
+    top = tops.amax(-1, keepdim=True)
+    return top, sums * (tops - top).exp()
 
 
 def draw_by_chunks(
@@ -37,6 +44,9 @@ def draw_by_chunks(
     rounding of a border. Several numbers may draw from one row: `row` (R,) tells which one each of
     them draws from; by default number k draws from row k.
 
+    Sums grow along a row, so what stands somewhere in it is a maximum: compiled, picking the chunk
+    is one kernel then, and the token within it another.
+
     Shapes: logits (R', V), uniforms (R,) float64 in [0, 1) -> (R,), (R,).
     """
     num = logits.shape[1]
@@ -44,19 +54,21 @@ def draw_by_chunks(
     until = sums.cumsum(-1)
     if row is not None:
         top, until = top[row], until[row]
-    target = uniforms[:, None] * until[:, -1:]
+    total = until.amax(-1, keepdim=True)
+    target = uniforms[:, None] * total
     # The first chunk, and the first token, whose sum exceeds the target; never one of
     # probability 0.
-    chunk = (until <= target).sum(-1, keepdim=True).clamp(max=until.shape[1] - 1)
-    before = torch.where(chunk > 0, until.gather(1, (chunk - 1).clamp(min=0)), 0.0)
+    below = until <= target
+    chunk = below.sum(-1, keepdim=True).clamp(max=until.shape[1] - 1)
+    rest = target - torch.where(below, until, 0.0).amax(-1, keepdim=True)
     columns = chunk * CHUNK + torch.arange(CHUNK, device=logits.device)
     inside = _pick(logits, row, columns.clamp(max=num - 1)).double() - top
     inside = inside.masked_fill(columns >= num, -torch.inf).exp().cumsum(-1)
     # Two ways to add up the same numbers round differently: the target stays within the chunk.
-    rest = torch.minimum(target - before, inside[:, -1:] * BELOW_ONE)
+    rest = torch.minimum(rest, inside.amax(-1, keepdim=True) * BELOW_ONE)
     place = (inside <= rest).sum(-1, keepdim=True).clamp(max=CHUNK - 1)
     token = (chunk * CHUNK + place).clamp(max=num - 1)
-    log_p = _pick(logits, row, token).double() - top - until[:, -1:].log()
+    log_p = _pick(logits, row, token).double() - top - total.log()
     return token.squeeze(1), log_p.squeeze(1)
 
 

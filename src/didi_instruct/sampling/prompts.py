@@ -1,6 +1,7 @@
 """What is given and what is to be written: prefixes, suffixes, gaps."""
 
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -108,8 +109,11 @@ def lay_out(template: Template, lengths: Sequence[int], mask_id: int) -> list[in
 def stack(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
     """Rows of any lengths as one batch, padded at the end: (B, longest)."""
     width = max(len(row) for row in rows)
-    padded = [[*row, *[PAD] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device)
+    padded = array("q")  # which takes numbers faster than tensors do
+    for row in rows:
+        padded.extend([*row, *[PAD] * (width - len(row))])
+    table = torch.frombuffer(padded, dtype=torch.long).view(len(rows), width)
+    return table.to(device, non_blocking=True)
 
 
 def gap_lengths(

@@ -1,5 +1,7 @@
 """Which positions a step reveals: decided before any token is drawn, never by one."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class Reveals:
 
     def __init__(self, chain: Chain, schedule: Schedule, grid: Grid | None, order: Order) -> None:
         """Plan the steps."""
-        self.chain = chain
+        self.chain, self.schedule = chain, schedule
         self.turns: Tensor | None = None
         """(B, L) the step that reveals each position, where chance has no say in it."""
         if order == "streams":
@@ -29,7 +31,11 @@ class Reveals:
             self.times = time_grid("uniform" if grid is None else grid, chain.steps)
         else:
             raise UserError(f"order is `{order}`: use random or streams.")
-        self.chances = reveal_chances(schedule, self.times)
+
+    @cached_property
+    def chances(self) -> list[float]:
+        """Probability that a mask is revealed by each step."""
+        return reveal_chances(self.schedule, self.times)
 
     def __call__(self, step: int, *stream: int) -> Tensor:
         """(B, L) masks that a step reveals; `stream` tells throws of the same step apart."""
