@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
 ORDER += ["evaluation", "benchmarking", "serving", "api", "reproduce", "cli"]
-FOUNDATION = {"errors", "seeding", "__version__"}
+FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
 
 
 def imported_parts(path: Path) -> set[str]:
