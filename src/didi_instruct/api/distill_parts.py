@@ -241,13 +241,13 @@ def _bank(
         raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
 
     def draw(first: int, count: int) -> Tensor:
-        indices = torch.arange(first, first + count, device=world.device)
-        prompts = None
+        indices, prompts = torch.arange(first, first + count), None
         if config.prompt:
             assert data is not None
-            prompts = data.rows(first, count).to(world.device)
+            prompts = data.rows(first, count)
         start, owner = starts(Noise(seed, indices), prompts)
-        canvas = Canvas(start[owner], starts.mask_id, indices)
+        there, samples = (each.to(world.device) for each in (start[owner], indices))
+        canvas = Canvas(there, starts.mask_id, samples)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
             drawn = ancestral(
                 denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)

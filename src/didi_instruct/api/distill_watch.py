@@ -30,18 +30,18 @@ def quick_test(task: StudentTask, valid: TokenSource | None, loaded: LoadedModel
     if not isinstance(task, DistillTask):
         return _uniform_test(task, loaded)
     config, seed = task.config, mix(task.config.train.seed, "quick")
-    indices, prompts = torch.arange(config.watch.samples, device=task.world.device), None
+    indices, prompts = torch.arange(config.watch.samples), None
     judge: Judge | None = None
     also: Facts | None = None
     if config.prompt:
         source = valid or task.data
         assert source is not None
-        prompts = source.ordered(0, config.watch.samples).to(task.world.device)
+        prompts = source.ordered(0, config.watch.samples)
         indices = indices[: len(prompts)]
     else:
         judge, also = _judge(task, loaded)
     start, owner = task.starts(Noise(seed, indices), prompts)
-    start = start[owner]
+    start = start[owner].to(task.world.device)
     return QuickTest(
         task.schedule,
         start,
