@@ -22,8 +22,7 @@ class Later:
         if number.is_cuda:
             self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
             self._number.copy_(number, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event = torch.cuda.current_stream(number.device).record_event()
 
     def read(self) -> float:
         """Wait for it, if it is not here yet."""

@@ -39,7 +39,8 @@ class NaiveDidiTask(DidiTask):
         didi = self.config.didi
         assert didi.grouping != "state", "texts of a group would share their first steps"
         assert didi.score_decomposition, "the paper's own algorithm goes through z_τ"
-        start, owner = self.starts(noise, prompts)
+        rows = None if prompts is None else prompts.to(noise.device)
+        start, owner = self.starts(noise, rows)
         z, tau = start[owner], tau.to(start.device)
         written = z == self.mask_id
         seed = (noise.seed + int(noise.indices[0])) % 2**63

@@ -133,6 +133,7 @@ class DidiTask(CriticTask):
         tau = self._times(noise, 0)
         reference = self._reference(step, turn, indices)
         texts = self._roll_out(noise, tau, reference)
+        reference = sent(reference, self.world.device)
         t = sent(tau if didi.coupled_time else self._times(noise, 1), self.world.device)
         coins = noise.of_groups(didi.group_size) if didi.grouping == "state" else noise
         numbers = coins.uniforms(self.length, Purpose.REMASK, 0)
@@ -196,7 +197,7 @@ class DidiTask(CriticTask):
         )
 
     def _reference(self, step: int, turn: int, indices: Tensor) -> Tensor:
-        """Reference texts of a part (R, L).
+        """Reference texts of a part (R, L), wherever they come from.
 
         As many as the student writes; with prompts, one for each group, whose prompt it gives.
         """
@@ -204,7 +205,7 @@ class DidiTask(CriticTask):
         total = self.config.train.batch_size // each
         number = step * self.config.discriminator.steps + turn
         first = number * total + int(indices[0]) // each
-        return sent(self.references(first, len(indices) // each), self.world.device)
+        return self.references(first, len(indices) // each)
 
     def _corrupt(self, x: Tensor, written: Tensor, t: Tensor, numbers: Tensor) -> Tensor:
         """Corrupt text to time t; what was given stays."""

@@ -175,9 +175,11 @@ class StudentTask(ABC):
         return Noise(seed, indices, self.world.device)
 
     def logs(self, step: int) -> bool:
-        """Whether an entry of the log follows an iteration."""
+        """Whether a usual entry of the log follows an iteration: not one for a signal's sake."""
         done, train = step + 1, self.config.train
-        return done % train.log_every == 0 or done == train.steps
+        return done == train.steps or not all(
+            done % every for every in (train.log_every, train.save_every)
+        )
 
     def summed(self, totals: Totals) -> dict[str, Tensor]:
         """Numbers added up over the processes, together."""
@@ -315,7 +317,7 @@ class DistillTask(StudentTask):
         return self._teacher_at_start
 
     def watched(self, step: int) -> dict[str, Tensor]:
-        """What takes a pass of its own, for iterations that an entry of the log follows.
+        """What takes a pass of its own: told once for an entry of the log.
 
         `kl_start` is KL(teacher ‖ student) per token where all is masked.
         """
@@ -335,7 +337,7 @@ class DistillTask(StudentTask):
 
 def _told_there(rows: Rows) -> Rows:
     """A denoiser that is told where to look on the device of the states."""
-    return lambda z, t, where: rows(z, t, where.to(z.device))
+    return lambda z, t, where: rows(z, t, sent(where, z.device))
 
 
 def _whole(network: nn.Module) -> dict[str, Tensor]:

@@ -79,9 +79,11 @@ def beside(work: Callable[[], object], device: torch.device) -> Iterator[None]:
     here, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(here)
     work()
-    with torch.cuda.stream(side):
-        yield
-    here.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        here.wait_stream(side)
 
 
 @contextmanager

@@ -112,8 +112,8 @@ def stack(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> 
     padded = array("q")  # which takes numbers faster than tensors do
     for row in rows:
         padded.extend([*row, *[PAD] * (width - len(row))])
-    table = torch.frombuffer(padded, dtype=torch.long).view(len(rows), width)
-    return table.to(device, non_blocking=True)
+    flat = torch.frombuffer(padded, dtype=torch.long) if padded else torch.empty(0).long()
+    return flat.view(len(rows), width).to(device, non_blocking=True)
 
 
 def gap_lengths(
