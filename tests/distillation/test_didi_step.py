@@ -653,3 +653,13 @@ def test_rewards_after_an_update_are_those_of_whole_passes(blocks):
 def test_the_log_follows_the_teacher_at_the_start_where_an_entry_follows():
     task = task_of({"train": {"log_every": 2, "steps": 3}})
     assert ["kl_start" in task.step(step) for step in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [({}, "graphs"), ({"micro_batch": 4}, "auto"), ({"compile": "off"}, "off")],
+    ids=["one pass", "several", "told"],
+)
+def test_graphs_of_passes_where_there_are_few_sizes(train, expected):
+    """A graph is recorded for each size and place in an iteration."""
+    assert task_of({"train": train}).train.compile == expected

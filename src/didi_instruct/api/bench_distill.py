@@ -16,7 +16,7 @@ from didi_instruct.training.world import World
 if TYPE_CHECKING:
     from didi_instruct.config.pretrain import Compile
 
-OTHERWISE: "dict[str, Compile]" = {"graphs": "graphs", "blocks": "blocks"}
+OTHERWISE: "dict[str, Compile]" = {"on": "on", "blocks": "blocks"}
 WARM_UP = 4
 """Iterations before the first timed one: shapes differ from one to the next, and compile."""
 
@@ -24,13 +24,14 @@ WARM_UP = 4
 def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Bench:
     """Time an iteration, against what is compiled otherwise, `plain`, not, and `naive`, dense.
 
-    `graphs` launches whole passes (`train.compile=graphs`), `blocks` compiles one block alone.
+    `on` launches the kernels of a pass one by one (`train.compile=on`), `blocks` compiles one block
+    alone.
 
     Weights are float32, as in training; passes run in bfloat16 if that is the plan's dtype.
     """
     if set(plan.against) - {*OTHERWISE, "plain", "naive"}:
         raise UserError(
-            "--distill compares with `graphs`, `blocks`, `plain` and `naive`: leave out the others."
+            "--distill compares with `on`, `blocks`, `plain` and `naive`: leave out the others."
         )
     if plan.dtype == "float8":
         raise UserError("--distill trains, which float8 cannot: use bfloat16 or float32.")
@@ -49,7 +50,7 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     bf16 = cuda if plan.dtype is None else plan.dtype == "bfloat16"
     compiled = cuda if plan.fast is None else plan.fast
     rows: list[tuple[str, type[DidiTask], Compile]] = [
-        (plan.row, DidiTask, "on" if compiled else "off")
+        (plan.row, DidiTask, ("auto" if cuda else "on") if compiled else "off")
     ]
     for name in plan.against:
         kind = NaiveDidiTask if name == "naive" else DidiTask

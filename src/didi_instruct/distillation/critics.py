@@ -46,7 +46,7 @@ class CriticTask(DistillTask):
             )
         if isinstance(critic, DiT):
             critic.align = student.align
-        self.critic = Host(critic, config.train, world)
+        self.critic = Host(critic, self.train, world)
         optim = replace(config.optim, lr=critic_lr, schedule="constant", warmup=0)
         self.critic_updater = Updater(critic, optim, config.train.steps, ema=0.0)
         self.critic_updater.prepare_to_load()

@@ -66,6 +66,7 @@ class DidiTask(CriticTask):
     """Student and discriminator, in turns."""
 
     critic_name, rates = "discriminator", "optim.lr or discriminator.lr"
+    passes_recur = True
 
     def __init__(
         self,

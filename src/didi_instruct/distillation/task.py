@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.hosting import (
@@ -105,6 +106,9 @@ class StudentTask(ABC):
     pads: bool = True
     """Whether laws may have more columns than there are tokens, of probability 0, where it pays:
     not where something counts columns."""
+    passes_recur: bool = False
+    """Whether the passes of an iteration have the sizes of the one before, where texts fill their
+    windows and a batch is one pass."""
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class StudentTask(ABC):
         rows = None if data is None else data.length
         check_fit(config, teacher.network.config, rows=rows, processes=world.size)
         self.length = rows or teacher.network.config.length
-        train = config.train
+        train = self.train = self._decided()
         self.student = Host(student.requires_grad_(True), train, world)
         self.teacher_host = Host(teacher.network.requires_grad_(False), train, world)
         schedule = make_schedule(teacher.network.config.schedule)
@@ -147,6 +151,13 @@ class StudentTask(ABC):
         self.student.forget()
         with fusing(compiles(self.config.train, self.world.device)), iterating():
             return self.iterate(step)
+
+    def _decided(self) -> TrainConfig:
+        """The settings of training, and whether graphs of passes pay."""
+        train, recur = self.config.train, self.passes_recur and len(self.parts()) == 1
+        if train.compile == "auto" and recur and self.model_config.end_id is None:
+            return replace(train, compile="graphs")
+        return train
 
     @abstractmethod
     def iterate(self, step: int) -> dict[str, Tensor]:
