@@ -16,7 +16,7 @@ from didi_instruct.reproduce.costs import (
     forward_flops,
 )
 from didi_instruct.reproduce.costs import model_of as cost_model
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import Job, spread
 from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
@@ -101,3 +101,11 @@ def test_a_model_nobody_has_seen_has_no_cost():
     scale = find_scale("toy", Given())
     assert cost_of(quality_job(scale, "m", "owner/name", steps=[4])).gpu_hours is None
     assert Cost().gpu_hours == 0
+
+
+def test_parts_cost_as_much_as_the_whole():
+    job = quality_job(find_scale("toy", Given()), "m", TEACHER, steps=[4, 8], num=5)
+    shared = spread(job, 4)
+    costs = [cost_of(one).sampling for one in (*shared.before, shared)]
+    assert costs[-1] == 0
+    assert sum(costs) == pytest.approx(cost_of(job).sampling)

@@ -65,6 +65,16 @@ def test_nothing_is_drawn_or_judged_twice(folder, tmp_path, monkeypatch):
     assert measure(settings_of(folder), terms_of(tmp_path)).rows == first
 
 
+def test_parts_leave_nothing_to_the_whole(folder, tmp_path, monkeypatch):
+    """Each setting is in one part; some parts may be empty."""
+    parts = [measure(settings_of(folder), terms_of(tmp_path, part=(n, 6))).rows for n in range(6)]
+    assert [len(rows) for rows in parts] == [1, 1, 1, 1, 0, 0]
+    monkeypatch.setattr(studio, "_draw", None)
+    monkeypatch.setattr(OracleJudge, "score", None)
+    whole = measure(settings_of(folder), terms_of(tmp_path)).rows
+    assert whole == [row for rows in parts for row in rows]
+
+
 def test_a_baseline_lies_on_its_own_frontier(folder, tmp_path):
     found = measure(settings_of(folder), terms_of(tmp_path))
     rows = found.compared([0, 1])

@@ -6,7 +6,7 @@ import pytest
 
 from didi_instruct.api import shipped
 from didi_instruct.reproduce import jobs
-from didi_instruct.reproduce.jobs import Job, content, in_order, stored
+from didi_instruct.reproduce.jobs import Job, content, in_order, spread, stored
 
 from .small_models import config_of, save
 
@@ -145,3 +145,17 @@ def test_jobs_come_after_their_needs_and_only_once():
     order = in_order([measure, second])
     assert [job.name for job in order] == ["teacher", "student", "student", "m"]
     assert order[1].key != order[2].key
+
+
+def test_a_job_that_is_spread_comes_after_its_parts_and_keeps_its_key():
+    job = Job(name="table", does="a.module:rows", options={"num": 3}, timed=True)
+    shared = spread(job, 3)
+    assert shared.key == job.key, "what is done is done, however it was shared"
+    assert [one.name for one in in_order([shared])] == [
+        "table-part1", "table-part2", "table-part3", "table",
+    ]  # fmt: skip
+    assert len({one.key for one in in_order([shared])}) == 4
+    assert [one.options["part"] for one in shared.before] == [[0, 3], [1, 3], [2, 3]]
+    assert shared.timed
+    assert not any(one.timed for one in shared.before), "they may run at the same time"
+    assert spread(job, 1) is job

@@ -18,7 +18,7 @@ from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.rows import Row
-from didi_instruct.reproduce.equal_terms import Found, Setting, Terms, measure
+from didi_instruct.reproduce.equal_terms import WHOLE, Found, Setting, Terms, measure
 from didi_instruct.reproduce.latency import time_settings
 from didi_instruct.reproduce.minutes import learning, training_minutes, training_texts
 from didi_instruct.reproduce.scale import FIRST
@@ -157,6 +157,8 @@ def baseline_rows(
         late_from=late_from,
     )
     found = measure(settings, terms)
+    if terms.part != WHOLE:
+        return found.rows
     baseline = [number for number, s in enumerate(settings) if s.method == WAYS[0].method]
     rows = found.compared(baseline, most_steps)
     beside = _beside_streams(found, steps, most_steps)

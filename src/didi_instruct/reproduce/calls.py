@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from didi_instruct.reproduce.baselines import LATE, baseline_rows
-from didi_instruct.reproduce.equal_terms import Setting, Terms
+from didi_instruct.reproduce.equal_terms import WHOLE, Setting, Terms
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.landscape import Strength, grid, guided_rows
 from didi_instruct.reproduce.latency import latency_rows
@@ -33,8 +33,10 @@ def terms_of(
     until_eot: bool,
     judging: Mapping[str, Any],
     metrics: Sequence[str] = ("ppl", "entropy"),
+    part: Sequence[int] = WHOLE,
 ) -> Terms:
-    """What all rows of a job share."""
+    """What all rows of a job share; a part of it draws and measures some of them."""
+    number, parts = part
     return Terms(
         out=context.shared / EVALS,
         judge=judge_of(context, judging),
@@ -44,6 +46,7 @@ def terms_of(
         batch_size=batch_size,
         until_eot=until_eot,
         reference=context.inputs.get("reference"),
+        part=(number, parts),
         device=context.device,
         progress=lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}"),
     )
@@ -78,7 +81,8 @@ def anova(
     terms = terms_of(context, **common)
     strengths = design(points, common["seed"], *ranges)
     rows = _guided(context, strengths, steps, late_from, terms)
-    return {"rows": rows, "shares": shares(rows, *ranges, seed=common["seed"])}
+    known = [] if terms.part != WHOLE else shares(rows, *ranges, seed=common["seed"])
+    return {"rows": rows, "shares": known}
 
 
 def _guided(

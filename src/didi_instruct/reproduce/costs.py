@@ -18,6 +18,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.models.build import count_parameters
 from didi_instruct.models.manifest import is_ours, read_manifest
 from didi_instruct.reproduce.baselines import WAYS
+from didi_instruct.reproduce.equal_terms import WHOLE
 from didi_instruct.reproduce.jobs import Job
 
 PEAK = 989e12
@@ -57,6 +58,11 @@ class Cost:
     training: float | None = 0.0
     sampling: float | None = 0.0
 
+    def shared(self, parts: int) -> "Cost":
+        """What one of several parts costs."""
+        known = (self.training, self.sampling)
+        return Cost(*(None if flops is None else flops / parts for flops in known))
+
     @property
     def gpu_hours(self) -> float | None:
         """On one H100 or H200, at the assumed shares of its peak."""
@@ -83,7 +89,9 @@ def cost_of(job: Job, *, draws_bank: bool = True) -> Cost:
         return Cost(training=texts * LEARN * forward_flops(model))
     if job.does == "distill":
         return _distillation(job, draws_bank)
-    return _measuring(job)
+    if job.before:  # which draw and measure for it
+        return Cost()
+    return _measuring(job).shared(job.options.get("part", WHOLE)[1])
 
 
 def _distillation(job: Job, draws_bank: bool) -> Cost:

@@ -25,6 +25,9 @@ from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Reference
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.training.world import pick_device
 
+WHOLE = (0, 1)
+"""The only part there is."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -74,6 +77,8 @@ class Terms:
     until_eot: bool = False
     reference: str | None = None
     """Text to compare with, for MAUVE."""
+    part: tuple[int, int] = WHOLE
+    """Which settings are drawn and measured: of so many parts, the one of this number, from 0."""
     device: str | None = None
     progress: Progress | None = None
 
@@ -103,10 +108,14 @@ class Found:
 
 
 def measure(settings: Sequence[Setting], terms: Terms) -> Found:
-    """Draw and measure every setting; models of one table have one tokenizer."""
+    """Draw and measure every setting of a part; models of one table have one tokenizer."""
     if not settings:
         raise UserError("There is no setting to measure: name a model.")
     models = {model.source: model for model in candidates([s.source for s in settings])}
+    first, parts = terms.part
+    settings = settings[first::parts]
+    if not settings:
+        return Found((), (), terms.seed)
     studio, sets = Studio(terms.out), []
     loaded: tuple[str, Model] | None = None
     for number, setting in enumerate(settings):

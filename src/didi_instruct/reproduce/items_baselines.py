@@ -19,7 +19,7 @@ from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import Job, spread
 from didi_instruct.reproduce.scale import FIRST, Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
 
@@ -63,7 +63,7 @@ def _job(scale: Scale, seed: int) -> Job:
     if scale.causal_judge and scale.data is not None:
         inputs["reference"] = scale.data
         metrics.append("mauve")
-    return Job(
+    job = Job(
         name=f"baselines-seed{seed}",
         does=f"{HERE}:baselines",
         timed=True,
@@ -79,6 +79,7 @@ def _job(scale: Scale, seed: int) -> Job:
             **scale.drawing(seed),
         },
     )
+    return spread(job, scale.parts)
 
 
 def _table(scale: Scale, results: Results) -> Table:

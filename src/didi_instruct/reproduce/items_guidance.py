@@ -10,7 +10,7 @@ from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.baselines import LATE
 from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import Job, spread
 from didi_instruct.reproduce.landscape import draw_landscape, sign_control
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.sensitivity import PARAMETERS, draw_shares
@@ -33,7 +33,7 @@ def _guided(scale: Scale, name: str, **options: Any) -> Job:
     if late:
         inputs[f"model{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
         options["late_from"] = scale.late_from
-    return Job(
+    job = Job(
         name=name,
         does=f"{HERE}:{name.removeprefix('rgas-')}",
         inputs=inputs,
@@ -43,6 +43,7 @@ def _guided(scale: Scale, name: str, **options: Any) -> Job:
             **options,
         },
     )
+    return spread(job, scale.parts)
 
 
 def _landscape(scale: Scale) -> Job:

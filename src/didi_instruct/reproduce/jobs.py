@@ -8,7 +8,7 @@ so two items that ask for the same training share one.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,9 @@ class Job:
     """Arguments of the function; plain values, as JSON has them."""
     timed: bool = False
     """Its result is a time: nothing else may run on its GPU meanwhile."""
+    before: tuple["Job", ...] = ()
+    """Jobs that leave in the shared folder what this one looks for there first: they save it time,
+    and have no part in its result or key."""
 
     def __post_init__(self) -> None:
         """Refuse jobs that nothing can run."""
@@ -67,7 +70,7 @@ class Job:
     @property
     def needs(self) -> list["Job"]:
         """Jobs that come before."""
-        return [job for job in self.inputs.values() if isinstance(job, Job)]
+        return [job for job in (*self.inputs.values(), *self.before) if isinstance(job, Job)]
 
     def settings(self) -> Any:
         """Settings in force of a training run."""
@@ -146,6 +149,26 @@ def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
     if "reference" in kept and kept["reference"]["bank"]:
         kept["reference"] = kept["reference"] | {"bank": stored(kept["reference"]["bank"])}
     return kept
+
+
+def spread(job: Job, parts: int) -> Job:
+    """The same job after others that draw and measure a part of its settings each.
+
+    They may run at the same time. Its function takes `part`, the number of one and how many there
+    are.
+    """
+    if parts < 2:
+        return job
+    before = tuple(
+        replace(
+            job,
+            name=f"{job.name}-part{number + 1}",
+            options={**job.options, "part": [number, parts]},
+            timed=False,
+        )
+        for number in range(parts)
+    )
+    return replace(job, before=before)
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:

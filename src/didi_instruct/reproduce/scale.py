@@ -75,6 +75,8 @@ class Scale:
     """Rows of a text of which likelihood is measured."""
     batch_size: int = 64
     """Samples that are drawn together."""
+    parts: int = 1
+    """Jobs that share the settings of a large table, for several GPUs or processes on one."""
     scales_h: tuple[float, ...] = ()
     candidates: tuple[int, ...] = ()
     """h and M of the RGAS landscape."""

@@ -209,6 +209,7 @@ def _small(given: Given) -> Scale:
         anova_candidates=(1, 8),
         guided_budgets=(8, 16, 32),
         guided_samples=128,
+        parts=6,
         temperatures=(0.9, 0.8),
         top_ps=(0.95, 0.9),
         latency={"ar": 256, "teacher": 128, "sdtt": 32, "didi": 16},
@@ -288,5 +289,6 @@ def _paper(given: Given) -> Scale:
         candidates=(1, 2, 4, 8, 16, 32),
         anova_points=1000,
         guided_samples=16,
+        parts=8,
         latency={"ar": 1024, "teacher": 512, "sdtt": 64, "didi": 16},
     )
