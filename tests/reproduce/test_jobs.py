@@ -1,5 +1,6 @@
 """A job's key is what decides its result, and nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,13 @@ def test_a_job_that_is_spread_comes_after_its_parts_and_keeps_its_key():
     assert shared.timed
     assert not any(one.timed for one in shared.before), "they may run at the same time"
     assert spread(job, 1) is job
+
+
+def test_what_one_has_timed_is_timed_for_all():
+    """A student that another one starts from comes first as its need, and is timed by itself."""
+    first = teacher()
+    asked = [student(first), replace(first, timed=True)]
+    assert [(job.name, job.timed) for job in in_order(asked)] == [
+        ("teacher", True),
+        ("student", False),
+    ]

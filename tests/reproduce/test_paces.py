@@ -9,6 +9,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.reproduce import making
 from didi_instruct.reproduce.baselines import CHAIN
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.jobs import in_order
 from didi_instruct.reproduce.making import lasting
 from didi_instruct.reproduce.paces import AFTER, DIDI, STEPS, measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.running import RUN, folder_of
@@ -134,3 +135,24 @@ def test_paces_are_measured_and_used(small, tmp_path, monkeypatch):
     scale = lasting(small, 1.0, tmp_path, board=Board())
     assert {job.name for job in ran} >= {f"pace-{role}" for role in PACES}
     assert steps_of(scale.model("jump")) == 45
+
+
+def test_students_learn_alone_and_are_drawn_from_at_the_same_time(small):
+    """Their minutes are compared, so nothing may run beside them; samples have no such need."""
+    jobs = in_order(BASELINE_ITEMS[0].jobs(with_minutes(small, 1.5, PACES)))
+    assert all(job.timed for job in jobs if job.trains)
+    parts = [job for job in jobs if "-part" in job.name]
+    assert len(parts) == small.parts * len(small.seeds)
+    assert not any(job.timed for job in parts)
+
+
+def test_mauve_may_be_left_out(tmp_path):
+    text, judge = tmp_path / "text.jsonl", tmp_path / "judge"
+    text.write_text('{"text": "a b"}\n')
+    judge.mkdir()
+    for wanted in (True, False):
+        given = Given(data=str(text), teacher="somewhere", judge=str(judge), mauve=wanted)
+        scale = find_scale("small", given)
+        (job, *_) = BASELINE_ITEMS[0].jobs(scale)
+        assert ("mauve" in job.options["metrics"]) == scale.causal_judge == wanted
+        assert making.command(BASELINE_ITEMS[0], scale).endswith(" --no-mauve") != wanted

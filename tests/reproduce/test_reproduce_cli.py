@@ -155,14 +155,11 @@ def test_paper_scale_does_not_begin_without_a_gpu(didi, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["baselines"], "training minutes"), (["figure-1", "--device", "cpu"], "share GPUs")],
-)
-def test_what_cannot_share_a_gpu_is_refused(didi, tmp_path, arguments, words):
-    code, _, err = didi("reproduce", *arguments, "--at-once", 2, "--out", tmp_path / "out")
+def test_what_cannot_share_a_gpu_is_refused(didi, tmp_path):
+    arguments = ["figure-1", "--device", "cpu", "--at-once", 2]
+    code, _, err = didi("reproduce", *arguments, "--out", tmp_path / "out")
     assert code == 2
-    assert words in err
+    assert "share GPUs" in err
     assert not (tmp_path / "out").exists()
 
 

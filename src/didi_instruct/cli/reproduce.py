@@ -74,6 +74,10 @@ def command(
         int,
         typer.Option(min=1, help="Jobs that share a GPU, where one alone would leave it idle."),
     ] = 1,
+    mauve: Annotated[
+        bool,
+        typer.Option("--mauve/--no-mauve", help="Measure MAUVE, which needs mauve-text."),
+    ] = True,
     minutes: Annotated[
         float | None,
         typer.Option(
@@ -113,6 +117,7 @@ def command(
         teacher=teacher,
         corpora=corpora,
         seeds=seeds,
+        mauve=mauve,
     )
     check_given(given)
     chosen = find_scale(scale, given)
@@ -136,13 +141,10 @@ def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]"
     """Items that may be made by several jobs on one GPU."""
     from didi_instruct.reproduce.gpus import visible_gpus
 
-    if named == "baselines":
-        raise UserError(
-            "baselines compares training minutes, which need a GPU of their own: leave out "
-            "--at-once."
-        )
     if device is not None or not visible_gpus():
         raise UserError("--at-once is for jobs that share GPUs: leave it out here, or --device.")
+    if named == "baselines":  # whose trainings are timed, and so run alone
+        return items
     kept = [item for item in items if item.name != "baselines"]
     if len(kept) < len(items):
         typer.echo("Not part of `all` with --at-once: baselines, which times trainings.", err=True)

@@ -1,5 +1,6 @@
 """The item `baselines`: samplers, rivals and students of one teacher on equal terms."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from didi_instruct.data.files import write_atomic
@@ -50,15 +51,16 @@ BRIEF = ("passes", "ppl", "entropy", "vsf", "vsf_passes", "lowest_path_kl", "gap
 
 def _job(scale: Scale, seed: int) -> Job:
     known = provenance()
-    inputs: dict[str, Job | str] = {
-        "teacher": scale.teacher,
-        "didi": scale.ablated(ALL_TRICKS, seed),
-        "judge": scale.judge,
-    }
+    students = {"didi": scale.ablated(ALL_TRICKS, seed)}
     late = [nfe for nfe in scale.budgets if scale.late_from and nfe >= scale.late_from]
     if late:
-        inputs[f"didi{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
-    inputs |= {role: scale.model(role, seed) for role in TIMED if scale.has(role)}
+        students[f"didi{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
+    students |= {role: scale.model(role, seed) for role in TIMED if scale.has(role)}
+    inputs: dict[str, Job | str] = {
+        "teacher": scale.teacher,
+        **{role: replace(job, timed=True) for role, job in students.items()},
+        "judge": scale.judge,
+    }
     metrics = list(METRICS)
     if scale.causal_judge and scale.data is not None:
         inputs["reference"] = scale.data

@@ -172,13 +172,17 @@ def spread(job: Job, parts: int) -> Job:
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """All jobs and what they need, each after its needs, and no two of one key."""
+    """All jobs and what they need, each after its needs, and no two of one key.
+
+    What one of them has timed is timed for all.
+    """
     found: dict[str, Job] = {}
 
     def visit(job: Job) -> None:
         for need in job.needs:
             visit(need)
-        found.setdefault(job.key, job)
+        if job.key not in found or job.timed:
+            found[job.key] = job
 
     for job in jobs:
         visit(job)

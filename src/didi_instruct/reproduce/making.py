@@ -209,7 +209,7 @@ def command(item: Item, scale: Scale) -> str:
     for flag, value in given.items():
         if isinstance(value, str) and value not in usual and not value.startswith("hf:"):
             words += f" --{flag} {_name(value)}"
-    return words
+    return words if scale.mauve else f"{words} --no-mauve"
 
 
 def _name(source: str) -> str:

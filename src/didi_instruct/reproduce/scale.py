@@ -34,6 +34,8 @@ class Given:
     teacher: str | None = None
     corpora: str | None = None
     seeds: int | None = None
+    mauve: bool = True
+    """Whether MAUVE is measured, where the judge can."""
     judge_options: Mapping[str, Any] = field(default_factory=dict)
     """How the judge reads: temperature, collapse_spaces, end, beyond."""
 
@@ -62,8 +64,10 @@ class Scale:
     samples: int
     seeds: tuple[int, ...]
     until_eot: bool = False
+    mauve: bool = True
+    """Whether MAUVE is wanted, where it can be had."""
     causal_judge: bool = False
-    """Whether the judge is a causal LM, whose features MAUVE compares."""
+    """Whether the judge is a causal LM, whose features MAUVE compares, and MAUVE is wanted."""
     corpora: str | None = None
     """Folder of the zero-shot corpora; None: the hub."""
     apart: tuple[str, ...] = ()

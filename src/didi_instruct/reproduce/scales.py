@@ -127,6 +127,7 @@ def _toy(given: Given) -> Scale:
         temperatures=(0.8,),
         top_ps=(0.9,),
         guided_samples=32,
+        parts=2,
         latency={"ar": 32, "teacher": 16, "sdtt": 8, "didi": 4},
     )
 
@@ -198,7 +199,8 @@ def _small(given: Given) -> Scale:
         seeds=(0, 1),
         apart=("scaling",),
         until_eot=True,
-        causal_judge=given.judge is not None and _reads_text(given.judge),
+        mauve=given.mauve,
+        causal_judge=given.mauve and given.judge is not None and _reads_text(given.judge),
         corpora=given.corpora,
         reader=_reader(given, data),
         batch_size=256,
@@ -282,7 +284,8 @@ def _paper(given: Given) -> Scale:
         most_steps=1024,
         samples=1024,
         seeds=(0,),
-        causal_judge=_reads_text(given.judge or "gpt2-large"),
+        mauve=given.mauve,
+        causal_judge=given.mauve and _reads_text(given.judge or "gpt2-large"),
         corpora=given.corpora,
         batch_size=32,
         scales_h=(0.0, 10.0, 20.0, 30.0, 40.0, 60.0, 80.0, 100.0),
