@@ -656,10 +656,17 @@ def test_the_log_follows_the_teacher_at_the_start_where_an_entry_follows():
 
 
 @pytest.mark.parametrize(
-    ("train", "expected"),
-    [({}, "graphs"), ({"micro_batch": 4}, "auto"), ({"compile": "off"}, "off")],
-    ids=["one pass", "several", "told"],
+    ("changes", "expected"),
+    [
+        ({}, "graphs"),
+        ({"train": {"micro_batch": 4}}, "auto"),
+        ({"train": {"compile": "off"}}, "off"),
+        ({"didi": {"rollout_steps": 2}}, "auto"),
+        ({"discriminator": {"steps": 2}}, "auto"),
+        ({"reference": {"source": "online"}}, "auto"),
+    ],
 )
-def test_graphs_of_passes_where_there_are_few_sizes(train, expected):
+def test_graphs_of_passes_where_there_are_few(changes, expected):
     """A graph is recorded for each size and place in an iteration."""
-    assert task_of({"train": train}).train.compile == expected
+    given = {"reference": {"source": "data"}, "data": {"source": "oracle"}} | changes
+    assert task_of(given, references=Stream().rows).train.compile == expected

@@ -130,8 +130,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile; `auto`: on a GPU only. `blocks`: there, and one block instead of all, which is
     done sooner and runs some percent slower: for short runs. `graphs`: there, and a distillation on
-    one GPU launches a pass as a whole, which `auto` does where the passes of an iteration have few
-    sizes (method didi, a batch of one pass, no windows): a graph is recorded for each."""
+    one GPU launches a pass as a whole, which `auto` does where the passes of an iteration are few
+    and always of the same sizes (method didi with a bank or data, a batch of one pass, one step to
+    τ, no windows): a graph is recorded for each."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """For several processes: replicate the model, or shard it (FSDP2)."""
     checkpoints: Literal["full", "sharded"] = "full"

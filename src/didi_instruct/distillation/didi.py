@@ -66,7 +66,6 @@ class DidiTask(CriticTask):
     """Student and discriminator, in turns."""
 
     critic_name, rates = "discriminator", "optim.lr or discriminator.lr"
-    passes_recur = True
 
     def __init__(
         self,
@@ -90,6 +89,17 @@ class DidiTask(CriticTask):
                 f"references are needed for reference.source={config.reference.source}"
             )
         self.references = references or self.teacher_texts
+
+    def passes_recur(self) -> bool:
+        """Not if texts of the teacher, or steps of the student, take more of them in turns.
+
+        Nor if texts have windows of their own, or a batch is more than one pass.
+        """
+        settings = self.config
+        few = settings.didi.rollout_steps == settings.discriminator.steps == 1
+        drawn = settings.reference.source == "online"
+        whole = self.model_config.end_id is None and len(self.parts()) == 1
+        return few and whole and not drawn
 
     def iterate(self, step: int) -> Tensors:
         """One iteration of Algorithm 1."""

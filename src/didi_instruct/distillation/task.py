@@ -106,9 +106,6 @@ class StudentTask(ABC):
     pads: bool = True
     """Whether laws may have more columns than there are tokens, of probability 0, where it pays:
     not where something counts columns."""
-    passes_recur: bool = False
-    """Whether the passes of an iteration have the sizes of the one before, where texts fill their
-    windows and a batch is one pass."""
 
     def __init__(
         self,
@@ -154,10 +151,14 @@ class StudentTask(ABC):
 
     def _decided(self) -> TrainConfig:
         """The settings of training, and whether graphs of passes pay."""
-        train, recur = self.config.train, self.passes_recur and len(self.parts()) == 1
-        if train.compile == "auto" and recur and self.model_config.end_id is None:
+        train = self.config.train
+        if train.compile == "auto" and self.passes_recur():
             return replace(train, compile="graphs")
         return train
+
+    def passes_recur(self) -> bool:
+        """Whether an iteration has few passes, of the sizes of the one before."""
+        return False
 
     @abstractmethod
     def iterate(self, step: int) -> dict[str, Tensor]:
