@@ -121,7 +121,7 @@ def task_inputs(outcomes, log_p, log_phi):
         t_context=time[state],
     )
     rows = log_p[state_index(outcomes.z)][revealed].detach().requires_grad_()
-    drawn = Drawn(outcomes.z, context, context, rows, torch.zeros(()))
+    drawn = Drawn(outcomes.z, plan.t, context, context, plan.t_context, rows, torch.zeros(()))
     return plan, drawn, log_phi[state_index(context)][plan.hidden]
 
 

@@ -13,7 +13,7 @@ from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation.rollout import Rows
 from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.network import logits_at, selected_logits
+from didi_instruct.sampling.network import logits_at
 from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
 from didi_instruct.training.pretrain import compiles, uses_bf16
 from didi_instruct.training.world import World
@@ -114,10 +114,12 @@ class Host:
 
 def law(schedule: Schedule, z: Tensor, t: Tensor, where: Tensor) -> Callable[[DiT], Tensors]:
     """What to run for log-probabilities (R, V), float32, of the selected positions: `log_p`."""
+    place = where.flatten().nonzero().squeeze(1)
+    read = sent(filled(place, z.device), z.device)
 
     def forward(network: DiT) -> Tensors:
-        logits = selected_logits(network, z, schedule.sigma(t), where)
-        return {"log_p": logits.float().log_softmax(-1)}
+        logits = logits_at(network, z, schedule.sigma(t), read)
+        return {"log_p": logits.float()[: len(place)].log_softmax(-1)}
 
     return forward
 

@@ -9,6 +9,7 @@ token, so the expectation over that token is exact:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """What happens to the texts of a part, known before any network is asked."""
+    """What happens to the texts of a part, known before any network is asked: on the host."""
 
     start: Tensor
     """(S, L) distinct starts."""
@@ -58,7 +59,7 @@ class Plan:
     t_context: Tensor
     """(B,) noise level of the contexts."""
 
-    @property
+    @cached_property
     def hidden(self) -> Tensor:
         """(B, L) revealed positions that are hidden again."""
         return self.revealed[self.state] & ~self.shown
@@ -78,14 +79,23 @@ class Drawn:
 
     z: Tensor
     """(U, L) the states before it."""
+    t: Tensor
+    """(U,) their times."""
     x: Tensor
     """(B, L) the states with the step's tokens written."""
     context: Tensor
     """(B, L) the same with some of them hidden again."""
+    t_context: Tensor
+    """(B,) noise level of the contexts."""
     log_p: Tensor
     """(R, V) the student's law at the revealed positions, with its gradient if it learns."""
     log_prob: Tensor
     """Log-probability of all drawn tokens, 0-d."""
+
+    def at(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Text and position of what a plan selects (B, L): (R,), (R,), where the tokens are."""
+        text, position = where.nonzero(as_tuple=True)
+        return sent(text, self.x.device), sent(position, self.x.device)
 
 
 def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
@@ -162,7 +172,8 @@ class TokenMatchingTask(AuxiliaryTask):
         if learns:
             numbers["grad_norm"] = self.updater.update(step - self.config.warmup)
         x = torch.cat(texts)
-        written = (x != self.mask_id) & torch.cat([p.open(self.mask_id) for p in plans])
+        opened = sent(torch.cat([p.open(self.mask_id) for p in plans]), x.device)
+        written = (x != self.mask_id) & opened
         return numbers | {
             "aux_grad_norm": aux_norm,
             "unique_4gram": unique_ngrams(self.world.gather(x), self.world.gather(written)),
@@ -186,28 +197,28 @@ class TokenMatchingTask(AuxiliaryTask):
     def _counts(self, plans: list[Plan]) -> Tensor:
         """Hidden positions of all contexts and revealed positions of all states, over all."""
         counts = [torch.stack([p.hidden.sum(), p.revealed.sum()]) for p in plans]
-        return self.world.sum(torch.stack(counts).sum(0).double()).clamp(min=1)
+        total = sent(torch.stack(counts).sum(0).double(), self.world.device)
+        return self.world.sum(total).clamp(min=1)
 
     def plan(self, step: int, turn: int, indices: Tensor) -> Plan:
         """Decide budgets, steps, reveals and contexts of a part; nothing depends on tokens."""
         settings, size = self.config.token_matching, self.config.token_matching.contexts
-        noise = self.noise(step, turn, indices)
+        noise = self.noise(step, turn, indices).on_host
         states = noise.of_groups(size) if size > 1 else noise
         seed = mix(self.config.train.seed, "budgets", step, turn)
         strata = stratified_times(
             self.config.train.batch_size // size, torch.Generator().manual_seed(seed)
         )
         order = self.config.order
-        place = sent(strata[states.indices], self.world.device)
+        place = strata[states.indices]
         times, t, after, budget = path_times(settings.budgets, place, order, self.schedule)
         first = (step * settings.aux_steps + turn) * len(strata)
-        starts = self.starts(states.on_host, self.prompts(first, states.indices))
-        start, owner = (sent(found, self.world.device) for found in starts)
+        start, owner = self.starts(states, self.prompts(first, states.indices))
         open = (start == self.mask_id)[owner]
         numbers = order_of(order, states, open, budget, settings.budgets)
         low, high = revealed_shares(self.schedule, torch.stack([t, after]))
         revealed = revealed_between(numbers, low, high) & open
-        state = torch.arange(len(indices), device=t.device) // size
+        state = torch.arange(len(indices)) // size
         # Draws that the completion term compares differ in their tokens alone.
         coins = states if settings.completion else noise
         share = coins.uniforms(1, Purpose.SELECT, 0)
@@ -230,9 +241,9 @@ class TokenMatchingTask(AuxiliaryTask):
         Returns what was drawn, and the auxiliary log-probabilities (R, V) of the hidden positions.
         """
         drawn = self._draw(plan, noise, learns=learns, sync=sync)
-        aux_law = law(self.schedule, drawn.context, plan.t_context, plan.hidden)
+        aux_law = law(self.schedule, drawn.context, drawn.t_context, plan.hidden)
         log_phi = self.critic.run(aux_law, sync=sync)["log_p"]
-        aux_loss = -log_phi.gather(-1, drawn.x[plan.hidden][:, None]).sum() / counts[0]
+        aux_loss = -log_phi.gather(-1, drawn.x[drawn.at(plan.hidden)][:, None]).sum() / counts[0]
         self.critic.backward(aux_loss, sync=sync)
         totals.add(
             aux_loss=aux_loss,
@@ -254,25 +265,28 @@ class TokenMatchingTask(AuxiliaryTask):
             self.mask_id,
             plan.order,
         ).z
+        plans = (plan.t, plan.t_context, plan.state, plan.hidden)
+        t, t_context, state, hidden = (sent(each, z.device) for each in plans)
         with torch.set_grad_enabled(learns):
-            student_law = law(self.schedule, z, plan.t, plan.revealed)
+            student_law = law(self.schedule, z, t, plan.revealed)
             log_p = self.student.run(student_law, sync=sync)["log_p"]
-        jump = Jump(z, plan.t, plan.state, plan.revealed[plan.state])
+        jump = Jump(z, t, plan.state, plan.revealed[plan.state])
         numbers = noise.uniforms(self.length, Purpose.TOKEN, plan.times.shape[1], Purpose.SELECT)
         token, log_prob = draw_from(log_p.detach(), jump, plan.revealed, numbers)
-        x = z[plan.state].masked_scatter(jump.where, token)
-        return Drawn(z, x, x.masked_fill(plan.hidden, self.mask_id), log_p, log_prob.sum())
+        x = z[state].index_put(jump.drawn, token)
+        context = x.masked_fill(hidden, self.mask_id)
+        return Drawn(z, t, x, context, t_context, log_p, log_prob.sum())
 
     def _student_loss(
         self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor, totals: Totals
     ) -> Tensor:
         """Matching, anchor and completion terms of one part."""
         settings, clip = self.config.token_matching, self.config.token_matching.ratio_clip
-        log_theta = self.teacher(drawn.context, plan.t_context, plan.hidden)
+        log_theta = self.teacher(drawn.context, drawn.t_context, plan.hidden)
         tokens = self.model_config.num_tokens
         ratio = log_phi - log_theta
         clipped = ratio.clamp(-clip, clip) if clip else ratio
-        log_p = drawn.log_p[plan.rows_of(plan.hidden)]
+        log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
         loss = matching = matching_loss(log_p, clipped).sum() / counts[0]
         totals.add(
             matching_loss=matching,
@@ -280,7 +294,7 @@ class TokenMatchingTask(AuxiliaryTask):
             ratio_clip_fraction=(clipped != ratio)[:, :tokens].double().mean(-1).sum() / counts[0],
         )
         if settings.anchor:
-            reference = self.teacher(drawn.z, plan.t, plan.revealed)
+            reference = self.teacher(drawn.z, drawn.t, plan.revealed)
             distance = divergence(settings.kl, reference, drawn.log_p).sum() / counts[1]
             loss = loss + settings.anchor * distance
             totals.add(kl=distance)
@@ -298,8 +312,10 @@ class TokenMatchingTask(AuxiliaryTask):
         other tokens at the same positions.
         """
         cost = torch.zeros(len(drawn.x), dtype=torch.float64, device=gaps.device)
-        cost = cost.index_add(0, plan.hidden.nonzero()[:, 0], gaps.double())
+        cost = cost.index_add(0, drawn.at(plan.hidden)[0], gaps.double())
         size = self.config.token_matching.contexts
         excess = advantages(cost, size, baseline="leave-one-out", scale="none").values
-        log_p = drawn.log_p[plan.rows_of(plan.shown), drawn.x[plan.shown]]
-        return (excess[plan.shown.nonzero()[:, 0]] * log_p).sum()
+        context, position = drawn.at(plan.shown)
+        rows = sent(plan.rows_of(plan.shown), gaps.device)
+        log_p = drawn.log_p[rows, drawn.x[context, position]]
+        return (excess[context] * log_p).sum()
