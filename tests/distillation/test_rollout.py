@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from didi_instruct.config.pretrain import TrainConfig
-from didi_instruct.distillation.didi import score
 from didi_instruct.distillation.hosting import Host, rows_of
 from didi_instruct.distillation.rollout import (
     Jump,
@@ -22,6 +21,7 @@ from didi_instruct.distillation.rollout import (
     rollout,
     walk,
 )
+from didi_instruct.distillation.scoring import score
 from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
 from didi_instruct.sampling import chain
 from didi_instruct.sampling.ancestral import ancestral

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from didi_instruct.distillation.didi import score
 from didi_instruct.distillation.rollout import Jump, Noise, rollout
+from didi_instruct.distillation.scoring import score
 from didi_instruct.process.schedule import make_schedule
 
 from .small import Table, small_network

@@ -15,9 +15,10 @@ import torch
 from scipy import stats
 
 from didi_instruct.config.distill import DidiConfig, DistillConfig
-from didi_instruct.distillation.didi import DidiTask, score
+from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, revealed_shares
+from didi_instruct.distillation.scoring import score
 from didi_instruct.process.schedule import Cosine, LogLinear
 
 from .tables import (

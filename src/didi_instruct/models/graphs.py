@@ -20,6 +20,7 @@ from didi_instruct.models.dit import DiT, _changes
 from didi_instruct.models.halves import begin, finish
 from didi_instruct.models.layers import ALIGN, NEVER
 from didi_instruct.models.remarks import in_a_line, say_once
+from didi_instruct.models.streams import side_stream
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
@@ -48,42 +49,16 @@ def why_not(network: nn.Module) -> str | None:
     return None
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> Any:
-    """Where passes warm up and are captured: one, since cuBLAS keeps memory for every stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
     """Let a function compile and choose its kernels."""
     with torch.cuda.device(inputs[0].device):
-        stream = _side_stream(inputs[0].device)
+        stream = side_stream(inputs[0].device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-
-
-@contextmanager
-def beside(work: Callable[[], object], device: torch.device) -> Iterator[None]:
-    """Queue some work, and whatever is done within, at the same time; what follows needs both.
-
-    So one may wait for a number without waiting for the work.
-    """
-    if device.type != "cuda":
-        work()
-        yield
-        return
-    here, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(here)
-    work()
-    try:
-        with torch.cuda.stream(side):
-            yield
-    finally:
-        here.wait_stream(side)
 
 
 @contextmanager
@@ -124,7 +99,7 @@ class Captured:
         self.buffers = buffers
         with torch.cuda.device(buffers[0].device):
             self.graph = torch.cuda.CUDAGraph()
-            side = _side_stream(buffers[0].device)
+            side = side_stream(buffers[0].device)
             recording = torch.cuda.graph(
                 self.graph, pool=pool, stream=side, capture_error_mode="thread_local"
             )

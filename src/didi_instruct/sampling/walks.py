@@ -20,10 +20,10 @@ from didi_instruct.models.graphs import (
     LOGITS_AT_ONCE,
     Captured,
     GraphedDiT,
-    beside,
     capture,
     round_up,
 )
+from didi_instruct.models.streams import beside
 from didi_instruct.sampling.chain import NOISE_ELEMENTS, PAD, Chain, Denoiser, Purpose, Samples
 from didi_instruct.sampling.noise import seed_key, uniforms
 from didi_instruct.sampling.reveals import Reveals
