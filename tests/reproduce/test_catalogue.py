@@ -1,6 +1,7 @@
 """The list of items: complete, honest about what is planned, and whole at every scale."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from didi_instruct.reproduce.making import jobs_of
 from didi_instruct.reproduce.scale import NAMES, Given
 from didi_instruct.reproduce.scales import find_scale
 
+NOWHERE = Path("nowhere")
 MADE = [item for item in ITEMS.values() if not item.planned]
 WANTED = {
     "figure-1", "generation", "ablation-cumulative", "ablation-leave-one-out", "diversity",
@@ -46,7 +48,7 @@ def test_what_is_planned_cannot_be_run_and_says_why():
 def test_every_item_has_jobs_and_a_table_at_every_scale(scale):
     """Before anything has run, a table of ours is empty and the paper's numbers stand in it."""
     for item in MADE:
-        assert jobs_of([item], scale)
+        assert jobs_of([item], scale, NOWHERE)
         table = item.table(scale, {})
         assert not table.rows
         assert bool(table.paper) == (item.name not in ("rgas-landscape", "baselines"))
@@ -54,7 +56,7 @@ def test_every_item_has_jobs_and_a_table_at_every_scale(scale):
 
 @pytest.mark.parametrize("scale", NAMES, indirect=True)
 def test_perplexity_is_never_measured_without_entropy(scale):
-    measured = [job for job in jobs_of(MADE, scale) if "metrics" in job.options]
+    measured = [job for job in jobs_of(MADE, scale, NOWHERE) if "metrics" in job.options]
     assert measured
     for job in measured:
         assert "ppl" not in job.options["metrics"] or "entropy" in job.options["metrics"]
@@ -63,7 +65,7 @@ def test_perplexity_is_never_measured_without_entropy(scale):
 def test_items_share_what_they_have_in_common():
     """All items at toy scale have one teacher, and ten ablation trainings, not fourteen rows."""
     scale = find_scale("toy", Given())
-    jobs = jobs_of(MADE, scale)
+    jobs = jobs_of(MADE, scale, NOWHERE)
     assert sum(job.name == "teacher" for job in jobs) == 1
     trained = [job for job in jobs if job.trains and job.recipe.startswith("ablation-")]
     assert len([job for job in trained if not job.name.startswith("didi-large")]) == 10
@@ -119,7 +121,7 @@ def test_seeds_change_students_and_not_their_teacher():
 
 def test_a_teacher_that_is_given_is_not_trained(tmp_path):
     scale = replace(find_scale("toy", Given()), teacher=str(tmp_path))
-    assert not any(job.name == "teacher" for job in jobs_of([ITEMS["generation"]], scale))
+    assert not any(job.name == "teacher" for job in jobs_of([ITEMS["generation"]], scale, NOWHERE))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -87,6 +88,22 @@ def test_a_failure_blocks_what_needs_it_and_nothing_else(calls, tmp_path):
     notes = {s.job.name: s.note for s in grid.failures}
     assert notes == {"lost": "ValueError: no luck", "total": "needs lost"}
     assert set(grid.results) == {number(1).key, number(2).key}
+
+
+def test_a_job_goes_on_without_who_was_to_save_it_time(calls, tmp_path):
+    helper = Job(name="helper", does="grid_calls:fail")
+    grid = Grid([replace(number(3), before=(helper, number(1)))], tmp_path)
+    grid.run()
+    assert states(grid) == {"helper": "failed", "number1": "done", "number3": "done"}
+    assert grid.failures == [], "nothing is lost"
+
+
+def test_nobody_saves_time_for_what_is_done(calls, tmp_path):
+    Grid([number(3)], tmp_path).run()
+    grid = Grid([replace(number(3), before=(number(1),))], tmp_path)
+    grid.run()
+    assert states(grid) == {"number3": "kept"}
+    assert calls.log == [3]
 
 
 def test_a_failed_job_is_tried_again(calls, tmp_path):

@@ -154,5 +154,6 @@ def test_mauve_may_be_left_out(tmp_path):
         given = Given(data=str(text), teacher="somewhere", judge=str(judge), mauve=wanted)
         scale = find_scale("small", given)
         (job, *_) = BASELINE_ITEMS[0].jobs(scale)
-        assert ("mauve" in job.options["metrics"]) == scale.causal_judge == wanted
+        assert ("mauve" in job.options["metrics"]) == scale.measures_mauve == wanted
+        assert scale.causal_judge
         assert making.command(BASELINE_ITEMS[0], scale).endswith(" --no-mauve") != wanted

@@ -106,6 +106,15 @@ def test_jobs_share_a_gpu_but_not_one_that_is_timed(stage, tmp_path: Path):
     assert not (folder_of(jobs[0], tmp_path) / SHARED).exists()
 
 
+def test_a_training_that_is_timed_keeps_its_minutes(stage, tmp_path: Path):
+    """It has its GPU to itself, though others share it before and after."""
+    alone = Job(name="a", does="pretrain", recipe="oracle-teacher", timed=True)
+    jobs = [Job(name="b", does="m:f"), alone, Job(name="c", does="m:g")]
+    stage.run(jobs, ["0"] * 3, tmp_path)
+    assert ("a",) in stage.history
+    assert not (folder_of(alone, tmp_path) / SHARED).exists()
+
+
 FULL = [
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 128.00 MiB.",
     "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",

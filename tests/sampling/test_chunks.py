@@ -32,6 +32,23 @@ def test_sums_are_those_of_the_softmax():
     torch.testing.assert_close(top.squeeze(1) + sums.sum(1).log(), whole)
 
 
+def test_sums_that_fall_never_lead_to_the_impossible(monkeypatch):
+    """As a scan in parallel makes them: less behind the last token than at it."""
+    cumsum = torch.Tensor.cumsum
+
+    def falling(values, dim):
+        fallen = torch.arange(values.shape[dim]) * 1e-3
+        return torch.where(values > 0, cumsum(values, dim), cumsum(values, dim) - fallen)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", falling)
+    logits = torch.full((2000, 6 * CHUNK), -torch.inf)
+    logits[:, [3, 2 * CHUNK + 1, 2 * CHUNK + 9]] = 0.0
+    numbers = torch.linspace(0, 1 - 2.0**-53, 2000, dtype=torch.float64)
+    token, log_p = draw_by_chunks(logits, numbers)
+    assert set(token.tolist()) == {3, 2 * CHUNK + 1, 2 * CHUNK + 9}
+    assert log_p.isfinite().all()
+
+
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
 def test_extreme_numbers_never_draw_the_impossible(u):
     """First and last token that can be; -inf at both ends, and tails that vanish in float64."""

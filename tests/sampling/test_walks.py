@@ -1,4 +1,4 @@
-"""One text, whose steps are one graph each, is the text of a chain of steps."""
+"""One text, whose steps are two graphs each, is the text of a chain of steps."""
 
 import gc
 import warnings

@@ -156,6 +156,6 @@ def distill_case(
         return [task.step(next(counter)) for _ in range(TOGETHER)][-1]
 
     return Case(
-        name=name, run=run, batch=batch, length=length, steps=TOGETHER, rounds=TOGETHER,
+        name=name, run=run, batch=batch, length=length, steps=TOGETHER, batches=TOGETHER,
         networks=(teacher.network, *task.networks()),
     )  # fmt: skip

@@ -38,7 +38,7 @@ def make_rows(
     rows = []
     for case, timing in zip(cases, timings, strict=True):
         median, steps = timing.median, timing.steps or case.steps
-        tokens = case.batch * case.length * case.rounds
+        tokens = case.batch * case.length * case.batches
         rows.append(
             {
                 "name": case.name,

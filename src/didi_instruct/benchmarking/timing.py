@@ -32,7 +32,7 @@ class Case:
     length: int
     steps: int
     """That are expected; what a run says counts."""
-    rounds: int = 1
+    batches: int = 1
     """Batches of texts that a run makes."""
     networks: tuple[nn.Module, ...] = ()
     """What it needs in memory whatever it does."""

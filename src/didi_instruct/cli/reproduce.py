@@ -147,7 +147,9 @@ def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]"
         return items
     kept = [item for item in items if item.name != "baselines"]
     if len(kept) < len(items):
-        typer.echo("Not part of `all` with --at-once: baselines, which times trainings.", err=True)
+        typer.echo(
+            "Not part of `all` with --at-once: baselines, whose trainings must run alone.", err=True
+        )
     return kept
 
 

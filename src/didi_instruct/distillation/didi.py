@@ -220,7 +220,7 @@ class DidiTask(CriticTask):
         z = mask(x, self.schedule.alpha(t)[:, None], self.mask_id, numbers)
         return torch.where(written, z, x)
 
-    def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> "Taught":
+    def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> Taught:
         """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
         settings, batch = self.config.discriminator, self.config.train.batch_size
         counts = sum(len(p.z_reference) for p in parts) * self.world.size

@@ -36,7 +36,6 @@ def terms_of(
     part: Sequence[int] = WHOLE,
 ) -> Terms:
     """What all rows of a job share; a part of it draws and measures some of them."""
-    number, parts = part
     return Terms(
         out=context.shared / EVALS,
         judge=judge_of(context, judging),
@@ -46,7 +45,7 @@ def terms_of(
         batch_size=batch_size,
         until_eot=until_eot,
         reference=context.inputs.get("reference"),
-        part=(number, parts),
+        part=(part[0], part[1]),
         device=context.device,
         progress=lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}"),
     )

@@ -53,7 +53,7 @@ def plan(items: Sequence[Item], scale: Scale, out: Path) -> list[Planned]:
     Of those that share a bank of texts, the first draws it.
     """
     planned, drawn = [], set[str]()
-    for job in jobs_of(items, scale):
+    for job in jobs_of(items, scale, out):
         bank = _bank(job)
         hours = cost_of(job, draws_bank=bank not in drawn).gpu_hours
         drawn |= {bank} if bank else set()
@@ -68,7 +68,7 @@ def _bank(job: Job) -> str | None:
 
 def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
     """Everything that the items need at this scale."""
-    jobs = [job for job in jobs_of(items, scale) if finished(job, out) is None]
+    jobs = [job for job in jobs_of(items, scale, out) if finished(job, out) is None]
     sources = {given for job in jobs for given in job.inputs.values() if isinstance(given, str)}
     sources |= {s for job in jobs if job.trains and (s := job.settings().data.source)}
     for source in sorted(sources):
@@ -161,7 +161,12 @@ def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[
     wanted += [
         ("optuna", "reproduce", "rgas-anova", "rgas-anova" in names),
         ("scipy", "reproduce", "rgas-anova", "rgas-anova" in names),
-        ("mauve", "eval", "MAUVE", scale.causal_judge and bool(names & {"diversity", "baselines"})),
+        (
+            "mauve",
+            "eval",
+            "MAUVE",
+            scale.measures_mauve and bool(names & {"diversity", "baselines"}),
+        ),
         ("datasets", "data", "data of the hub", any(s.startswith("hf:") for s in sources)),
     ]
     for package, extra, use, needed in wanted:

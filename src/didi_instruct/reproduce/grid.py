@@ -19,6 +19,7 @@ from didi_instruct.reproduce.running import Done, StoppedError, finished, folder
 
 State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
 """`kept`: done before. `blocked`: something it needs has failed."""
+FOUND, LOST = ("done", "kept"), ("failed", "blocked")
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 """What CUDA and its libraries say, each in its own way."""
 PAUSE = 0.2
@@ -76,7 +77,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         """Put the jobs in order, and see which are done."""
-        self.standings = [Standing(job) for job in in_order(self.jobs)]
+        jobs = in_order(self.jobs, lambda job: finished(job, self.out) is not None)
+        self.standings = [Standing(job) for job in jobs]
         for standing in self.standings:
             done = finished(standing.job, self.out)
             if done is not None:
@@ -109,7 +111,7 @@ class Grid:
         with Processes(gpus, self.out) as processes:
             while True:
                 while processes.free and (standing := self._next(shared)) is not None:
-                    if shared and standing.job.trains:
+                    if shared and standing.job.trains and not standing.job.timed:
                         folder = folder_of(standing.job, self.out)
                         folder.mkdir(parents=True, exist_ok=True)
                         (folder / SHARED).touch()
@@ -140,16 +142,17 @@ class Grid:
             if standing.state != "waiting":
                 continue
             needs = [states[need.key] for need in standing.job.needs]
-            lost = [n.job.name for n in needs if n.state in ("failed", "blocked")]
+            helpers = {job.key for job in standing.job.before}  # without whom it takes longer
+            lost = [n.job.name for n in needs if n.state in LOST and n.job.key not in helpers]
+            waits = [n.job.name for n in needs if n.state not in (*LOST, *FOUND)]
             if lost:
                 self._change(standing, "blocked", f"needs {', '.join(lost)}")
-            elif all(need.state in ("done", "kept") for need in needs):
-                if not (running and standing.alone):
-                    return standing
-                standing.note = "waits for the GPU to be its own"
+            elif waits:
+                standing.note = f"waits for {', '.join(dict.fromkeys(waits))}"
+            elif not (running and standing.alone):
+                return standing
             else:
-                open_ones = [n.job.name for n in needs if n.state not in ("done", "kept")]
-                standing.note = f"waits for {', '.join(dict.fromkeys(open_ones))}"
+                standing.note = "waits for the GPU to be its own"
         return None
 
     def _failed(self, standing: Standing, error: str, shared: bool) -> None:
@@ -174,12 +177,13 @@ class Grid:
     @property
     def results(self) -> dict[str, Any]:
         """What finished jobs returned, by key."""
-        return {s.job.key: s.result for s in self.standings if s.state in ("done", "kept")}
+        return {s.job.key: s.result for s in self.standings if s.state in FOUND}
 
     @property
     def failures(self) -> list[Standing]:
-        """Jobs without a result that were to have one."""
-        return [s for s in self.standings if s.state in ("failed", "blocked")]
+        """Jobs without a result that were to have one, and that something was lost with."""
+        managed = {job.key for s in self.standings if s.state in FOUND for job in s.job.before}
+        return [s for s in self.standings if s.state in LOST and s.job.key not in managed]
 
 
 def explain(error: Exception) -> str:

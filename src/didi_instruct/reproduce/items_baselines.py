@@ -62,7 +62,7 @@ def _job(scale: Scale, seed: int) -> Job:
         "judge": scale.judge,
     }
     metrics = list(METRICS)
-    if scale.causal_judge and scale.data is not None:
+    if scale.measures_mauve and scale.data is not None:
         inputs["reference"] = scale.data
         metrics.append("mauve")
     job = Job(
@@ -90,7 +90,7 @@ def _table(scale: Scale, results: Results) -> Table:
     rows = summary(sweep)
     count = 1 + len(scale.temperatures) + len(scale.top_ps)
     absent = [role for role in ROLES if not scale.has(role)]
-    shown = SHOWN if scale.causal_judge else tuple(s for s in SHOWN if s != MAUVE)
+    shown = SHOWN if scale.measures_mauve else tuple(s for s in SHOWN if s != MAUVE)
     return Table(
         title="Rivals on equal terms",
         rows=sorted(rows, key=lambda row: row["nfe"]),

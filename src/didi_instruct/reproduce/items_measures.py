@@ -21,17 +21,17 @@ UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
 
 def _variety(scale: Scale) -> Iterator[Ask]:
     metrics = ["ppl", "entropy", "unique-4gram", "self-bleu"]
-    metrics += ["mauve"] if scale.causal_judge else []
+    metrics += ["mauve"] if scale.measures_mauve else []
     for role in ("teacher", "sdtt", "duo", "didi"):
         yield from ask_method(scale, role, metrics=metrics, named="variety")
 
 
 def _variety_table(scale: Scale, results: Results) -> Table:
-    missing = (
-        []
-        if scale.causal_judge
-        else ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
-    )
+    missing = []
+    if not scale.causal_judge:
+        missing = ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
+    elif not scale.mauve:
+        missing = ["MAUVE was left out (--no-mauve)."]
     return Table(
         title="MAUVE and Self-BLEU",
         rows=answers(_variety(scale), results),
@@ -54,7 +54,7 @@ def _variety_table(scale: Scale, results: Results) -> Table:
 
 def _draw_variety(scale: Scale, table: Table, results: Results, path: Path) -> None:
     caption = f"{scale.name} scale; {scale.samples} samples a row; seeds {scale.seed_list}"
-    shown = [SELF_BLEU, UNIQUE, *([MAUVE] if scale.causal_judge else [])]
+    shown = [SELF_BLEU, UNIQUE, *([MAUVE] if scale.measures_mauve else [])]
     draw_lines(table, path, shown, paper=scale.name == "paper", caption=caption)
 
 

@@ -171,16 +171,17 @@ def spread(job: Job, parts: int) -> Job:
     return replace(job, before=before)
 
 
-def in_order(jobs: Sequence[Job]) -> list[Job]:
+def in_order(jobs: Sequence[Job], done: Callable[[Job], bool] = lambda _: False) -> list[Job]:
     """All jobs and what they need, each after its needs, and no two of one key.
 
-    What one of them has timed is timed for all.
+    What one of them has timed is timed for all. Nobody has to save time for what is `done`.
     """
     found: dict[str, Job] = {}
 
     def visit(job: Job) -> None:
         for need in job.needs:
-            visit(need)
+            if need not in job.before or not done(job):
+                visit(need)
         if job.key not in found or job.timed:
             found[job.key] = job
 

@@ -12,6 +12,7 @@ from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.paces import measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table
 
@@ -40,9 +41,10 @@ class Outcome:
         return not self.failures and not any(one.error for one in self.made)
 
 
-def jobs_of(items: Sequence[Item], scale: Scale) -> list[Job]:
+def jobs_of(items: Sequence[Item], scale: Scale, out: Path) -> list[Job]:
     """All jobs of some items, in order, each once."""
-    return in_order([job for item in items if item.jobs for job in item.jobs(scale)])
+    jobs = [job for item in items if item.jobs for job in item.jobs(scale)]
+    return in_order(jobs, lambda job: finished(job, out) is not None)
 
 
 def make(
@@ -55,7 +57,7 @@ def make(
     board: Board | None = None,
 ) -> Outcome:
     """Run what is missing and write every item's table into `out`."""
-    grid = Grid(jobs_of(items, scale), out, device=device, board=board or NoBoard())
+    grid = Grid(jobs_of(items, scale, out), out, device=device, board=board or NoBoard())
     grid.run(gpus)
     return Outcome([write(item, scale, grid, out) for item in items], grid.failures)
 
@@ -79,7 +81,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     assert item.jobs is not None
     mine = {job.key for job in in_order(item.jobs(scale))}
     standings = [s for s in grid.standings if s.job.key in mine]
-    failed = [f"{s.job.name}: {s.note}" for s in standings if s.state in ("failed", "blocked")]
+    failed = [f"{s.job.name}: {s.note}" for s in grid.failures if s.job.key in mine]
     results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
     try:
         table = item.table(scale, results)

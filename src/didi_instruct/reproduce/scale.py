@@ -67,7 +67,7 @@ class Scale:
     mauve: bool = True
     """Whether MAUVE is wanted, where it can be had."""
     causal_judge: bool = False
-    """Whether the judge is a causal LM, whose features MAUVE compares, and MAUVE is wanted."""
+    """Whether the judge is a causal LM, whose features MAUVE compares."""
     corpora: str | None = None
     """Folder of the zero-shot corpora; None: the hub."""
     apart: tuple[str, ...] = ()
@@ -98,6 +98,11 @@ class Scale:
     latency: Mapping[str, int] = field(default_factory=dict)
     """NFE of each model in the table of latency."""
     latency_batch: int = 16
+
+    @property
+    def measures_mauve(self) -> bool:
+        """Whether it is wanted, and can be had."""
+        return self.mauve and self.causal_judge
 
     @property
     def seed_list(self) -> str:

@@ -15,7 +15,6 @@ from didi_instruct.models.fused import Fused
 from didi_instruct.sampling.chain import in_parts
 
 CHUNK = 64
-BELOW_ONE = 1 - 2.0**-53
 LOWEST = torch.finfo(torch.float64).min
 """What is below all logits, where -inf less itself would be no number."""
 
@@ -44,8 +43,9 @@ def draw_by_chunks(
     rounding of a border. Several numbers may draw from one row: `row` (R,) tells which one each of
     them draws from; by default number k draws from row k.
 
-    Sums grow along a row, so what stands somewhere in it is a maximum: compiled, picking the chunk
-    is one kernel then, and the token within it another.
+    What stands somewhere in a row is picked as a maximum or a minimum: compiled, the choice of the
+    chunk is one kernel then, and that of the token another. Sums that a GPU makes in parallel may
+    fall by their last bits, where nothing is added: a place without probability is never chosen.
 
     Shapes: logits (R', V), uniforms (R,) float64 in [0, 1) -> (R,), (R,).
     """
@@ -53,23 +53,29 @@ def draw_by_chunks(
     top, sums = sums_of(logits)
     until = sums.cumsum(-1)
     if row is not None:
-        top, until = top[row], until[row]
+        top, sums, until = top[row], sums[row], until[row]
     total = until.amax(-1, keepdim=True)
     target = uniforms[:, None] * total
-    # The first chunk, and the first token, whose sum exceeds the target; never one of
-    # probability 0.
-    below = until <= target
-    chunk = below.sum(-1, keepdim=True).clamp(max=until.shape[1] - 1)
-    rest = target - torch.where(below, until, 0.0).amax(-1, keepdim=True)
+    chunk = _first(until > target, sums > 0)
+    number = torch.arange(until.shape[1], device=logits.device)
+    rest = target - torch.where(number < chunk, until, 0.0).amax(-1, keepdim=True)
     columns = chunk * CHUNK + torch.arange(CHUNK, device=logits.device)
     inside = _pick(logits, row, columns.clamp(max=num - 1)).double() - top
-    inside = inside.masked_fill(columns >= num, -torch.inf).exp().cumsum(-1)
-    # Two ways to add up the same numbers round differently: the target stays within the chunk.
-    rest = torch.minimum(rest, inside.amax(-1, keepdim=True) * BELOW_ONE)
-    place = (inside <= rest).sum(-1, keepdim=True).clamp(max=CHUNK - 1)
+    inside = inside.masked_fill(columns >= num, -torch.inf).exp()
+    # Two ways to add up the same numbers round differently; the chunk has some probability.
+    place = _first(inside.cumsum(-1) > rest, inside > 0)
     token = (chunk * CHUNK + place).clamp(max=num - 1)
     log_p = _pick(logits, row, token).double() - top - total.log()
     return token.squeeze(1), log_p.squeeze(1)
+
+
+def _first(exceeds: Tensor, possible: Tensor) -> Tensor:
+    """Number of the first place (R, N) that exceeds and is possible: (R, 1); else the last one."""
+    count = exceeds.shape[1]
+    number = torch.arange(count, device=exceeds.device)
+    last = torch.where(possible, number, 0).amax(-1, keepdim=True)
+    first = torch.where(exceeds & possible, number, count).amin(-1, keepdim=True)
+    return torch.minimum(first, last)
 
 
 def _pick(logits: Tensor, row: Tensor | None, columns: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Walk:
                 _of_any_size, compiled(_write, dynamic=False), graphs.end, *given
             ),
         )
-        self.fails = blank.is_cuda and not isinstance(made, Captured)
+        self.fails |= blank.is_cuda and not isinstance(made, Captured)
         return made
 
 
