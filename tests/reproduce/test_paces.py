@@ -1,6 +1,7 @@
 """As many steps of each student as fit into the same minutes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,12 @@ def test_mauve_may_be_left_out(tmp_path):
         assert ("mauve" in job.options["metrics"]) == scale.measures_mauve == wanted
         assert scale.causal_judge
         assert making.command(BASELINE_ITEMS[0], scale).endswith(" --no-mauve") != wanted
+
+
+def test_the_command_of_a_table_says_all_that_was_asked_for(small):
+    options = {"temperature": 0.8, "collapse_spaces": True, "end": "<s>"}
+    scale = replace(with_minutes(small, 1.5, PACES), judge_options=options)
+    words = making.command(BASELINE_ITEMS[0], scale)
+    assert words.endswith(
+        " --judge-temperature 0.8 --judge-collapse-spaces --judge-end '<s>' --minutes 1.5"
+    )

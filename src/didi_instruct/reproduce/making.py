@@ -1,5 +1,6 @@
 """From items to files: one grid for all of them, then a table for each."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,6 +212,11 @@ def command(item: Item, scale: Scale) -> str:
     for flag, value in given.items():
         if isinstance(value, str) and value not in usual and not value.startswith("hf:"):
             words += f" --{flag} {_name(value)}"
+    for name, option in scale.judge_options.items():
+        flag = f" --judge-{name.replace('_', '-')}"
+        words += flag if option is True else f"{flag} {shlex.quote(str(option))}"
+    if scale.minutes is not None and item.name == "baselines":
+        words += f" --minutes {scale.minutes:g}"
     return words if scale.mauve else f"{words} --no-mauve"
 
 

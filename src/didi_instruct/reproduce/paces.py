@@ -94,7 +94,8 @@ def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Sc
         models[FIRST] = lasting("path", 1 - AFTER)
         models["token-matching"] = lasting("token-matching", AFTER)
     more = _schedule(Training(ALL_TRICKS, scale.ablation), int(60 * minutes * paces[DIDI]))
-    return replace(scale, models=models, ablation=(*scale.ablation, *more))
+    ablation = (*scale.ablation, *more)
+    return replace(scale, models=models, ablation=ablation, minutes=minutes)
 
 
 def _schedule(training: Training, steps: int) -> tuple[str, ...]:

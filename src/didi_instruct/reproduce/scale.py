@@ -66,6 +66,8 @@ class Scale:
     until_eot: bool = False
     mauve: bool = True
     """Whether MAUVE is wanted, where it can be had."""
+    minutes: float | None = None
+    """That every student of the baselines trains, where that was asked for."""
     causal_judge: bool = False
     """Whether the judge is a causal LM, whose features MAUVE compares."""
     corpora: str | None = None
