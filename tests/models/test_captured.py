@@ -37,7 +37,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(graphs, "_side_stream", lambda device: None)
+    monkeypatch.setattr(graphs, "side_stream", lambda device: None)
     monkeypatch.setattr(
         torch._C, "_cuda_clearCublasWorkspaces", lambda: told.append("clear"), raising=False
     )

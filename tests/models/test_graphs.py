@@ -457,7 +457,7 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
 def test_captures_warm_up_on_one_stream():
     """For each device: a stream of its own would keep a workspace of its own."""
     device = torch.device("cuda", torch.cuda.current_device())
-    assert graphs._side_stream(device) is graphs._side_stream(device)
+    assert graphs.side_stream(device) is graphs.side_stream(device)
     x = torch.ones(2, device=device)
     first, second = (capture(double, (x,)) for _ in range(2))
     assert torch.equal(first(x), second(x))
