@@ -19,7 +19,6 @@ from didi_instruct.distillation.didi import Compared, DidiTask
 from didi_instruct.distillation.hosting import Host, Tensors
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout
 from didi_instruct.distillation.task import Teacher
-from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import posterior
@@ -34,6 +33,8 @@ TOGETHER = 4
 
 class NaiveDidiTask(DidiTask):
     """Algorithm 1 with dense laws everywhere; groups that share a z_τ are not known."""
+
+    keeps_states = False
 
     def _roll_out(self, noise: Noise, tau: Tensor, prompts: Tensor | None) -> Rollout:
         didi = self.config.didi
@@ -70,20 +71,6 @@ class NaiveDidiTask(DidiTask):
     def _law(self, network: DiT, z: Tensor, t: Tensor) -> Tensor:
         logits: Tensor = network(z, self.schedule.sigma(t))
         return logits.float().log_softmax(-1)
-
-    def _log_ratio(
-        self, part: Compared, *, first: bool, sync: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-ratios by one pass of everything; nothing is kept."""
-        z = torch.cat([part.z, part.z_reference])
-        sigma = self.schedule.sigma(torch.cat([part.t, part.t_reference]))
-
-        def forward(network: Discriminator) -> Tensors:
-            if first:
-                network.iterate()
-            return {"ratio": network(z, sigma).clone()}
-
-        return self.critic.run(forward, sync=sync)["ratio"], None
 
     def _scores(self, part: Compared, sync: bool) -> Tensors:
         didi, x = self.config.didi, part.rollout.x

@@ -63,6 +63,8 @@ class DidiTask(CriticTask):
     """Student and discriminator, in turns."""
 
     critic_name, rates = "discriminator", "optim.lr or discriminator.lr"
+    keeps_states = True
+    """Whether what frozen blocks make of texts is kept for their rewards."""
 
     def __init__(
         self,
@@ -281,7 +283,7 @@ class DidiTask(CriticTask):
         def forward(network: Discriminator) -> Tensors:
             if first:  # a power iteration once per update, however many passes
                 network.iterate()
-            if not network.frozen:
+            if not (self.keeps_states and network.frozen):
                 # A copy: FSDP mistrusts views.
                 return {"ratio": network(z, sigma).clone()}
             below = network.below(z, sigma)

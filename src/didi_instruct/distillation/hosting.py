@@ -30,6 +30,12 @@ def pays_to_pad(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def places(where: Tensor, device: torch.device) -> tuple[Tensor, int]:
+    """Numbers of the selected positions (U, L), `filled`, on a device; and how many they are."""
+    place = where.flatten().nonzero().squeeze(1)
+    return sent(filled(place, device), device), len(place)
+
+
 def filled(place: Tensor, device: torch.device) -> Tensor:
     """Numbers of positions, and some more of the first one where that pays."""
     return F.pad(place, (0, -len(place) % ROWS)) if pays_to_pad(device) else place
@@ -114,12 +120,11 @@ class Host:
 
 def law(schedule: Schedule, z: Tensor, t: Tensor, where: Tensor) -> Callable[[DiT], Tensors]:
     """What to run for log-probabilities (R, V), float32, of the selected positions: `log_p`."""
-    place = where.flatten().nonzero().squeeze(1)
-    read = sent(filled(place, z.device), z.device)
+    place, count = places(where, z.device)
 
     def forward(network: DiT) -> Tensors:
-        logits = logits_at(network, z, schedule.sigma(t), read)
-        return {"log_p": logits.float()[: len(place)].log_softmax(-1)}
+        logits = logits_at(network, z, schedule.sigma(t), place)
+        return {"log_p": logits.float()[:count].log_softmax(-1)}
 
     return forward
 
@@ -135,8 +140,7 @@ def logits_of(host: Host, schedule: Schedule) -> Rows:
 
     @torch.no_grad()
     def rows(z: Tensor, t: Tensor, where: Tensor) -> Tensor:
-        sigma, place = schedule.sigma(t), where.flatten().nonzero().squeeze(1)
-        read = sent(filled(place, host.device), host.device)
-        return host.run(lambda n: {"logits": logits_at(n, z, sigma, read)})["logits"][: len(place)]
+        sigma, (place, count) = schedule.sigma(t), places(where, host.device)
+        return host.run(lambda n: {"logits": logits_at(n, z, sigma, place)})["logits"][:count]
 
     return rows

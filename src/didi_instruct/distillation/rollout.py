@@ -8,8 +8,8 @@ Texts often start a step from the same state: all of them from all masks, the me
 from one prompt or one z_τ. A `Jump` keeps the distinct states, so the network reads each one once,
 in drawing and in scoring, gradient included; the result is that of reading every copy.
 
-What does not depend on tokens may be planned on the host (starts, times, orders, and the masks that
-follow), while states are where the networks are: a GPU is then never waited for.
+What does not depend on tokens is planned on the host (starts, times, orders, and the masks that
+follow), while states are where the networks are: so a GPU is never waited for.
 """
 
 from collections.abc import Callable
@@ -178,18 +178,16 @@ def walk(
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
     A text whose time stands still takes no step. `order` (W, L) tells when each position is
-    revealed (`order_of`); by default chance does. The steps are planned where `start` is, states
-    are where the noise is. Shapes: start (U, L), owner (W,) in 0..U-1, times (W, K + 1) float64
-    falling from 1.
+    revealed (`order_of`); by default chance does. All that is given is on the host, states are
+    where the noise is. Shapes: start (U, L), owner (W,) in 0..U-1, times (W, K + 1) float64 falling
+    from 1.
     """
-    device, plan = noise.device, start.device
-    masked = (start == mask_id)[owner]
+    device, masked = noise.device, (start == mask_id)[owner]
     if order is None:
-        source = noise.on_host if plan == HOST else noise
-        order = source.uniforms(start.shape[1], Purpose.REVEAL)
+        order = noise.on_host.uniforms(start.shape[1], Purpose.REVEAL)
     shares = revealed_shares(schedule, times)
     begin, there = sent(start, device), sent(times, device)
-    z, everyone = begin[sent(owner, device)], torch.arange(len(owner), device=plan)
+    z, everyone = begin[sent(owner, device)], torch.arange(len(owner))
     log_prob = torch.zeros(len(z), dtype=torch.float64, device=device)
     jumps = []
     for k in range(times.shape[1] - 1):
@@ -245,7 +243,7 @@ def rollout(
     last jumps differ.
 
     Shapes: start (U, L), owner (B,), tau (B,) float64, the same within a shared group; all of them
-    on the host, or where the noise is.
+    on the host.
     """
     device = noise.device
     written = (start == mask_id)[owner]
@@ -257,10 +255,9 @@ def rollout(
         log_prob = torch.zeros(len(owner), dtype=torch.float64, device=device)
     else:
         own = noise.of_groups(shared) if shared > 1 else noise
-        plan = own.on_host if start.device == HOST else own
-        times, turn = _way_to(tau[::shared], steps, order, schedule, plan, written[::shared])
+        times, turn = _way_to(tau[::shared], steps, order, schedule, own.on_host, written[::shared])
         path = walk(rows, schedule, start, owner[::shared], times, own, mask_id, turn)
-        group = torch.arange(len(owner), device=start.device) // shared
+        group = torch.arange(len(owner)) // shared
         time = sent(times[:, -1], device)
         last = Jump(path.z, time, group, path.masked[group], path.masked)
         before, log_prob = path.jumps, path.log_prob.repeat_interleave(shared)

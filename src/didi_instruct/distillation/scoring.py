@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from didi_instruct.distillation.hosting import Tensors, filled
+from didi_instruct.distillation.hosting import Tensors, places
 from didi_instruct.distillation.rollout import Jump
 from didi_instruct.distillation.terms import terms
 from didi_instruct.models.dit import DiT
@@ -30,8 +30,8 @@ def score(
     states, or all None), mean over masks, summed over jumps; `entropy`, mean over masks and jumps.
     """
     device, masks = x.device, torch.cat([masks_of(jump) for jump in jumps])
-    place, counts = masks.flatten().nonzero().squeeze(1), masks.sum(1).clamp(min=1)
-    read = filled(place, device)
+    place, count = places(masks, device)
+    counts = masks.sum(1).clamp(min=1)
     row = (masks.flatten().cumsum(0) - 1).view_as(masks)
     first = [0, *itertools.accumulate(len(jump.z) for jump in jumps)]
     rows, owners = [], []
@@ -39,22 +39,22 @@ def score(
         text, position = jump.planned
         owners.append(offset + jump.owner)
         rows.append(row[owners[-1][text], position])
-    read, counts, drawn_from, owner = (
-        sent(plan, device) for plan in (read, counts, torch.cat(rows), torch.stack(owners))
+    counts, drawn_from, owner = (
+        sent(plan, device) for plan in (counts, torch.cat(rows), torch.stack(owners))
     )
     text, position = (torch.cat(each) for each in zip(*(j.drawn for j in jumps), strict=True))
     z, t = torch.cat([jump.z for jump in jumps]), torch.cat([jump.t for jump in jumps])
     known = [law for law in laws if law is not None]
-    more = [law.new_zeros(len(read) - len(place), law.shape[1]) for law in known[:1]]
+    more = [law.new_zeros(len(place) - count, law.shape[1]) for law in known[:1]]
     law = torch.cat(known + more) if known else None
-    logits = logits_at(network, z, schedule.sigma(t), read)
+    logits = logits_at(network, z, schedule.sigma(t), place)
     found = terms(logits, law, kind, (drawn_from, x[text, position]))
     none = torch.zeros(len(x), dtype=torch.float64, device=device)
-    state = read[: len(place)] // x.shape[1]
+    state = place[:count] // x.shape[1]
     return {
         "log_prob": none.index_add(0, text, found.drawn),
-        "kl": _means(found.distance[: len(place)], state, counts)[owner].sum(0),
-        "entropy": _means(found.entropy[: len(place)], state, counts)[owner].mean(0),
+        "kl": _means(found.distance[:count], state, counts)[owner].sum(0),
+        "entropy": _means(found.entropy[:count], state, counts)[owner].mean(0),
     }
 
 
