@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # All figures of benchmarks/README.md on one GPU, a JSON file and a text each: benchmarks/figures.sh FOLDER
 # First everything is compiled, all at once; then timed, one after the other with nothing beside it.
-# STAGES="warm timed sweeps" chooses; a figure that fails leaves its text, and the others go on.
+# STAGES="warm timed sweeps" and FIGURES="unguided one" choose; a figure that fails leaves its text, and the others go on.
 set -u
 out=${1:?"say where results go: benchmarks/figures.sh FOLDER"}
 didi=${DIDI:-"python3 -m didi_instruct"}
 stages=${STAGES:-"warm timed sweeps"}
+chosen=${FIGURES:-"unguided one guided distill unguided64"}
 mkdir -p "$out"
 
-figures() { # name, arguments when warming up, more when timed
+figures() { # the chosen ones
+  for name in $chosen; do all_figures | grep "^$name|" || echo "no figure $name" >&2; done
+}
+all_figures() { # name, arguments when warming up, more when timed
   echo "unguided|--batch 16 --steps 16 --against plain,naive,ar,transformers|--repeat 5"
   echo "one|--batch 1 --steps 16|--repeat 20"
   echo "guided|--guided --batch 16 --steps 16 --against plain,naive|--repeat 3"

@@ -167,5 +167,4 @@ def test_a_gpu_that_waits_is_not_busy():
     cases = [Case(name="busy", run=work, **shape), Case(name="lazy", run=lazy, **shape)]
     found = time_cases(cases, 3, torch.device("cuda"), busy=True)
     shares = [row["gpu_busy"] for row in make_rows(cases, found)]
-    assert shares[0] > 0.8
-    assert 0.2 < shares[1] < 0.7
+    assert 0 < shares[1] < 0.8 * shares[0]  # a half, where others leave the GPU alone
