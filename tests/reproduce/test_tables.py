@@ -85,6 +85,12 @@ def test_one_seed_has_the_interval_of_its_samples():
     assert show(Cell(0.25, 0.1, 0.5), Shown("gap", "gap", ".0%")) == "25% ± 20%"
 
 
+@pytest.mark.parametrize("over", ["samples", "points of the design"])
+def test_a_table_says_what_its_intervals_are_over(over):
+    table = Table(title="t", rows=[row("a", 8, 10.0, ppl_ci95=[9.0, 12.0])], over=over)
+    assert f"± is half of the 95% interval over {over}." in to_markdown(table, EDITION)
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_what_is_no_number_is_not_averaged(value):
     assert over_seeds([row("a", 8, value)], "ppl").mean is None

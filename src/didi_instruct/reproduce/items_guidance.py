@@ -102,6 +102,7 @@ def _anova_table(scale: Scale, results: Results) -> Table:
         rows=rows,
         labels=("parameter",),
         shown=SHARES,
+        over="points of the design",
         paper=[
             {"parameter": PARAMETERS[name], "nfe": nfe, "ppl_share": share}
             for nfe, parts in paper.ANOVA.items()

@@ -61,6 +61,8 @@ class Table:
     brief: tuple[Shown, ...] = ()
     """What a terminal shows of many columns; empty: all."""
     paper: Sequence[Row] = ()
+    over: str = "samples"
+    """What intervals of the numbers are over."""
     notes: Sequence[str] = ()
     """What a reader has to know, one sentence or two each."""
     appendix: str = ""
@@ -263,17 +265,19 @@ def _how_to_read(table: Table, edition: Edition) -> str:
     theirs = "; the paper gives none" if table.paper else ""
     if len(seeds) > 1 and any(one.column in GEOMETRIC for one in table.shown):
         text += "; perplexities are geometric means, [ ] are both ends where they lie far apart"
-    return f"{text}." + (f" ± is {_spread(len(seeds))}{theirs}.{_draws(table)}" if has_ends else "")
+    return f"{text}." + (
+        f" ± is {_spread(len(seeds), table.over)}{theirs}.{_draws(table)}" if has_ends else ""
+    )
 
 
-def _spread(seeds: int) -> str:
+def _spread(seeds: int, over: str) -> str:
     """What stands behind ±."""
     if seeds < 2:
-        return "half of the 95% interval over samples"
+        return f"half of the 95% interval over {over}"
     if seeds < ENOUGH_SEEDS:
         return (
             "half the way from the lowest to the highest end of both seeds' 95% intervals over "
-            "samples (a number that has none: half the range of the two, which says little)"
+            f"{over} (a number that has none: half the range of the two, which says little)"
         )
     return f"half the range over {seeds} seeds, which is no 95% interval"
 
