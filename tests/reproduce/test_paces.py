@@ -1,6 +1,7 @@
 """As many steps of each student as fit into the same minutes."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,15 @@ from didi_instruct.reproduce.baselines import CHAIN
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import in_order
 from didi_instruct.reproduce.making import lasting
-from didi_instruct.reproduce.paces import AFTER, DIDI, STEPS, measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.paces import (
+    AFTER,
+    DIDI,
+    STEPS,
+    kept,
+    measured,
+    pace_jobs,
+    with_minutes,
+)
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import FIRST, Given
 from didi_instruct.reproduce.scales import find_scale
@@ -126,6 +135,21 @@ def test_a_pace_that_fails_stops_before_anything_is_trained(small, tmp_path, mon
 
     monkeypatch.setattr("didi_instruct.reproduce.grid.run_job", fails)
     with pytest.raises(UserError, match="pace-.*no teacher there"):
+        lasting(small, 1.0, tmp_path, board=Board())
+
+
+def test_paces_are_measured_once_for_a_folder(small, tmp_path):
+    """Another pace would make other students of those that are there."""
+    jobs = pace_jobs(small)
+    assert kept(jobs, tmp_path) == {}
+    for role, rate in PACES.items():
+        write_rates(jobs[role], tmp_path, [rate])
+    assert measured(jobs, tmp_path) == PACES == kept(jobs, tmp_path)
+    shutil.rmtree(tmp_path / "jobs")
+    scale = lasting(small, 1.0, tmp_path, board=Board())
+    assert steps_of(scale.model("jump")) == 45, "nothing ran"
+    (tmp_path / "paces.json").write_text("[1]")
+    with pytest.raises(UserError, match="paces.json cannot be read: delete it"):
         lasting(small, 1.0, tmp_path, board=Board())
 
 

@@ -163,11 +163,11 @@ def test_what_cannot_share_a_gpu_is_refused(didi, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("arguments", [("latency", "--minutes", 1), ("baselines", "--minutes", 0)])
-def test_minutes_are_for_baselines(didi, tmp_path, arguments):
+@pytest.mark.parametrize("arguments", [("samples", "--minutes", 1), ("baselines", "--minutes", 0)])
+def test_minutes_are_for_students_on_equal_terms(didi, tmp_path, arguments):
     code, _, err = didi("reproduce", *arguments, "--out", tmp_path / "out")
     assert code == 2
-    assert "--minutes is for baselines" in err
+    assert "--minutes is for baselines and latency" in err
     assert not (tmp_path / "out").exists()
 
 

@@ -81,7 +81,7 @@ def command(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Of baselines: train every student that long, by its pace on this machine "
+            help="Of baselines and latency: train every student that long, by its pace here "
             "(default: the steps of its recipe)."
         ),
     ] = None,
@@ -101,6 +101,7 @@ def command(
     from didi_instruct.reproduce.catalogue import ITEMS
     from didi_instruct.reproduce.checks import check_given
     from didi_instruct.reproduce.items import find_item
+    from didi_instruct.reproduce.paces import ITEMS as LASTING
     from didi_instruct.reproduce.scale import Given
     from didi_instruct.reproduce.scales import find_scale
 
@@ -127,8 +128,8 @@ def command(
         apart = ", ".join(chosen.apart)
         typer.echo(f"Not part of `all` at scale {scale}, name it to have it: {apart}.", err=True)
     folder = out or Path("reproduce") / scale
-    if minutes is not None and (item != "baselines" or not minutes > 0):
-        raise UserError("--minutes is for baselines, and more than 0: leave it out.")
+    if minutes is not None and (item not in LASTING or not minutes > 0):
+        raise UserError(f"--minutes is for {' and '.join(LASTING)}, and more than 0: leave it out.")
     _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder))

@@ -12,7 +12,8 @@ from didi_instruct.reproduce.figures import can_draw
 from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job, in_order
-from didi_instruct.reproduce.paces import measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.paces import ITEMS as LASTING
+from didi_instruct.reproduce.paces import kept, measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table
@@ -68,12 +69,16 @@ def lasting(
 ) -> Scale:
     """The scale with students that train so many minutes each, by their paces in `out`."""
     jobs = pace_jobs(scale)
-    grid = Grid(list(jobs.values()), out, device=device, board=board)
-    grid.run()
-    if grid.failures:
-        first = grid.failures[0]
-        raise UserError(f"A pace could not be measured: {first.job.name}: {first.note}")
-    return with_minutes(scale, minutes, measured(jobs, out))
+    paces = kept(jobs, out)
+    missing = {role: job for role, job in jobs.items() if role not in paces}
+    if missing:
+        grid = Grid(list(missing.values()), out, device=device, board=board)
+        grid.run()
+        if grid.failures:
+            first = grid.failures[0]
+            raise UserError(f"A pace could not be measured: {first.job.name}: {first.note}")
+        paces |= measured(missing, out)
+    return with_minutes(scale, minutes, paces)
 
 
 def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
@@ -215,7 +220,7 @@ def command(item: Item, scale: Scale) -> str:
     for name, option in scale.judge_options.items():
         flag = f" --judge-{name.replace('_', '-')}"
         words += flag if option is True else f"{flag} {shlex.quote(str(option))}"
-    if scale.minutes is not None and item.name == "baselines":
+    if scale.minutes is not None and item.name in LASTING:
         words += f" --minutes {scale.minutes:g}"
     return words if scale.mauve else f"{words} --no-mauve"
 

@@ -1,13 +1,16 @@
 """Equal training minutes: how fast each student learns on this machine, and the steps that fit.
 
-Paces are jobs of a grid like others, so they are measured once for a folder. What is drawn or
-compiled before the first step does not count, as it does not in a table's minutes.
+Paces are jobs of a grid like others, and are measured once for a folder: `paces.json` keeps them,
+since with another pace every student would be another one. What is drawn or compiled before the
+first step does not count, as it does not in a table's minutes.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import read_log
 from didi_instruct.reproduce.asking import ALL_TRICKS
@@ -16,6 +19,10 @@ from didi_instruct.reproduce.minutes import LOG
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import FIRST, Scale, Training
 
+ITEMS = ("baselines", "latency")
+"""Whose students may train equal minutes."""
+KEPT = "paces.json"
+"""Iterations per second by the key of the job that measured them."""
 STEPS = 48
 """Of a run that is timed; the last quarter of it counts, after all that compiles."""
 SHORT = (
@@ -65,9 +72,28 @@ def pace_jobs(scale: Scale) -> dict[str, Job]:
     return {role: replace(job, name=f"pace-{role}") for role, job in jobs.items()}
 
 
+def kept(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
+    """Iterations per second that were measured before, by role."""
+    rates = _read(out)
+    return {role: rates[job.key] for role, job in jobs.items() if job.key in rates}
+
+
 def measured(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
-    """Iterations per second of finished runs, by role."""
-    return {role: _rate(folder_of(job, out) / RUN) for role, job in jobs.items()}
+    """Iterations per second of finished runs, by role; from now on they are kept."""
+    found = {role: _rate(folder_of(job, out) / RUN) for role, job in jobs.items()}
+    rates = _read(out) | {job.key: found[role] for role, job in jobs.items()}
+    write_atomic(out / KEPT, json.dumps(rates, indent=1).encode())
+    return found
+
+
+def _read(out: Path) -> dict[str, float]:
+    try:
+        rates = json.loads((out / KEPT).read_text(encoding="utf-8"))
+        return {str(key): float(rate) for key, rate in rates.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{out / KEPT} cannot be read: delete it to measure again.") from error
 
 
 def _rate(run: Path) -> float:
