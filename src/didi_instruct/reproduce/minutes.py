@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.api.runs import configure
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.distillation.bank import drawing_seconds
 from didi_instruct.evaluation.curves import read_log
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
@@ -34,6 +36,21 @@ def training_minutes(folder: Path) -> float | None:
         seconds += (record["step"] - before) / rate
         before = record["step"]
     return seconds / 60
+
+
+def bank_minutes(folder: Path) -> float | None:
+    """Minutes in which the bank that a run reads was drawn, 0 where it reads none.
+
+    None where nobody knows: the run shared its GPU, or the bank is gone.
+    """
+    if not (folder / RECIPE).is_file() or "method" not in read_yaml(folder / RECIPE):
+        return 0.0
+    config = configure(DistillConfig, str(folder / RECIPE))
+    if not config.reads_bank:
+        return 0.0
+    bank = Path(config.reference.bank) if config.reference.bank else folder / "bank"
+    seconds = None if (folder.parent / SHARED).exists() else drawing_seconds(bank)
+    return None if seconds is None else seconds / 60
 
 
 def training_texts(folder: Path) -> int | None:
