@@ -480,8 +480,7 @@ def test_given_tokens_and_padding_stay_and_padding_is_never_scored(score, select
 @pytest.mark.parametrize("score", ["sum", "mean"])
 @pytest.mark.parametrize("select", ["sample", "best"])
 def test_what_is_given_is_never_scored(score, select):
-    """A discriminator learns from what was written: of a prompt, or of what fills a window behind
-    its text, it says anything."""
+    """Of a prompt, or of what fills a window behind its text, a discriminator may say anything."""
 
     class Loud(ToyGuide):
         def score(self, embedded, z, t):
