@@ -324,13 +324,14 @@ def test_updates_are_the_steps_in_which_a_student_did_not_wait(tmp_path):
     """Ten steps of warm-up, then 20 of which 6 in 10 wait; what was made again counts once."""
     write_log(
         tmp_path,
-        {"step": 10, "student_waits": 1.0, "at_chance": 0.0},
+        {"step": 10, "student_waits": 1.0, "at_chance": 0.0, "disc_waits": 0.3},
         {"step": 30, "student_waits": 0.9, "at_chance": 0.9},
         {"step": 30, "student_waits": 0.6, "at_chance": 0.3},
         {"step": 30},
     )
     assert learning(tmp_path) == {
-        "updates": 8, "updates_of": 30, "at_chance": pytest.approx(0.2)
+        "updates": 8, "updates_of": 30, "at_chance": pytest.approx(0.2),
+        "saturated": pytest.approx(0.1),
     }  # fmt: skip
 
 

@@ -63,19 +63,21 @@ def training_texts(folder: Path) -> int | None:
 
 
 def learning(folder: Path) -> dict[str, Any]:
-    """How many steps changed a student (`updates`) of all (`updates_of`), and `at_chance`.
+    """How many steps changed a student (`updates`) of all (`updates_of`), and why not all.
 
     A student waits while its discriminator warms up or is at chance; one that always waited is its
-    teacher. `at_chance` is a share of all steps. Empty for a run without a discriminator.
+    teacher. A discriminator waits while it is saturated. `at_chance` and `saturated` are shares of
+    all steps. Empty for a run without a discriminator.
     """
     if not (folder / LOG).is_file():
         return {}
     told = {r["step"]: r for r in read_log(folder / LOG) if "student_waits" in r}
-    waited, chance, before = 0.0, 0.0, 0.0
+    waited, chance, saturated, before = 0.0, 0.0, 0.0, 0.0
     for _, record in sorted(told.items()):
         steps = record["step"] - before
         waited += steps * record["student_waits"]
         chance += steps * record.get("at_chance", 0.0)
+        saturated += steps * record.get("disc_waits", 0.0)
         before = record["step"]
     if not before:
         return {}
@@ -83,6 +85,7 @@ def learning(folder: Path) -> dict[str, Any]:
         "updates": round(before - waited),
         "updates_of": round(before),
         "at_chance": chance / before,
+        "saturated": saturated / before,
     }
 
 
