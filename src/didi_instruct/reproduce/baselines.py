@@ -174,7 +174,10 @@ def baseline_rows(
     costs = {source: _costs(role, models) for role, source in models.items()}
     for number, (row, other) in enumerate(zip(rows, beside, strict=True)):
         row |= other | costs[settings[number].source]
-        row["tokens_per_second"] = timed.get(number, {}).get("tokens_per_second")
+        speed = timed.get(number, {})
+        row["tokens_per_second"] = speed.get("tokens_per_second")
+        if note := speed.get("tokens_per_second_note"):
+            row["tokens_per_second_note"] = note
         row["is_baseline"] = number in baseline
     return rows
 
