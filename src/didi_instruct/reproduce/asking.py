@@ -53,7 +53,6 @@ def ask_method(
     *,
     steps: Sequence[int] | None = None,
     metrics: Sequence[str] = (),
-    num: int | None = None,
     does: str = QUALITY,
     named: str = "measure",
 ) -> Iterator[Ask]:
@@ -71,7 +70,6 @@ def ask_method(
                     steps=budgets,
                     seed=seed,
                     metrics=metrics,
-                    num=num,
                     sampler=way.sampler,
                     does=does,
                 ),

@@ -90,7 +90,6 @@ def settings_of(
     top_ps: Sequence[float] = (),
     most_steps: int | None = None,
     late_from: int | None = None,
-    ways: Sequence[Way] = WAYS,
 ) -> list[Setting]:
     """All rows of the table; `models` are SOURCEs by role.
 
@@ -99,20 +98,20 @@ def settings_of(
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
-    known = {FIRST, *(way.role for way in ways)}
+    known = {FIRST, *(way.role for way in WAYS)}
     unknown = {role.removesuffix(LATE) for role in models} - known
     assert not unknown, f"nothing samples {unknown}"
     found = []
-    for way in (way for way in ways if way.role in models):
+    for way in (way for way in WAYS if way.role in models):
         budgets: list[int | None] = [None] if way.own_steps else [*steps]
-        if way is ways[0] and most_steps is not None and most_steps not in steps:
+        if way is WAYS[0] and most_steps is not None and most_steps not in steps:
             budgets.append(most_steps)
         for nfe in budgets:
             late = late_from is not None and nfe is not None and nfe >= late_from
             role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
             source = models[role]
             options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
-            warm = (WARM,) if temperatures and way.method in (ways[0].method, STREAMS) else ()
+            warm = (WARM,) if temperatures and way.method in (WAYS[0].method, STREAMS) else ()
             for temperature, top_p in sweep((*temperatures, *warm), top_ps):
                 found.append(
                     Setting(
