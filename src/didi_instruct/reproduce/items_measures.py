@@ -34,7 +34,6 @@ def _variety_table(scale: Scale, results: Results) -> Table:
     elif not scale.mauve:
         missing = ["MAUVE was left out (--no-mauve)."]
     return Table(
-        title="MAUVE and Self-BLEU",
         rows=answers(_variety(scale), results),
         shown=(MAUVE, SELF_BLEU, UNIQUE, PPL, ENTROPY),
         paper=[
@@ -101,7 +100,6 @@ def _latency_table(scale: Scale, results: Results) -> Table:
     ar = next((row["tokens_per_second"] for row in rows if row["role"] == "ar"), None)
     theirs = paper.LATENCY["ar"].tokens_per_second
     return Table(
-        title="Latency and throughput",
         rows=[row | {"ratio_to_ar": _over(row["tokens_per_second"], ar)} for row in rows],
         across=None,
         shown=SPEEDS,
@@ -177,7 +175,6 @@ def _zero_shot_table(scale: Scale, results: Results) -> Table:
         for name, ratio in mean_ratios(rows).items()
     ]
     return Table(
-        title="Zero-shot perplexity on seven corpora",
         rows=rows,
         across="corpus",
         across_title="",
