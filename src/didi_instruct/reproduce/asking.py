@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from didi_instruct.distillation.watch import HALF
 from didi_instruct.reproduce.items import Results
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import QUALITY, quality_job
@@ -14,7 +15,6 @@ from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, S
 
 ALL_TRICKS = "ablation-all-tricks"
 """The paper's algorithm, with every trick of its ablations."""
-HALF = 0.5
 
 
 class Way(NamedTuple):
@@ -53,7 +53,6 @@ def ask_method(
     *,
     steps: Sequence[int] | None = None,
     metrics: Sequence[str] = (),
-    num: int | None = None,
     does: str = QUALITY,
     named: str = "measure",
 ) -> Iterator[Ask]:
@@ -71,7 +70,6 @@ def ask_method(
                     steps=budgets,
                     seed=seed,
                     metrics=metrics,
-                    num=num,
                     sampler=way.sampler,
                     does=does,
                 ),

@@ -103,7 +103,6 @@ def settings_of(
     most_steps: int | None = None,
     late_from: int | None = None,
     few: Sequence[int] = (),
-    ways: Sequence[Way] = WAYS,
 ) -> list[Setting]:
     """All rows of the table; `models` are SOURCEs by role.
 
@@ -113,15 +112,15 @@ def settings_of(
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
-    known = {FIRST, *(way.role for way in ways)}
+    known = {FIRST, *(way.role for way in WAYS)}
     unknown = {role.removesuffix(LATE) for role in models} - known
     assert not unknown, f"nothing samples {unknown}"
     found = []
-    for way in (way for way in ways if way.role in models):
+    for way in (way for way in WAYS if way.role in models):
         budgets: list[int | None] = [None] if way.own_steps else [*steps]
         if not way.own_steps and (way.role != TEACHER or way.is_baseline):
             budgets = [*few, *budgets]
-        if way is ways[0] and most_steps is not None and most_steps not in steps:
+        if way is WAYS[0] and most_steps is not None and most_steps not in steps:
             budgets.append(most_steps)
         for nfe in budgets:
             late = late_from is not None and nfe is not None and nfe >= late_from
@@ -193,7 +192,10 @@ def baseline_rows(
     costs = {source: _costs(role, models) for role, source in models.items()}
     for number, (row, other) in enumerate(zip(rows, beside, strict=True)):
         row |= other | costs[settings[number].source]
-        row["tokens_per_second"] = timed.get(number, {}).get("tokens_per_second")
+        speed = timed.get(number, {})
+        row["tokens_per_second"] = speed.get("tokens_per_second")
+        if note := speed.get("tokens_per_second_note"):
+            row["tokens_per_second_note"] = note
         row["is_baseline"] = number in baseline
     return rows
 

@@ -159,8 +159,10 @@ def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[
     names = {item.name for item in items}
     wanted = [("matplotlib", "reproduce", "figures", True)]
     wanted += [
-        ("optuna", "reproduce", "rgas-anova", "rgas-anova" in names),
-        ("scipy", "reproduce", "rgas-anova", "rgas-anova" in names),
+        (package, "reproduce", "rgas-anova", "rgas-anova" in names)
+        for package in ("optuna", "sklearn", "scipy")
+    ]
+    wanted += [
         (
             "mauve",
             "eval",

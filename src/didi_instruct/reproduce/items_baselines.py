@@ -21,6 +21,7 @@ from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU
 from didi_instruct.reproduce.jobs import Job, spread
+from didi_instruct.reproduce.latency import untimed
 from didi_instruct.reproduce.scale import FIRST, Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
 
@@ -127,6 +128,7 @@ def _table(scale: Scale, results: Results) -> Table:
             "teacher that all share: steps, the bank of the teacher's texts that a student reads "
             "(drawn once for all; `bank_minutes` in the CSV; --minutes are of steps alone), DUO's "
             "own teacher, token matching's first student. Texts are those of the last training.",
+            *untimed(rows),
             *([f"Not at this scale: {', '.join(absent)}."] if absent else []),
         ],
     )
