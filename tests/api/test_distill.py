@@ -288,7 +288,6 @@ ON_GPU = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ON_GPU)
 def test_a_whole_run_on_a_gpu_is_that_on_a_cpu(run, tmp_path, name):
     """Evaluations, bank and checkpoints included: the log is the same, but for rounding."""

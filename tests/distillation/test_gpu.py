@@ -16,10 +16,7 @@ from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.models.dit import DiT
 from didi_instruct.training.world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig(
     layers=2,

@@ -346,7 +346,6 @@ def test_compiled_trunk_uses_the_folded_modulation_while_there_is_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("time_conditioning", [False, True])
 @torch.no_grad()
 def test_gpu_equals_cpu(time_conditioning):
@@ -363,7 +362,6 @@ def test_gpu_equals_cpu(time_conditioning):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gelu_inside_of_its_product_is_the_same():
     """Up to the rounding of 16 bits, which it has once less; with gradients it is not used."""
     torch.manual_seed(0)

@@ -370,7 +370,6 @@ def test_wrong_weights_are_not_even_saved(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
 def test_loads_onto_a_gpu(folder):
     loaded = load_model(folder, device="cuda", dtype=torch.bfloat16)
