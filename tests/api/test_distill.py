@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.random_models import save_random
+from tests.runs import SPEEDS, STATE, contents, entries, same_tensors
 
 import didi_instruct as didi
 from didi_instruct.api import distill as module
@@ -20,7 +21,7 @@ from didi_instruct.api import distill_parts
 from didi_instruct.api.open import fingerprint
 from didi_instruct.api.runs import only_run, write_recipe
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
@@ -30,8 +31,7 @@ from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.paths import path_kl
 from didi_instruct.evaluation.quick import QuickTest, oracle_judge
-from didi_instruct.models.build import build_model
-from didi_instruct.models.checkpoint import load_model, save_model
+from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign.writing import write_foreign
 from didi_instruct.models.manifest import read_manifest
 from didi_instruct.seeding import mix
@@ -39,23 +39,8 @@ from didi_instruct.training.reporting import SilentReporter
 from didi_instruct.training.world import World
 
 METHODS = ["didi", "token-matching"]
-STATE = "state-00000-of-00001.safetensors"
 GATES = {"chance": 0.55, "saturation": 0.56}
 """Accuracies so close together that now one network waits and now the other."""
-SPEEDS = {"iterations_per_second", "tokens_per_second"}
-
-
-def save_random(folder, seed=0, tokenizer=None, **changes):
-    """Save a model of the oracle language whose weights are noise, all of which matter."""
-    shape = {"layers": 2, "hidden": 32, "heads": 2, "cond_dim": 16, "vocab_size": 65, "length": 32}
-    config = ModelConfig(**({"schedule": ScheduleConfig(eps=0.0)} | shape | changes))
-    torch.manual_seed(seed)
-    network = build_model(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    save_model(folder, network, config, tokenizer or OracleLanguage.default().tokenizer)
-    return folder
 
 
 def recipe(method="didi", **changes):
@@ -94,22 +79,6 @@ def run(models, tmp_path, monkeypatch):
         return module.distill(config, teacher=teacher, out=tmp_path / name, **options)
 
     return start
-
-
-def entries(folder):
-    """The log without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
-
-
-def contents(folder):
-    """Every file of a folder, with its bytes."""
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def same_tensors(one, another):
-    one, another = load_file(one), load_file(another)
-    return one.keys() == another.keys() and all(torch.equal(one[n], another[n]) for n in one)
 
 
 class Heard(SilentReporter):

@@ -4,12 +4,13 @@ import shutil
 
 import pytest
 import torch
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER, Block, LayerNorm
 
-from .plain_networks import dit_logits, randomise
+from .plain_networks import dit_logits
 
 FIRST_KEYS = [
     "vocab_embed.embedding",
