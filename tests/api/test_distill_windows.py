@@ -28,7 +28,7 @@ from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import World
 
-from .test_distill import Heard, recipe
+from .distill.small import Heard, recipe
 
 LENGTH = 12
 LENGTHS = (0, 0, 5, 9, 0, 30, 0, 12, 2, 0, 0, 3, 8)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.api.test_distill import recipe
+from tests.api.distill.small import recipe
 from tests.pretend_gpu import GPU, on_gpu, pretended
 from tests.random_models import save_random
 
