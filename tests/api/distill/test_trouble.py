@@ -84,7 +84,11 @@ def test_a_healthy_run_says_nothing(run):
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        ("token-matching", {"token_matching": {"budgets": [16], "warmup": 20}}),
+        pytest.param(
+            "token-matching",
+            {"token_matching": {"budgets": [16], "warmup": 20}},
+            marks=pytest.mark.slow,
+        ),
         ("token-matching", {"token_matching": {"warmup": 0}, "prompt": 28}),
         ("didi", {"prompt": 28, "didi": {"group_size": 4}}),
     ],
