@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo animation test reproduce lint types wheel setup clean
+.PHONY: demo animation test quick reproduce lint types wheel setup clean
 
 setup: $(VENV)/ready
 
@@ -23,6 +23,10 @@ animation: setup
 
 test: setup
 	$(BIN)/python -m pytest --durations=10
+
+# All but the tests that take longer than about ten seconds each.
+quick: setup
+	$(BIN)/python -m pytest --durations=10 -m "not slow"
 
 # Every table and figure of the paper, tiny: that they can be made, not what they say.
 reproduce: setup

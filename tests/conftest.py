@@ -6,6 +6,15 @@ import torch
 from didi_instruct.cli.main import main
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that need a GPU are skipped, and say why, where torch sees none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     """Tiny matrices: a second thread costs more than it brings, ten times so on a busy machine."""

@@ -2,8 +2,8 @@
 
 import pytest
 from tests.models import masked_folders
+from tests.models.foreign.folders import CORE, WORDS
 from tests.models.foreign.reference import (
-    VOCAB,
     critic_weights,
     hub_config,
     hub_folder,
@@ -16,9 +16,6 @@ from didi_instruct.api.candidates import candidates
 from didi_instruct.api.studio import fingerprint
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-
-CORE = weights(2)
-WORDS = Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)])
 
 
 def masked_lm(family):

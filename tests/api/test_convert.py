@@ -8,31 +8,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.models import masked_folders
+from tests.models.foreign.folders import CORE, FOLDERS, WORDS
 from tests.models.foreign.reference import (
-    VOCAB,
-    critic_weights,
-    hub_config,
-    hub_folder,
     lightning_file,
     prefixed,
-    sdtt_config,
     weights,
 )
 
 import didi_instruct as didi
 from didi_instruct.api.convert import convert
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
-CORE = weights(2)
-WORDS = Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)])
-DUO = hub_config(model_type="DUO", time_conditioning=None, pad_token_id=VOCAB - 1)
-FOLDERS = {
-    "mdlm-hub": lambda at: hub_folder(at, prefixed("backbone.", CORE), hub_config()),
-    "duo-hub": lambda at: hub_folder(at, prefixed("backbone.", CORE), DUO),
-    "sdtt-hub": lambda at: hub_folder(at, prefixed("backbone.", CORE), sdtt_config()),
-    "didi-instruct": lambda at: hub_folder(at, CORE, hub_config(), critic_weights()),
-}
 ESM = {
     "esm.embeddings.word_embeddings.weight": torch.randn(7, 4, dtype=torch.float64),
     "esm.embeddings.position_ids": torch.arange(9)[None],

@@ -1,44 +1,24 @@
 """Distillation of a uniform-state teacher, from recipe to folder: numbers, resuming, refusals."""
 
-import json
 import os
 import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.random_models import DUO, save_random
+from tests.runs import STATE, entries, same_tensors
 
 import didi_instruct as didi
 from didi_instruct.api import distill as module
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.quick import oracle_judge
 from didi_instruct.evaluation.quick_uniform import UniformQuickTest
-from didi_instruct.models.build import build_model
-from didi_instruct.models.checkpoint import save_model
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.training.reporting import SilentReporter
-
-STATE = "state-00000-of-00001.safetensors"
-SPEEDS = {"iterations_per_second", "tokens_per_second"}
-SHAPE = {"layers": 2, "hidden": 32, "heads": 2, "cond_dim": 16, "length": 32}
-
-
-def save_random(folder, kind="duo"):
-    """Save a model of the oracle language whose weights are noise, all of which matter."""
-    sizes = {"vocab_size": 64, "time_conditioning": True} if kind == "duo" else {"vocab_size": 65}
-    config = ModelConfig(kind=kind, **SHAPE, **sizes, schedule=ScheduleConfig(eps=1e-3))
-    torch.manual_seed(0)
-    network = build_model(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    save_model(folder, network, config, OracleLanguage.default().tokenizer)
-    return folder
 
 
 def recipe(**changes):
@@ -57,7 +37,7 @@ def recipe(**changes):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("models") / "teacher")
+    return save_random(tmp_path_factory.mktemp("models") / "teacher", **DUO)
 
 
 @pytest.fixture
@@ -69,12 +49,6 @@ def run(teacher, tmp_path, monkeypatch):
         return module.distill(config, out=tmp_path / name, **options)
 
     return start
-
-
-def entries(folder):
-    """The log without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
 
 
 class StopAt(SilentReporter):
@@ -97,9 +71,7 @@ def test_a_stopped_and_resumed_run_is_bit_exact(run, tmp_path, step):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert entries(parts) == entries(whole)
     for file in (f"checkpoints/step-00000006/{STATE}", "model.safetensors"):
-        one, another = load_file(parts / file), load_file(whole / file)
-        assert one.keys() == another.keys()
-        assert all(torch.equal(one[name], another[name]) for name in one)
+        assert same_tensors(parts / file, whole / file)
     deltas = [entry["delta"] for entry in entries(whole) if "delta" in entry]
     assert deltas == [1 / 8, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2]
 
@@ -135,7 +107,7 @@ def test_quick_numbers_are_those_of_the_samples():
 
 
 def test_what_cannot_be_distilled_is_refused(run, tmp_path):
-    masked = save_random(tmp_path / "masked", kind="mdlm")
+    masked = save_random(tmp_path / "masked")
     with pytest.raises(UserError, match=r"kind `mdlm`: method=duo distils uniform-state .*`duo`"):
         run(recipe(), teacher=masked)
     with pytest.raises(UserError, match="kind `mdlm`: method=duo"):

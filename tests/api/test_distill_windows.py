@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from tests.random_models import add_noise
+from tests.runs import STATE, entries, same_tensors
 
 import didi_instruct as didi
 from didi_instruct.api import distill as module
@@ -26,7 +28,7 @@ from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import World
 
-from .test_distill import STATE, Heard, entries, recipe, same_tensors
+from .distill.small import Heard, recipe
 
 LENGTH = 12
 LENGTHS = (0, 0, 5, 9, 0, 30, 0, 12, 2, 0, 0, 3, 8)
@@ -42,10 +44,8 @@ def save_teacher(folder, *, seed=0, ends=True, **changes):
     size = {"vocab_size": TOKENIZER.size + 1, "schedule": ScheduleConfig(eps=0.0)}
     config = ModelConfig(**(shape | size | own | changes))
     torch.manual_seed(seed)
-    network = build_model(config)
+    network = add_noise(build_model(config))
     with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
         network.output_layer.linear.bias[END] = -30.0
     save_model(folder, network, config, TOKENIZER)
     return folder

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from tests.models import masked_folders
+from tests.random_models import add_noise
 
 import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -16,10 +17,7 @@ def make(kind="mdlm", **changes):
         kind=kind, layers=1, hidden=32, heads=2, cond_dim=8, length=32,
         vocab_size=64 if kind == "duo" else 65, schedule=ScheduleConfig(eps=1e-3), **changes,
     )  # fmt: skip
-    network = build_model(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    network = add_noise(build_model(config))
     return didi.Model(network, config, language.tokenizer)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from tests.models import masked_folders
+from tests.models.foreign.folders import CORE, WORDS
 from tests.models.foreign.reference import (
     VOCAB,
     critic_weights,
@@ -23,13 +24,10 @@ import didi_instruct as didi
 from didi_instruct.api.info import describe_source
 from didi_instruct.api.open import digests, find, fingerprint
 from didi_instruct.data.files import sha256_file
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign import hub
 
-CORE = weights(2)
-WORDS = Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)])
 TOKENS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

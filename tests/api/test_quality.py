@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.random_models import add_noise
 
 import didi_instruct as didi
 from didi_instruct.api import reference as references
@@ -40,9 +41,7 @@ def model(tmp_path_factory):
         schedule=ScheduleConfig(eps=0.0),
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("model") / "random"
-    network = build_model(config)
-    for parameter in network.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    network = add_noise(build_model(config), 0.2)
     save_model(folder, network, config, tokenizer=LANGUAGE.tokenizer)
     return str(folder)
 

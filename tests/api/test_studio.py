@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.random_models import add_noise
 
 import didi_instruct as didi
 from didi_instruct.api import studio
@@ -25,9 +26,7 @@ def save(folder, tokenizer, vocab_size, length=32, **changes):
         layers=1, hidden=32, heads=2, cond_dim=16, vocab_size=vocab_size, length=length,
         schedule=ScheduleConfig(eps=0.0), **changes,
     )  # fmt: skip
-    network = build_model(config)
-    for parameter in network.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    network = add_noise(build_model(config), 0.2)
     save_model(folder, network, config, tokenizer=tokenizer)
     return str(folder)
 

@@ -23,6 +23,7 @@ from ..sampling.enumeration import (  # noqa: TID252
     all_states,
     assert_follows,
     independent_step,
+    index,
     masked_step,
     p_value,
     texts_of,
@@ -62,7 +63,7 @@ def test_samples_follow_the_enumerated_law(steps, schedule):
         generator=torch.Generator().manual_seed(1),
     )
     assert_follows(drawn, enumerated(language, schedule, steps), 3)
-    assert p_value(drawn, enumerated(language, schedule, 4 - steps), 3) < 1e-5
+    assert p_value(index(drawn, 3), enumerated(language, schedule, 4 - steps)) < 1e-5
 
 
 def enumerated_streams(language, steps, guide=None, guidance=None):
@@ -97,8 +98,8 @@ def test_the_order_of_a_model_is_kept(steps):
     )  # fmt: skip
     assert_follows(drawn, law, 3)
     assert_follows(tilted, tilted_law, 3)
-    assert p_value(tilted, law, 3) < 1e-5
-    assert p_value(drawn, enumerated(language, SCHEDULE, steps), 3) < 1e-5
+    assert p_value(index(tilted, 3), law) < 1e-5
+    assert p_value(index(drawn, 3), enumerated(language, SCHEDULE, steps)) < 1e-5
 
 
 def test_given_tokens_stay():

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from tests.devices import DEVICES
 
 from didi_instruct.benchmarking.apart import Apart
 from didi_instruct.benchmarking.decoding import StaticDecoder
@@ -25,17 +26,6 @@ from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.chain import Canvas, Draw
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 def shape(**changes):

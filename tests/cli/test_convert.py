@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from tests.models import masked_folders
+from tests.models.foreign.folders import WORDS
 from tests.models.foreign.reference import (
     VOCAB,
     critic_weights,
@@ -16,13 +17,11 @@ from tests.models.foreign.reference import (
     weights,
 )
 
-from didi_instruct.data.tokenizer import Tokenizer
-
 
 @pytest.fixture
 def released(tmp_path):
     folder = hub_folder(tmp_path / "released", weights(), hub_config(), critic_weights())
-    Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)]).save(folder)
+    WORDS.save(folder)
     return folder
 
 

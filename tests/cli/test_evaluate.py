@@ -10,6 +10,7 @@ import torch
 import transformers
 from tests.models import masked_folders
 from tests.models.foreign.reference import VOCAB, hub_config, hub_folder, prefixed, weights
+from tests.random_models import add_noise
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
@@ -44,10 +45,9 @@ def save(folder, tokenizer, vocab_size, damaged=False, **changes):
         layers=1, hidden=32, heads=2, cond_dim=16, vocab_size=vocab_size, length=32,
         schedule=ScheduleConfig(eps=0.0), **changes,
     )  # fmt: skip
-    network = build_model(config)
-    for parameter in network.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-        if damaged:
+    network = add_noise(build_model(config), 0.2)
+    if damaged:
+        for parameter in network.parameters():
             parameter.data.fill_(float("nan"))
     save_model(folder, network, config, tokenizer=tokenizer)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.foreign.reference import hub_config, hub_folder, prefixed
+from tests.random_models import add_noise
 
 import didi_instruct as library
 from didi_instruct.api import zeroshot as module
@@ -27,10 +28,9 @@ def save(folder, tokenizer, vocab_size, *, seed=0, kind="mdlm", damaged=False, l
     config = ModelConfig(
         kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=vocab_size, length=length
     )
-    network = build_model(config)
-    for parameter in network.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-        if damaged:
+    network = add_noise(build_model(config), 0.2)
+    if damaged:
+        for parameter in network.parameters():
             parameter.data.fill_(float("nan"))
     save_model(folder, network, config, tokenizer=tokenizer)
 

@@ -1,7 +1,6 @@
 """Rows of one document each: every document once, whole, and nothing after its end."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,11 @@ from didi_instruct.data.packing import OneDocument, arrange, encode_pieces
 from didi_instruct.data.prepare import PrepareResult, PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
 EOT = 256  # of the tokenizer `bytes`
 STORIES = [f"Story {i}: " + "the cat saw ½ a dög. " * (1 + i * 7 % 5) for i in range(60)]
 """Of 32 to 122 bytes."""
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch) -> None:
-    """Waiting for the disk proves nothing here, and takes most of the time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def run(folder: Path, texts: list[str], **options: Any) -> PrepareResult:

@@ -311,7 +311,6 @@ def test_source_streams_differ_and_follow_the_language(default, samples):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_does_not_change_the_numbers(default, samples):
     """Same samples from a CPU generator, same likelihood, denoiser and mistakes on the GPU."""
     there, text = default.to("cuda"), samples[:100]

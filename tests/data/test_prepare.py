@@ -21,18 +21,14 @@ from didi_instruct.data.readers import Piece
 from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer
 from didi_instruct.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
 STORIES = [f"Story {i}: " + f"the cat saw {i} birds and ½ a dög. " * (1 + i % 5) for i in range(60)]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch) -> None:
-    """Waiting for the disk proves nothing here, and takes most of the time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture

@@ -15,17 +15,13 @@ from didi_instruct.data.prepare import PrepareProgress, PrepareResult, PrepareSe
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
 SHARD_ROWS = 4
 
 
 class Killed(BaseException):
     """Stands for Ctrl-C and for a kill: nothing may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch) -> None:
-    """Waiting for the disk proves nothing here, and takes most of the time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture

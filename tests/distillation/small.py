@@ -4,6 +4,8 @@ import copy
 from types import SimpleNamespace
 
 import torch
+from tests.random_models import randomise
+from tests.sampling.enumeration import all_states, independent_step, index
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -12,8 +14,6 @@ from didi_instruct.distillation.task import Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.training.world import World
 
-FALSE_ALARM = 1e-5
-"""Probability that correct code fails one of these tests; seeds are fixed, so once for all."""
 ALONE = World(torch.device("cpu"))
 
 
@@ -51,17 +51,6 @@ class Table:
         return hidden
 
 
-def all_states(num, length):
-    """Every sequence of `length` numbers below `num`, in the order of `index`."""
-    return torch.cartesian_prod(*[torch.arange(num)] * length).view(-1, length)
-
-
-def index(tokens, num):
-    """Place of sequences in `all_states`."""
-    powers = num ** torch.arange(tokens.shape[1] - 1, -1, -1)
-    return (tokens * powers).sum(1)
-
-
 def law_of(table, start, times, chances):
     """Law over all (V + 1)^L states after steps from the state `start` (L,).
 
@@ -75,35 +64,8 @@ def law_of(table, start, times, chances):
     for t, chance in zip(times, chances, strict=True):
         p = torch.nn.functional.pad(table(z, torch.full((len(z),), t)).exp(), (0, 1))
         laws = torch.where((z == V)[..., None], chance * p + (1 - chance) * stay, stay)
-        joint = mass[:, None]
-        for law in laws.unbind(1):
-            joint = (joint[:, :, None] * law[:, None, :]).flatten(1)
-        mass = joint.sum(0)
+        mass = independent_step(mass, laws)
     return mass
-
-
-def p_value(places, law):
-    """Chi-square test that numbers (n,) follow a law (K,); cells below 5 are pooled."""
-    from scipy.stats import chisquare
-
-    counts = torch.bincount(places, minlength=len(law)).double()
-    assert not counts[law == 0].any(), "something impossible was drawn"
-    expected = len(places) * law
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    return chisquare(observed[kept], expected[kept] * len(places) / expected.sum()).pvalue
-
-
-def randomise(network, seed=0):
-    """Give every parameter, the zero-initialised ones too, a value that matters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in network.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.2 * noise if "norm" in name else noise * (0.3 if p.ndim > 1 else 0.1))
-    return network
 
 
 def small_network(seed=0, eps=1e-3, **changes):

@@ -5,8 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.api.test_distill import recipe, save_random
+from tests.api.distill.small import recipe
 from tests.pretend_gpu import GPU, on_gpu, pretended
+from tests.random_models import save_random
 
 from didi_instruct.api import distill as api
 from didi_instruct.distillation import critics

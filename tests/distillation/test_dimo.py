@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from scipy.stats import kstest
+from tests.sampling.enumeration import FALSE_ALARM, all_states, index, p_value
 from torch.distributions import Categorical, kl_divergence
 
 import didi_instruct as didi
@@ -29,18 +30,7 @@ from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.dimo import Start, dimo, later, reader_of
 
-from .small import (
-    FALSE_ALARM,
-    Stream,
-    all_states,
-    index,
-    make_task,
-    moved,
-    p_value,
-    settings,
-    small_network,
-    weights,
-)
+from .small import Stream, make_task, moved, settings, small_network, weights
 from .tables import MASK, TEXTS, L, V, conditionals, correlated_law, state_index
 
 BETAS = [0.0, 1.0, 0.3, -0.2]

@@ -1,6 +1,5 @@
 """Two processes on the CPU (gloo) distil a uniform-state teacher as one does, over two rounds."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,12 +7,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.random_models import DUO, save_random
+from tests.runs import entries
 
 from didi_instruct.api import distill as module
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.models.build import build_model
-from didi_instruct.models.checkpoint import save_model
 
 RECIPE = """
 method: duo
@@ -27,23 +24,13 @@ WAYS = {
     "ddp": ["train.micro_batch=3"],
     "fsdp": ["train.strategy=fsdp", "train.checkpoints=sharded", "train.micro_batch=2"],
 }
-SPEEDS = {"iterations_per_second", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a teacher of random weights, all of which matter, and the recipe."""
     folder = tmp_path_factory.mktemp("processes")
-    torch.manual_seed(0)
-    config = ModelConfig(
-        kind="duo", layers=2, hidden=32, heads=2, cond_dim=16, vocab_size=64, length=32,
-        time_conditioning=True, schedule=ScheduleConfig(eps=1e-3),
-    )  # fmt: skip
-    network = build_model(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    save_model(folder / "teacher", network, config, OracleLanguage.default().tokenizer)
+    save_random(folder / "teacher", **DUO)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
@@ -68,10 +55,7 @@ def distil(place, out, *, processes=1, settings=(), resume=False):
 
 def check_same(ours, theirs):
     """Logs and weights, up to the order of additions (Adam makes a weight's noise 1e-4)."""
-    logs = []
-    for folder in (ours, theirs):
-        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        logs.append([{k: v for k, v in line.items() if k not in SPEEDS} for line in lines])
+    logs = [entries(folder) for folder in (ours, theirs)]
     assert [e["step"] for e in logs[0]] == [e["step"] for e in logs[1]]
     for a, b in zip(*logs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.random_models import add_noise
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -16,10 +17,7 @@ from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.models.dit import DiT
 from didi_instruct.training.world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig(
     layers=2,
@@ -51,9 +49,7 @@ TASKS = {
 def numbers(method, device, steps=3, **train):
     """What some iterations log, from the same weights and noise."""
     torch.manual_seed(0)
-    network = DiT(MODEL)
-    for parameter in network.parameters():  # gates and the output layer start at zero
-        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    network = add_noise(DiT(MODEL), 0.05)
     values = {**SETTINGS, "method": method, "train": {"batch_size": 16, "steps": steps, **train}}
     config = parse(DistillConfig, values, where="test")
     teacher = Teacher(network=network.to(device), tokenizer=None, fingerprint="")

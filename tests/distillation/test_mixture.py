@@ -4,21 +4,14 @@ import math
 
 import pytest
 import torch
+from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.mixture import MixtureTask, add_masks
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import with_code
 from didi_instruct.process.orders import turns
 
-from .small import (
-    FALSE_ALARM,
-    Stream,
-    make_task,
-    moved,
-    p_value,
-    small_network,
-    weights,
-)
+from .small import Stream, make_task, moved, small_network, weights
 
 CODES = 3
 

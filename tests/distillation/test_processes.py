@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.random_models import save_random
+from tests.runs import entries
 
 from didi_instruct.api import distill as module
 from didi_instruct.cli.main import main
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.models.build import build_model
-from didi_instruct.models.checkpoint import save_model
 
+ROOT = Path(__file__).parents[2]
+PROGRAM = "tests.distillation.test_processes"
 RECIPE = """
 method: didi
 reference: {source: online, steps: 2}
@@ -63,7 +63,6 @@ RUNS = [
     ("matching", "ddp-parts"),
     ("matching", "fsdp-parts-sharded"),
 ]
-SPEEDS = {"iterations_per_second", "tokens_per_second"}
 
 
 def no_curves(*_: object, **__: object) -> bool:
@@ -102,16 +101,7 @@ def _no_curves():
 def place(tmp_path_factory):
     """A folder with a teacher of random weights, all of which matter, and the recipe."""
     folder = tmp_path_factory.mktemp("processes")
-    torch.manual_seed(0)
-    config = ModelConfig(
-        layers=2, hidden=32, heads=2, cond_dim=16, vocab_size=65, length=32,
-        learned_positions=True, schedule=ScheduleConfig(eps=0.0),
-    )  # fmt: skip
-    network = build_model(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    save_model(folder / "teacher", network, config, OracleLanguage.default().tokenizer)
+    save_random(folder / "teacher", learned_positions=True)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
@@ -136,7 +126,8 @@ def together(place):
     (place / "commands.json").write_text(json.dumps(commands))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", __file__, str(place / "commands.json")],
+        [*torchrun, "--nproc-per-node=2", "-m", PROGRAM, str(place / "commands.json")],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -153,12 +144,6 @@ def distil_alone(place, out, settings, *, resume=False):
     recipe, teacher = str(place / "recipe.yaml"), place / "teacher"
     options = {"overrides": settings, "resume": resume, "device": "cpu"}
     module.distill(recipe, teacher=teacher, out=out, **options)
-
-
-def entries(folder: Path) -> list[dict[str, float]]:
-    """The log without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
 
 
 def check_same(ours: Path, theirs: Path) -> None:

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from tests.sampling.enumeration import FALSE_ALARM, all_states, index, p_value
 
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation.hosting import Host, rows_of
@@ -28,7 +29,7 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chain import Canvas, Draw
 
-from .small import ALONE, FALSE_ALARM, Table, all_states, index, law_of, p_value, small_network
+from .small import ALONE, Table, law_of, small_network
 
 pytest.importorskip("scipy")
 V = L = 3

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from scipy.stats import norm
+from tests.sampling.enumeration import FALSE_ALARM
 from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
@@ -26,16 +27,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import Cosine, LogLinear
 
-from .small import (
-    FALSE_ALARM,
-    Stream,
-    largest_difference,
-    make_task,
-    moved,
-    settings,
-    small_network,
-    weights,
-)
+from .small import Stream, largest_difference, make_task, moved, settings, small_network, weights
 
 LANGUAGE = OracleLanguage.tiny()
 V, L, MASK = 3, 4, 3

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from tests.random_models import randomise
+from tests.sampling.enumeration import FALSE_ALARM, p_value
 from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
@@ -14,15 +16,12 @@ from didi_instruct.distillation.token_matching import TokenMatchingTask, matchin
 from didi_instruct.errors import UserError
 
 from .small import (
-    FALSE_ALARM,
     Stream,
     check_numbers,
     gradient_norm,
     largest_difference,
     make_task,
     moved,
-    p_value,
-    randomise,
     settings,
     small_network,
     twin,

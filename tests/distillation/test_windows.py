@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation.didi import DidiTask
@@ -15,7 +16,7 @@ from didi_instruct.models.layers import NEVER
 from didi_instruct.process.divergences import kl
 from didi_instruct.process.lengths import LengthLaw, before_end
 
-from .small import FALSE_ALARM, make_task, p_value, small_network, weights
+from .small import make_task, small_network, weights
 
 L, END, MASK = 6, 0, 5
 LENGTHS = (0, 3, 5, 0, 0, 4, 1)

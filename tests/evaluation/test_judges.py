@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.random_models import add_noise
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -508,10 +509,7 @@ def own(tmp_path_factory):
         config = ModelConfig(
             kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=4, length=5
         )
-        network = build_model(config).eval()
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.add_(0.5 * torch.randn_like(parameter))
+        network = add_noise(build_model(config).eval(), 0.5)
         folder = tmp_path_factory.mktemp(kind)
         save_model(folder, network, config, tokenizer)
         found[kind] = folder, network, config

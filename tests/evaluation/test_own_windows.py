@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.random_models import add_noise
 
 import didi_instruct as didi
 from didi_instruct.api.plan import Plan
@@ -36,10 +37,7 @@ def save(folder, **changes):
         layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=V + 1, length=L,
         learned_positions=True, schedule=ScheduleConfig(eps=0.0), **settings,
     )  # fmt: skip
-    network = build_model(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.4 * torch.randn_like(parameter))
+    network = add_noise(build_model(config), 0.4)
     save_model(folder, network, config, tokenizer=TOKENIZER)
     return str(folder)
 

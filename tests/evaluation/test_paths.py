@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
@@ -181,10 +182,7 @@ def random_network(kind):
         kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=V + 1, length=L,
         schedule=ScheduleConfig(eps=1e-3),
     )  # fmt: skip
-    network = build_model(config).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
+    network = add_noise(build_model(config).eval(), 0.5)
     objective = make_objective(config)
     return config, network, lambda batch: objective.loss(network, batch)
 

@@ -119,6 +119,7 @@ def styled(documents, seed, count=320, length=12, num_tokens=12):
 STYLED = TINY | {"steps": 60, "lr": 1e-2}
 
 
+@pytest.mark.slow
 def test_documents_that_were_never_seen_tell_nothing():
     """Ten documents, cut between the seventh, eighth and ninth: the AUC is 0.5 on average.
 

@@ -9,16 +9,6 @@ import torch
 import torch.nn.functional as F
 
 
-def randomise(model, seed=0):
-    """Give every parameter, the zero-initialised ones too, a value that matters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.2 * noise if "norm" in name else noise * (0.3 if p.ndim > 1 else 0.1))
-    return model
-
-
 def layer_norm(x, weight):
     centred = x - x.mean(-1, keepdim=True)
     return centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5) * weight

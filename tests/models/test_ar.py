@@ -3,11 +3,12 @@ import math
 
 import pytest
 import torch
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel, KVCache
 
-from .plain_networks import ar_logits, randomise
+from .plain_networks import ar_logits
 
 CONFIG = ModelConfig(kind="ar", layers=2, hidden=16, heads=2, vocab_size=11, length=12)
 TOKENS = torch.randint(11, (3, 9), generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,6 @@ from didi_instruct.training.world import World
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("by_block", [True, False])
 @pytest.mark.parametrize(("batch", "length", "hidden"), [(128, 256, 256), (32, 1024, 128)])
 def test_gradients_of_a_compiled_trunk(batch, length, hidden, by_block):

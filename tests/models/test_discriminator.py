@@ -3,13 +3,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.discriminator import Discriminator, DiscriminatorHead, SpectralLinear
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.precision import upcast
 
-from .plain_networks import discriminator_logits, randomise
+from .plain_networks import discriminator_logits
 
 CONFIG = ModelConfig(layers=3, hidden=16, heads=2, cond_dim=8, vocab_size=11, length=12)
 TIMED = ModelConfig(

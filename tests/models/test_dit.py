@@ -4,12 +4,13 @@ import shutil
 
 import pytest
 import torch
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER, Block, LayerNorm
 
-from .plain_networks import dit_logits, randomise
+from .plain_networks import dit_logits
 
 FIRST_KEYS = [
     "vocab_embed.embedding",
@@ -346,7 +347,6 @@ def test_compiled_trunk_uses_the_folded_modulation_while_there_is_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("time_conditioning", [False, True])
 @torch.no_grad()
 def test_gpu_equals_cpu(time_conditioning):
@@ -363,7 +363,6 @@ def test_gpu_equals_cpu(time_conditioning):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gelu_inside_of_its_product_is_the_same():
     """Up to the rounding of 16 bits, which it has once less; with gradients it is not used."""
     torch.manual_seed(0)

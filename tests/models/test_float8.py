@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.devices import DEVICES
 from torch import nn
 
 import didi_instruct as didi
@@ -11,17 +12,6 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.float8 import LARGEST, Float8Linear, is_float8, rounded, to_float8
 from didi_instruct.models.inference import suits
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 def make(hidden=64, device="cpu", **changes):

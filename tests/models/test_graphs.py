@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.devices import DEVICES
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models import graphs, remarks
@@ -22,16 +23,6 @@ from didi_instruct.sampling.network import selected_logits
 
 from .buffered import Buffered
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 KINDS = {
     "plain": {},
     "timed": {"time_conditioning": True},
@@ -120,7 +111,6 @@ def test_only_so_many_graphs_are_kept(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
 def test_graphs_are_replayed_and_few():
     """Captured for real; batches of nearby sizes share one, and nothing is captured twice."""
@@ -227,7 +217,6 @@ def test_a_last_block_that_asks_from_few_positions_tells_the_same(kind, fold, de
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
 def test_few_positions_in_bfloat16_are_compiled_and_captured():
     """As it runs for real, at widths one after the other; nothing had to be remarked."""
@@ -453,7 +442,6 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captures_warm_up_on_one_stream():
     """For each device: a stream of its own would keep a workspace of its own."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -2,13 +2,14 @@ import dataclasses
 
 import pytest
 import torch
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models import inference, packed
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.inference import InferenceDiT, suits
 
-from .plain_networks import dit_logits, randomise
+from .plain_networks import dit_logits
 
 TINY = ModelConfig(layers=2, hidden=24, heads=2, cond_dim=8, vocab_size=11, length=40)
 MASK = 10

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.files import AtomicFile, sha256_file
@@ -18,8 +19,6 @@ from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.tensors import describe
-
-from .plain_networks import randomise
 
 CONFIG = ModelConfig(
     layers=2, hidden=16, heads=2, cond_dim=8, vocab_size=11, length=12,
@@ -370,7 +369,6 @@ def test_wrong_weights_are_not_even_saved(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
 def test_loads_onto_a_gpu(folder):
     loaded = load_model(folder, device="cuda", dtype=torch.bfloat16)

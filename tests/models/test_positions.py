@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import KVCache
@@ -15,10 +16,7 @@ def random_model(kind, learned):
         kind=kind, layers=2, hidden=16, heads=2, cond_dim=8, vocab_size=7, length=6,
         learned_positions=learned,
     )  # fmt: skip
-    model = build_model(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = add_noise(build_model(config), 0.3)
     return config, model.eval()
 
 

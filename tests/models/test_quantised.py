@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.errors import UserError
@@ -14,7 +15,6 @@ from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.quantised import quantise
 
-from .plain_networks import randomise
 from .test_model_checkpoint import TOKENS, WORDS, edit, error_of, rewrite
 
 CONFIG = ModelConfig(

@@ -1,6 +1,7 @@
 """Untrained models of a few thousand weights that speak the oracle language, or letters."""
 
 import torch
+from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
@@ -28,8 +29,7 @@ def save(folder, config, *, tokenizer=LANGUAGE.tokenizer, seed=0, discriminator=
     network = build_model(config)
     judge = Discriminator(config) if discriminator else None
     for part in (network, judge) if judge is not None else (network,):
-        for parameter in part.parameters():
-            parameter.data.add_(0.2 * torch.randn_like(parameter))
+        add_noise(part, 0.2)
     save_model(folder, network, config, tokenizer=tokenizer, discriminator=judge)
     return str(folder)
 

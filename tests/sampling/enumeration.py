@@ -4,7 +4,7 @@ import torch
 from scipy.stats import chisquare
 
 FALSE_ALARM = 1e-5
-"""Probability that a correct sampler fails one of these tests; seeds are fixed, so once for all."""
+"""Probability that correct code fails one of these tests; seeds are fixed, so once for all."""
 
 
 def all_states(num: int, length: int) -> torch.Tensor:
@@ -60,17 +60,18 @@ def texts_of(mass, num_tokens, length):
     return texts
 
 
-def p_value(tokens, law, num_tokens):
-    """Chi-square test that texts (n, L) follow a law (V^L,); cells below 5 are pooled."""
-    counts = torch.bincount(index(tokens, num_tokens), minlength=len(law)).double()
-    assert not counts[law == 0].any(), "an impossible text was drawn"
-    expected = len(tokens) * law
+def p_value(places, law):
+    """Chi-square test that numbers (n,) follow a law (K,); cells below 5 are pooled."""
+    counts = torch.bincount(places, minlength=len(law)).double()
+    assert not counts[law == 0].any(), "something impossible was drawn"
+    expected = len(places) * law
     rare = expected < 5
     observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     kept = expected > 0
-    return chisquare(observed[kept], expected[kept] * len(tokens) / expected.sum()).pvalue
+    return chisquare(observed[kept], expected[kept] * len(places) / expected.sum()).pvalue
 
 
 def assert_follows(tokens, law, num_tokens):
-    assert p_value(tokens, law, num_tokens) > FALSE_ALARM
+    """Texts (n, L) follow a law (V^L,)."""
+    assert p_value(index(tokens, num_tokens), law) > FALSE_ALARM

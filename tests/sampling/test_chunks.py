@@ -97,7 +97,6 @@ def test_what_is_not_a_number_stays_none():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num", [37, 50_257])
 def test_compiled_draws_are_the_plain_ones(num):
     """Rows of all counts, one alone too, in bfloat16 and with a stride."""

@@ -267,7 +267,6 @@ def test_only_reranking_waits_and_once(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fast_guide", [False, True])
 def test_nobody_waits_for_the_gpu_but_once_a_reranking_step(fast_guide, monkeypatch):
     """Torch's own count, from the first step on; the result is read twice."""

@@ -41,7 +41,6 @@ def test_numbers_are_uniform_and_uncorrelated():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_numbers_are_the_plain_ones():
     """Bit for bit, for seeds and streams of any size."""
     for samples, seed, stream, count in (

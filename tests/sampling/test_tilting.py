@@ -40,7 +40,6 @@ def test_a_tilt_is_a_step_along_the_gradient_of_the_mixture(clamp):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_slopes_of_narrow_numbers_are_summed_in_wide_ones(dtype):
     """As in float64 up to float32 rounding, where 16-bit results would be off by a thousandth."""

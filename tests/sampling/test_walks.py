@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from tests.devices import DEVICES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -21,11 +22,7 @@ from didi_instruct.sampling.network import NetworkDenoiser
 
 from ..models.buffered import Buffered  # noqa: TID252
 
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+devices = pytest.mark.parametrize("device", DEVICES)
 MASK = 99
 
 
@@ -238,7 +235,6 @@ def test_a_step_is_one_copy_and_two_graphs(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpu_is_waited_for_twice():
     """For the number of positions of each step, and for the result; compiled as for real."""
     _, fast, schedule = make("cuda")

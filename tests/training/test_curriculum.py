@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import CurriculumConfig, PretrainConfig
@@ -25,10 +26,7 @@ CONFIG = ModelConfig(
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
-    model = build_model(CONFIG)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = add_noise(build_model(CONFIG), 0.3)
     return model.eval()
 
 

@@ -10,10 +10,7 @@ import didi_instruct as didi
 from didi_instruct.api.pretrain import pretrain
 from didi_instruct.sampling.noise import uniforms
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def curve(folder):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models.build import build_model
@@ -12,10 +13,7 @@ def random_model(kind, **changes):
     config = ModelConfig(
         kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=7, length=6, **changes
     )
-    model = build_model(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = add_noise(build_model(config), 0.3)
     return config, model.eval()
 
 
@@ -94,10 +92,7 @@ def test_while_measuring_several_masks_have_the_law_of_their_mixture():
         schedule=ScheduleConfig(eps=0.0),
     )  # fmt: skip
     torch.manual_seed(0)
-    network = build_model(config).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    network = add_noise(build_model(config).eval(), 0.3)
     objective = make_objective(config)
     tokens = torch.randint(6, (40, 6))
     noise = objective.draw(40, torch.Generator().manual_seed(1))

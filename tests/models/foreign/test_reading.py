@@ -17,6 +17,7 @@ from didi_instruct.models.foreign.reading import load_foreign, recognise
 from didi_instruct.models.foreign.stores import open_store
 from didi_instruct.models.foreign.writing import write_foreign
 
+from .folders import WORDS
 from .reference import (
     COND,
     HEADS,
@@ -39,7 +40,6 @@ TOKENS = torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(1)
 SIGMA = torch.tensor([0.02, 0.7, 6.9])
 CORE = weights()
 OTHER = weights(5)
-WORDS = Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)])
 OURS = ModelConfig(
     layers=LAYERS, hidden=HIDDEN, heads=HEADS, cond_dim=COND, vocab_size=VOCAB, length=LENGTH,
     dropout=0.1,

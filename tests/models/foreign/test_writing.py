@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import LoadedModel, load_model, save_model
@@ -16,6 +15,7 @@ from didi_instruct.models.foreign import writing
 from didi_instruct.models.foreign.reading import load_foreign, recognise
 from didi_instruct.models.foreign.writing import write_foreign
 
+from .folders import CORE, FOLDERS, WORDS
 from .reference import (
     COND,
     HEADS,
@@ -23,24 +23,11 @@ from .reference import (
     LAYERS,
     LENGTH,
     VOCAB,
-    critic_weights,
     hub_config,
-    hub_folder,
     logits,
-    prefixed,
     sdtt_config,
     weights,
 )
-
-CORE = weights(2)
-WORDS = Tokenizer.from_words([f"w{n}" for n in range(VOCAB - 1)])
-DUO = hub_config(model_type="DUO", time_conditioning=None, pad_token_id=VOCAB - 1)
-FOLDERS = {
-    "mdlm-hub": lambda at: hub_folder(at, prefixed("backbone.", CORE), hub_config()),
-    "duo-hub": lambda at: hub_folder(at, prefixed("backbone.", CORE), DUO),
-    "sdtt-hub": lambda at: hub_folder(at, prefixed("backbone.", CORE), sdtt_config()),
-    "didi-instruct": lambda at: hub_folder(at, CORE, hub_config(), critic_weights()),
-}
 
 
 def save_as_ours(loaded, folder):

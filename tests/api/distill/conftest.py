@@ -1,0 +1,40 @@
+import pytest
+from tests.random_models import save_random
+
+from didi_instruct.api import distill as module
+from didi_instruct.api import distill_parts
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A teacher, and another model that could be one."""
+    folder = tmp_path_factory.mktemp("models")
+    save_random(folder / "teacher")
+    save_random(folder / "other", seed=1)
+    return folder
+
+
+@pytest.fixture
+def run(models, tmp_path, monkeypatch):
+    """Distil the teacher into tmp_path / name; no picture, which takes longer than a run."""
+    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+
+    def start(config, name="run", *, teacher="teacher", **options):
+        options = {"device": "cpu"} | options
+        teacher = models / teacher if isinstance(teacher, str) else teacher
+        return module.distill(config, teacher=teacher, out=tmp_path / name, **options)
+
+    return start
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """How many texts the bank's sampler is asked for, call by call."""
+    asked, draw = [], distill_parts.ancestral
+
+    def counted(denoiser, schedule, canvas, **options):
+        asked.append(len(canvas.tokens))
+        return draw(denoiser, schedule, canvas, **options)
+
+    monkeypatch.setattr(distill_parts, "ancestral", counted)
+    return asked
