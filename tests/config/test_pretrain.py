@@ -51,5 +51,5 @@ def test_impossible_shapes_are_refused(changes, message):
 def test_an_override_of_a_recipe_is_checked_like_the_file():
     with pytest.raises(UserError, match=r"oracle-teacher.yaml: `optim.lrr`.*Did you mean `lr`"):
         load_recipe(PretrainConfig, "oracle-teacher", ["optim.lrr=1"])
-    with pytest.raises(UserError, match="Shipped: .*oracle-teacher"):
+    with pytest.raises(UserError, match="Known: .*oracle-teacher"):
         load_recipe(PretrainConfig, "no-such-recipe")

@@ -200,7 +200,7 @@ def test_repetition_is_doubted_too_and_marked_at_the_row(tmp_path):
     against = Content(title="", rows=rows, baseline=[few, most])
     found = doubts(against)[1:]
     assert [line for line in found if line[0] != "t"] == [
-        line.format("the plain baseline's") for line in expected
+        line.format("the plain baseline's at 64 NFE") for line in expected
     ]
     page, text = write_report(tmp_path, content)
     marked = re.findall(r"⚠</span> (\w+)", page.read_text(encoding="utf-8"))

@@ -66,7 +66,7 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
-    """Latency and throughput beside the floor of the hardware; ratios within one run."""
+    """Latency and throughput beside bare passes of the trunk; ratios within one run."""
     from didi_instruct.api import bench as api
     from didi_instruct.api.bench_distill import bench_distillation
     from didi_instruct.api.bench_plan import BenchPlan

@@ -96,13 +96,16 @@ def prepare(
     )
     with PrepareBar() as bar:
         result = run(settings, bar)
-    typer.echo(_summary(result))
+    typer.echo(_summary(result, tokenizer))
 
 
-def _summary(result: "PrepareResult") -> str:
+def _summary(result: "PrepareResult", asked: str) -> str:
     manifest = result.manifest
     state = "Already prepared" if result.already_prepared else "Wrote"
-    lines = [f"{state}: {result.folder}, vocabulary of {manifest.tokenizer.size:,} ids"]
+    size, (kind, _, wanted) = manifest.tokenizer.size, asked.partition(":")
+    lines = [f"{state}: {result.folder}, vocabulary of {size:,} ids"]
+    if kind == "bpe" and wanted.isdigit() and size < int(wanted):
+        lines[0] += f" (of {int(wanted):,} asked for: this text has no more that repeat)"
     lines += [
         f"  {name}: {info.rows:,} rows of {manifest.length} tokens from "
         f"{_count(info.documents, 'document')}, {_count(len(info.shards), 'shard')}"

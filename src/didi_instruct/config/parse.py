@@ -66,7 +66,8 @@ def apply_overrides(
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
-            raise UserError(f"{flag} {override}: write it as section.key=value.")
+            form = "section.key=value" if flag == "--set" else "key=value"
+            raise UserError(f"{flag} {override}: write it as {form}.")
         *sections, last = key.strip().split(".")
         target = result
         for section in sections:

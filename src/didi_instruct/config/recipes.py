@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.parse import apply_overrides, parse, read_yaml
+from didi_instruct.config.parse import apply_overrides, nearest, parse, read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.errors import UserError
 
@@ -28,10 +28,8 @@ def find_recipe(recipe: str) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
-    raise UserError(
-        f"`{recipe}` is neither a recipe file nor a shipped recipe. "
-        f"Shipped: {', '.join(recipe_names())}."
-    )
+    hint = nearest(recipe, recipe_names())
+    raise UserError(f"`{recipe}` is neither a recipe file nor a shipped recipe.{hint}")
 
 
 def load_recipe(cls: type[T], recipe: str, overrides: Sequence[str] = ()) -> T:

@@ -124,7 +124,7 @@ def _places(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
             row |= _nothing(name, _other_batches(size, rivals[0].row.get("batch_size")))
             continue
         if len(equals) == 1 and equals[0].entropy != point.entropy:
-            row |= _nothing(name, "vsF needs a sweep of the baseline: add --frontier")
+            row |= _nothing(name, "vsF needs a sweep of the baseline (didi eval --frontier)")
             continue
         result = vsf(point, equals)
         row |= {name: result.value, f"{name}_ci95": None}

@@ -63,7 +63,7 @@ def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for place, message in (
         (tmp_path, "is not empty"),
-        (tmp_path / "file", "is not empty"),
+        (tmp_path / "file", "is a file"),
         (tmp_path / "file" / "x", "cannot be written"),
         (tmp_path / "loop", "cannot be written"),
     ):

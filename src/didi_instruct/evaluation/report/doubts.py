@@ -64,9 +64,11 @@ def _level(
         rivals = [(content.real, "the reference text's")]
     else:
         for line in (line for line in lines if line.is_baseline):
-            plain = line.plain(line.budgets[-1] if sign.grows else row["nfe"])
+            nfe = line.budgets[-1] if sign.grows else row["nfe"]
+            plain = line.plain(nfe)
             if plain is not None and is_plain(plain):
-                rivals.append((plain, "the plain baseline's"))
+                other = f" at {nfe} NFE" if nfe != row["nfe"] else ""
+                rivals.append((plain, f"the plain baseline's{other}"))
     for rival, whose in rivals:
         same = rival.get("num_samples") == row.get("num_samples")
         if rival.get(sign.field) is not None and (same or not sign.grows):

@@ -19,7 +19,8 @@ def refuse_full(folder: Path) -> None:
     except OSError as error:
         raise _no_place(folder, error) from error
     if not free:
-        raise UserError(f"{folder} is not empty: choose another folder.")
+        full = "not empty" if folder.is_dir() else "a file"
+        raise UserError(f"{folder} is {full}: choose another folder.")
 
 
 @contextmanager

@@ -66,7 +66,10 @@ def _refuse(loaded: LoadedModel, layout: str, critic: nn.Module | None) -> None:
     if config.kind != kind:
         raise UserError(f"`{layout}` holds `{kind}` models, and this is `{config.kind}`.")
     if config.learned_positions:
-        raise UserError(f"`{layout}` has rotary positions alone, no `learned_positions`.")
+        raise UserError(
+            f"`{layout}` has rotary positions alone, no `learned_positions`: train with "
+            "--set model.learned_positions=false, or write --to didi."
+        )
     if config.masks > 1:
         raise UserError(f"`{layout}` has one mask, and the model {config.masks} (mixture steps).")
     if config.end_id is not None or config.order != "random":
