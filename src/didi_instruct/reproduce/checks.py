@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.costs import BANKED, cost_of, model_of
 from didi_instruct.reproduce.items import Item
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import jobs_of
+from didi_instruct.reproduce.paces import kept, minutes_of, pace_jobs
 from didi_instruct.reproduce.running import bank_of, finished
 from didi_instruct.reproduce.scale import Given, Scale
 from didi_instruct.reproduce.together import check_together
@@ -53,18 +54,35 @@ class Planned:
     gpu_hours: float | None
 
 
-def plan(items: Sequence[Item], scale: Scale, out: Path) -> list[Planned]:
-    """All jobs, with what is left to do and what it may cost.
+def plan(
+    items: Sequence[Item], scale: Scale, out: Path, paced: Sequence[Planned] = ()
+) -> list[Planned]:
+    """All jobs, with what is left to do and what it may cost; those of `paced` come first.
 
     Of those that share a bank of texts, the first draws it.
     """
-    planned, drawn = [], set[str]()
-    for job in jobs_of(items, scale, out):
+    planned, drawn = list(paced), set[str]()
+    known = {one.job.key for one in paced}
+    for job in (job for job in jobs_of(items, scale, out) if job.key not in known):
         bank = _bank(job)
-        hours = cost_of(job, draws_bank=bank not in drawn).gpu_hours
+        cost = cost_of(job, draws_bank=bank not in drawn)
         drawn |= {bank} if bank else set()
+        hours, minutes = cost.gpu_hours, minutes_of(job, scale)
+        if minutes is not None:  # and its bank, as far as that is known
+            hours = minutes / 60 + (replace(cost, training=0.0).gpu_hours or 0.0)
         planned.append(Planned(job, finished(job, out) is not None, hours))
     return planned
+
+
+def plan_paces(scale: Scale, out: Path) -> list[Planned]:
+    """Short runs that measure paces, and what they need; those whose rate is kept are done."""
+    jobs = pace_jobs(scale)
+    rates = kept(jobs, out)
+    missing = in_order([job for role, job in jobs.items() if role not in rates])
+    return [
+        *(Planned(jobs[role], True, 0.0) for role in rates),
+        *(Planned(job, finished(job, out) is not None, cost_of(job).gpu_hours) for job in missing),
+    ]
 
 
 def _bank(job: Job) -> str | None:
