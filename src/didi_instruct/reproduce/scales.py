@@ -291,6 +291,8 @@ def _paper(given: Given) -> Scale:
         ablation=(),
         late_from=32,
         budgets=(8, 16, 32, 64, 128),
+        beyond=(1024,),
+        large_beyond=(512, 1024),
         most_steps=1024,
         samples=1024,
         seeds=(0,),
