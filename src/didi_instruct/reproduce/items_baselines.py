@@ -19,7 +19,7 @@ from didi_instruct.reproduce.baselines import (
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
-from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU
+from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU, without_mauve
 from didi_instruct.reproduce.jobs import Job, spread
 from didi_instruct.reproduce.scale import FIRST, Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
@@ -121,6 +121,7 @@ def _table(scale: Scale, results: Results) -> Table:
             "Training minutes are wall-clock time of the steps on this machine, of the whole chain "
             "after the teacher that all share: DUO's hold its own teacher's, those of token "
             "matching its first student's. Texts are those of the last training alone.",
+            *without_mauve(scale),
             *([f"Not at this scale: {', '.join(absent)}."] if absent else []),
         ],
     )
