@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import didi_instruct
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.provenance import commit, provenance
+from didi_instruct.evaluation.provenance import commit, provenance, versions
 from didi_instruct.evaluation.report import Content, render_terminal, write_report
 from didi_instruct.evaluation.report.blocks import blocks_of, sweep_of
 from didi_instruct.evaluation.report.lines import lines_of, short_names
@@ -527,7 +528,9 @@ def test_a_commit_is_named_only_where_git_keeps_the_package(tmp_path):
 def test_provenance_tells_versions_and_no_places():
     found = provenance()
     assert found["torch"] == torch.__version__
+    assert found["didi-instruct"] == didi_instruct.__version__
     assert found["date"].endswith("UTC")
+    assert versions().items() <= found.items(), "an evaluation's JSON names them alike"
     assert not any(re.search(r"(^|\s)/\w", value) for value in found.values())
     assert str(Path.home()) not in str(found)
 

@@ -106,8 +106,10 @@ def test_values_that_cannot_be_explained_are_refused(values):
         importances([H, M], points, values)
 
 
-def test_without_optuna_it_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
+@pytest.mark.parametrize("package", ["optuna", "sklearn"])
+def test_without_a_package_it_names_the_extra(monkeypatch, package):
+    """Optuna has no forest of its own, and would say so only once it is asked for one."""
+    monkeypatch.setitem(sys.modules, package, None)
     points = latin_hypercube([H, M], 9)
     with pytest.raises(MissingExtraError, match=r"didi-instruct\[reproduce\]"):
         importances([H, M], points, list(range(9)))

@@ -101,7 +101,7 @@ def test_only_items_that_need_an_extra_ask_for_it(monkeypatch, no_hub, tmp_path)
         found = checks.checks([ITEMS[name]], scale, tmp_path)
         return {c.what.split()[0] for c in found if not c.is_there}
 
-    assert missing("rgas-anova") == {"matplotlib", "optuna", "scipy"}
+    assert missing("rgas-anova") == {"matplotlib", "optuna", "sklearn", "scipy"}
     assert missing("figure-1") == {"matplotlib"}
 
 

@@ -2,39 +2,19 @@
 
 import pytest
 
+from didi_instruct.api.model import Model
+from didi_instruct.benchmarking import timing
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
-from didi_instruct.reproduce import latency
+from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
-from didi_instruct.reproduce.latency import interleaved, latency_rows, time_settings
+from didi_instruct.reproduce.latency import latency_rows, time_settings, untimed
+from didi_instruct.reproduce.scale import Given
+from didi_instruct.reproduce.scales import find_scale
 
 from .small_models import LANGUAGE, config_of, save
 
-
-class Clock:
-    """Time that passes only when something is drawn."""
-
-    def __init__(self):
-        self.now, self.calls = 0.0, []
-
-    def draw(self, name, seconds):
-        waiting = iter(seconds)
-
-        def run(seed):
-            self.calls.append((name, seed))
-            self.now += next(waiting)
-            return 100
-
-        return run
-
-
-def test_all_take_turns_and_the_first_time_does_not_count(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(latency.time, "perf_counter", lambda: clock.now)
-    found = interleaved([clock.draw("a", [99, 1, 3, 2]), clock.draw("b", [50, 4, 4, 7])], 3)
-    assert found == [[(1, 100), (3, 100), (2, 100)], [(4, 100), (4, 100), (7, 100)]]
-    turns = [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
-    assert clock.calls == [("a", 0), ("b", 0), *turns]
+MEMORY = RuntimeError("CUDA out of memory.\nTried to allocate 20.00 GiB")
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +28,37 @@ def settings(tmp_path_factory):
     ]
 
 
+class Watched:
+    """A model that notes who draws with which seed, on a clock that drawing alone moves."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.drawn, self.left = 0.0, [], iter(seconds)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        real = Model.sample
+
+        def sample(model, **wish):
+            self.drawn.append((model.config.kind, wish["seed"]))
+            passed = next(self.left)
+            if isinstance(passed, Exception):
+                raise passed
+            self.now += passed
+            return real(model, **wish)
+
+        monkeypatch.setattr(Model, "sample", sample)
+
+
+def test_all_take_turns_and_the_first_time_does_not_count(settings, monkeypatch):
+    """Every round has a seed of its own, the same for all."""
+    watched = Watched(monkeypatch, [99, 50, 1, 4, 3, 4, 2, 7])
+    rows = time_settings(settings, batch=2, rounds=3, device="cpu")
+    turns = [(kind, seed) for seed in (0, 1, 2) for kind in ("ar", "mdlm")]
+    assert watched.drawn == [("ar", 0), ("mdlm", 0), *turns]
+    assert [row["seconds_range"] for row in rows] == [[1, 3], [4, 7]]
+
+
 def test_numbers_of_a_row_follow_from_its_seconds(settings, monkeypatch):
     """By hand: medians of 2 and 4 s for a batch of 4 texts of 32 tokens."""
-    seconds = iter([2.0, 4.0, 4.0, 3.0, 1.0, 4.0])  # AR, MDLM; MDLM, AR; AR, MDLM
-    clock = iter([t for n, s in enumerate(seconds) for t in (100.0 * n, 100.0 * n + s)])
-    monkeypatch.setattr(latency.time, "perf_counter", lambda: next(clock))
+    Watched(monkeypatch, [99, 99, 2, 4, 3, 4, 1, 4])
     ar, mdlm = time_settings(settings, batch=4, rounds=3, device="cpu")
     assert (ar["seconds_median"], mdlm["seconds_median"]) == (2, 4)
     assert ar["seconds_range"] == [1, 3]
@@ -61,6 +67,32 @@ def test_numbers_of_a_row_follow_from_its_seconds(settings, monkeypatch):
     assert (ar["seconds_per_1k"], mdlm["seconds_per_1k"]) == (16, 32)
     assert (ar["ratio_to_first"], mdlm["ratio_to_first"]) == (1, 0.5)
     assert (ar["role"], mdlm["steps"], mdlm["rounds"]) == ("ar", 4, 3)
+    assert untimed([ar, mdlm]) == []
+
+
+@pytest.mark.parametrize("passed", [[MEMORY, 9, 4, 4], [9, 9, 2, 4, MEMORY, 4]])
+def test_a_setting_that_does_not_fit_is_told_and_the_others_are_timed(
+    settings, monkeypatch, passed
+):
+    """Whether it fails at once or in a later round; a table then says so."""
+    Watched(monkeypatch, passed)
+    ar, mdlm = time_settings(settings, batch=4, rounds=2, device="cpu")
+    assert (ar["tokens_per_second"], ar["ratio_to_first"]) == (None, None)
+    assert (mdlm["tokens_per_second"], mdlm["ratio_to_first"]) == (32, None)
+    told = "AR at 32 NFE was not timed: CUDA out of memory."
+    assert untimed([ar | {"nfe": 32}, mdlm | {"nfe": 4}]) == [told]
+    scale = find_scale("toy", Given())
+    (job,) = ITEMS["latency"].jobs(scale)
+    rows = [ar | {"nfe": 32}, mdlm | {"nfe": 4, "role": "teacher"}]
+    table = ITEMS["latency"].table(scale, {job.key: rows})
+    assert told in table.notes
+    assert [row["ratio_to_ar"] for row in table.rows] == [None, None]
+
+
+def test_where_nothing_runs_there_is_no_result(settings, monkeypatch):
+    Watched(monkeypatch, [MEMORY, MEMORY])
+    with pytest.raises(RuntimeError, match="no setting ran: CUDA out of memory"):
+        time_settings(settings, batch=4, rounds=2, device="cpu")
 
 
 def test_more_steps_take_longer(settings):

@@ -31,7 +31,7 @@ def refuse(scale, table, results, path):
 def item(figure=draw, name="thing"):
     def table(scale, results):
         rows = [{"method": "a", "nfe": 4, "x": results[JOB.key], "seed": 0, "num_samples": 1}]
-        return Table(title="A thing", rows=rows, shown=(Shown("x", "x"),))
+        return Table(rows=rows, shown=(Shown("x", "x"),))
 
     return Item(
         name=name, title="A thing", where="", jobs=lambda scale: [JOB], table=table, figure=figure
@@ -51,7 +51,20 @@ def test_an_item_has_its_table_and_its_figure(toy, tmp_path):
     assert outcome.whole
     names = [path.name for path in outcome.made[0].files]
     assert names == ["thing.md", "thing.csv", "thing.json", "thing.png"]
-    assert "| a | 3.50 |" in (tmp_path / "tables" / "thing.md").read_text()
+    text = (tmp_path / "tables" / "thing.md").read_text()
+    assert text.startswith("# A thing\n")
+    assert "| a | 3.50 |" in text
+
+
+def test_a_table_may_have_a_title_of_its_own(toy, tmp_path):
+    """Where what the item is called is not what a table of this scale holds."""
+
+    def smaller(scale, results):
+        return replace(item().table(scale, results), title="A smaller thing")
+
+    make([replace(item(), table=smaller)], toy[1], tmp_path)
+    text = (tmp_path / "tables" / "thing.md").read_text()
+    assert text.startswith("# A smaller thing\n")
 
 
 def test_a_figure_that_cannot_be_drawn_is_told_and_not_named(toy, tmp_path):
@@ -78,7 +91,7 @@ def test_a_run_without_results_leaves_the_older_table_as_it_is(toy, tmp_path):
     module.value = refuse_to_run
     (done,) = (tmp_path / "jobs").glob("*/done.json")
     done.unlink()
-    empty = replace(item(), table=lambda scale, results: Table(title="A thing", rows=[], shown=()))
+    empty = replace(item(), table=lambda scale, results: Table(rows=[], shown=()))
     for thing in (item(), empty):
         made = make([thing], scale, tmp_path).made[0]
         assert made.table is None

@@ -54,6 +54,20 @@ def candidates(sources: Sequence[str], tokenizer: str | None = None) -> list[Can
     return found
 
 
+def shared_tokenizer(models: Sequence[Candidate]) -> Tokenizer | None:
+    """What reads text for models of one table, in whatever order they are named.
+
+    Theirs are equal but for the end of a text, which some do not know: one that does, if any.
+    """
+    found = [model.tokenizer for model in models if model.tokenizer is not None]
+    return next((one for one in found if one.eot_id is not None), found[0] if found else None)
+
+
+def shared_ids(models: Sequence[Candidate]) -> int | None:
+    """Ids that all of the models know; None without any model."""
+    return min((model.config.num_tokens for model in models), default=None)
+
+
 def _look(source: str, tokenizer: str | None) -> Candidate:
     origin = find(source)
     config, own = _KINDS[origin.form](origin)

@@ -2,16 +2,13 @@
 
 import json
 import math
-import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from didi_instruct import __version__
 from didi_instruct.api.model import Model, load
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.data.dataset import TokenSource, open_data
@@ -24,12 +21,10 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.describing import complete
 from didi_instruct.evaluation.likelihood import check_data
-from didi_instruct.evaluation.provenance import commit
+from didi_instruct.evaluation.provenance import versions
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.lengths import goes_on
 
-PACKAGES = ("numpy", "transformers", "mauve-text")
-"""Other packages on which numbers depend, where they are installed."""
 ROWS_AT_ONCE = 1024
 
 
@@ -52,22 +47,9 @@ class Report:
             "rows": [complete(row) for row in self.rows],
             "baseline": [complete(row) for row in self.baseline],
             "reference": self.reference,
-            "versions": dict(_versions()),
+            "versions": versions(),
         }
         write_atomic(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "didi_instruct", __version__
-    yield "torch", torch.__version__
-    yield "python", platform.python_version()
-    for name in PACKAGES:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if known := commit():
-        yield "commit", known
 
 
 def evaluate_likelihood(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 
-from didi_instruct.api.candidates import Candidate, candidates
+from didi_instruct.api.candidates import Candidate, candidates, shared_ids, shared_tokenizer
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.reference import FEWEST, Like, open_reference
 from didi_instruct.api.samplers import find_sampler
@@ -55,8 +55,8 @@ def check_models(
             length=_window(last, wish.length),
             until_eot=plan.until_eot or ends,
             hash=last.tokenizer_hash,
-            tokenizer=last.tokenizer,
-            num_tokens=last.config.num_tokens,
+            tokenizer=shared_tokenizer(found),
+            num_tokens=shared_ids(found),
             documents=ends,
         )
         open_reference(reference, like, reading, metrics)

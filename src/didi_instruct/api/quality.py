@@ -4,31 +4,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from didi_instruct.api.candidates import Candidate, candidates
+from didi_instruct.api.candidates import candidates
 from didi_instruct.api.model import load
 from didi_instruct.api.open import open_source
 from didi_instruct.api.plan import Plan, check_metrics
-from didi_instruct.api.reference import OF_TEXT, Like, open_reference
+from didi_instruct.api.reference import OF_TEXT
 from didi_instruct.api.studio import Studio, fingerprint
+from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.data.readers import ReadOptions
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.comparison import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
-from didi_instruct.evaluation.kept import content_key
 from didi_instruct.evaluation.rows import (
     METRICS,
     Begun,
     Measured,
     Progress,
-    Reference,
     Row,
     Yardstick,
 )
 from didi_instruct.evaluation.samples import SampleSet, read_samples
 from didi_instruct.models.ar import ARModel
-from didi_instruct.training.world import pick_device
 
 __all__ = ["Plan", "Quality", "Studio", "check_metrics", "evaluate_quality"]
 
@@ -100,17 +97,17 @@ def evaluate_quality(
         if source == against:
             rivals = studio.draw_baseline(source, model, plan, progress)
     check_comparable([*sets, *rivals], metrics)
-    text = None
-    if reference is not None:
-        like = _like(sets[0], models, tokenizer)
-        text = open_reference(reference, like, reading or ReadOptions(), metrics)
-    yardstick = Yardstick(
+    yardstick, text = make_yardstick(
+        sets,
+        models,
+        seed=plan.seed,
         judge=judge,
-        reference=None if text is None else _as_reference(text),
-        num_tokens=_vocabulary(models, [*sets, *([text] if text else [])]),
-        seed=plan.seed % (1 << 63),
-        device=str(pick_device(device)),
+        reference=reference,
+        reading=reading,
+        metrics=metrics,
+        tokenizer=tokenizer,
         ar_start=begun,
+        device=device,
     )
     wanted = [
         *((s, metrics) for s in (*sets, *rivals)),
@@ -183,30 +180,3 @@ def _real(row: Row, text: SampleSet, num: int, metrics: Sequence[str]) -> Row:
         note = f"depends on the number of texts: {len(text)} here, {num} samples"
         row |= {column: None, f"{column}_ci95": None, f"{column}_note": note}
     return complete(row)
-
-
-def _like(samples: SampleSet, models: Sequence[Candidate], tokenizer: str | None) -> Like:
-    """What a reference must be like."""
-    reads, ids = (Tokenizer.load(tokenizer) if tokenizer else None), None
-    if models:
-        reads, ids = models[-1].tokenizer, models[-1].config.num_tokens
-    origin = samples.origin
-    return Like(
-        num=len(samples),
-        length=origin.length,
-        until_eot=origin.until_eot,
-        hash=origin.tokenizer,
-        tokenizer=reads,
-        num_tokens=ids,
-        documents=origin.own_window or any(m.config.end_id is not None for m in models),
-    )
-
-
-def _as_reference(text: SampleSet) -> Reference:
-    return Reference(text.origin.model, content_key(text), text.texts, text.tokens, text.lengths)
-
-
-def _vocabulary(models: Sequence[Candidate], sets: Sequence[SampleSet]) -> int:
-    """Ids that a token may have."""
-    known = (model.config.num_tokens for model in models)
-    return max(*known, *(1 + int(s.tokens.max()) for s in sets), 1)

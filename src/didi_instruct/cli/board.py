@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
+from didi_instruct.cli.progress import SECONDS_BETWEEN_LINES, clock
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from didi_instruct.reproduce.grid import Standing
 
-SECONDS_BETWEEN_LINES = 10.0
 WAITING_SHOWN = 6
 """Jobs of the table that have not begun; more would push the running one away."""
 WORDS = {"kept": "done before"}
@@ -112,10 +113,3 @@ def summary(standings: "Sequence[Standing]") -> str:
     order = ("done", "done before", "failed", "blocked", "waiting")
     parts = [f"{counts[state]} {state}" for state in order if counts[state]]
     return f"{len(standings)} jobs: {', '.join(parts)}" if parts else f"{len(standings)} jobs"
-
-
-def clock(seconds: float) -> str:
-    """Seconds as people read them."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

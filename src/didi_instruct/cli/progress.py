@@ -112,14 +112,15 @@ class _Lines:
         line = f"{stage}: {100 * done / total:.0f}%" if total else stage
         if not begins and speed > 0:
             line += f", {rate}"
-            line += f", {_clock((total - done) / speed)} left" if total else ""
+            line += f", {clock((total - done) / speed)} left" if total else ""
         print(line, file=sys.stderr)
 
     def stop(self, finished: bool) -> None:
         pass
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
+def clock(seconds: float) -> str:
+    """Seconds as people read them."""
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}"

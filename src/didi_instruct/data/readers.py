@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shutil import copyfileobj
 from typing import IO, Any, Literal, get_args
 
+from didi_instruct.data.hub import stream_of
 from didi_instruct.data.sources import Meter, Source, open_source, readable
 from didi_instruct.errors import MissingExtraError, UserError
 
@@ -272,23 +273,10 @@ def _read_parquet(source: Source, options: ReadOptions, meter: Meter) -> Iterato
 
 def _read_hub(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fragment]:
     """Stream a dataset from Hugging Face: `hf:NAME` or `hf:NAME:split`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("Reading a Hugging Face dataset", "data") from error
-
     name, _, split = source.name.removeprefix("hf:").partition(":")
-    try:
-        records = datasets.load_dataset(name, split=split or "train", streaming=True)
-        for number, record in enumerate(records, 1):
-            yield _text_of(record, options.field, f"{source.name} (record {number})"), True
-    except UserError:
-        raise
-    except Exception as error:  # a network and a repository can fail in any way
-        reason = (str(error) or type(error).__name__).strip().partition("\n")[0].rstrip(".")
-        raise UserError(
-            f"{source.name}: loading it from Hugging Face failed ({reason})."
-        ) from error
+    feature = "Reading a Hugging Face dataset"
+    for record, place in stream_of(name, split or "train", place=source.name, feature=feature):
+        yield _text_of(record, options.field, place), True
 
 
 def _column(names: list[str], field: str, place: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from didi_instruct.distillation.task import ENOUGH_TEXTS, StudentTask
 
 HALF = 0.5
+"""Share of steps above which something happens mostly."""
 HOLD = {
     "didi": "didi.kl_weight",
     "token-matching": "token_matching.anchor",

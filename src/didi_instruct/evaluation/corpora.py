@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from didi_instruct.config.parse import nearest
+from didi_instruct.data.hub import stream_of
 from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Compression, Meter, Source
-from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.errors import UserError
 from didi_instruct.evaluation import detokenise as rules
 from didi_instruct.evaluation.detokenise import Rules, detokenise
 
@@ -256,24 +257,17 @@ def load_corpus(name: str) -> Iterator[str]:
 
 
 def _hub_texts(name: str, hub: HubData) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError as error:
-        feature = "Reading corpora from the hub, not from --data FOLDER,"
-        raise MissingExtraError(feature, "data") from error
-
     where = {"name": hub.config}
     if hub.revision is not None:  # the copies have a folder for each configuration
         where = {"data_dir": hub.config, "revision": hub.revision}
-    try:
-        records = datasets.load_dataset(hub.name, split=hub.split, streaming=True, **where)
-        for number, record in enumerate(records, 1):
-            yield _text_of(record, hub.field, f"hf:{hub.name} (record {number})")
-    except UserError:
-        raise
-    except Exception as error:  # a network and a repository can fail in any way
-        reason = (str(error) or type(error).__name__).strip().partition("\n")[0].rstrip(".")
-        raise UserError(
-            f"hf:{hub.name}: loading {name} from Hugging Face failed ({reason}): try again, or "
-            f"give a folder with {_looked_for([CORPORA[name]])}."
-        ) from error
+    records = stream_of(
+        hub.name,
+        hub.split,
+        place=f"hf:{hub.name}",
+        feature="Reading corpora from the hub, not from --data FOLDER,",
+        what=name,
+        or_else=f": try again, or give a folder with {_looked_for([CORPORA[name]])}",
+        where=where,
+    )
+    for record, place in records:
+        yield _text_of(record, hub.field, place)

@@ -3,11 +3,10 @@
 import os
 import platform
 import subprocess
-import sys
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from didi_instruct import __version__
@@ -16,22 +15,39 @@ PACKAGE = Path(__file__).parent.parent
 CPU_INFO = Path("/proc/cpuinfo")
 
 
+PACKAGES = ("numpy", "transformers", "mauve-text")
+"""Other packages on which numbers may depend, where they are installed."""
+
+
 def provenance() -> dict[str, str]:
     """What a reader needs to make the numbers again; what is not known is left out."""
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "didi-instruct": __version__,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        # Reading its version would import it, which takes seconds; unused, it has no part in this.
-        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
+        **versions(),
         "system": f"{platform.system()} {platform.machine()}",
         "CPU": f"{_cpu()}, {_cores()} cores",
         "GPU": _gpu(),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def versions() -> dict[str, str]:
+    """Of the code behind numbers, by package; read, not imported, which would take seconds."""
+    found = {
+        "didi-instruct": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _installed(name) for name in PACKAGES},
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit(folder: Path = PACKAGE) -> str | None:

@@ -13,6 +13,7 @@ dimensions it also flatters the strongest setting.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -139,6 +140,8 @@ def _shares(
     """Main effects of one forest, in the order of the parameters."""
     try:
         import optuna
+
+        import_module("sklearn")  # has the forest; optuna looks for it only when it makes one
     except ImportError as error:
         raise MissingExtraError("Functional ANOVA", EXTRA) from error
     laws: dict[str, Any] = {

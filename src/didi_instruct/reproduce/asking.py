@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from didi_instruct.distillation.watch import HALF
 from didi_instruct.reproduce.items import Results
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import QUALITY, quality_job
@@ -14,7 +15,6 @@ from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, S
 
 ALL_TRICKS = "ablation-all-tricks"
 """The paper's algorithm, with every trick of its ablations."""
-HALF = 0.5
 
 
 class Way(NamedTuple):
@@ -53,7 +53,6 @@ def ask_method(
     *,
     steps: Sequence[int] | None = None,
     metrics: Sequence[str] = (),
-    num: int | None = None,
     does: str = QUALITY,
     named: str = "measure",
 ) -> Iterator[Ask]:
@@ -71,7 +70,6 @@ def ask_method(
                     steps=budgets,
                     seed=seed,
                     metrics=metrics,
-                    num=num,
                     sampler=way.sampler,
                     does=does,
                 ),
@@ -128,15 +126,17 @@ def learnt(rows: Iterable[Row]) -> list[str]:
     idle = [name for name, row in told.items() if row["updates"] == 0]
     if idle:
         notes.insert(0, f"**Made no update, so that the row is the teacher: {'; '.join(idle)}.**")
-    chance = [
-        f"{name} ({row['at_chance']:.0%} of its steps)"
-        for name, row in told.items()
-        if row["at_chance"] > HALF
-    ]
-    if chance:
-        notes.append(
-            f"The discriminator was mostly at chance, and says little: {'; '.join(chance)}."
-        )
+    for share, words in (
+        ("at_chance", "at chance, and says little"),
+        ("saturated", "sure of itself, and did not learn"),
+    ):
+        mostly = [
+            f"{name} ({row[share]:.0%} of its steps)"
+            for name, row in told.items()
+            if row.get(share, 0.0) > HALF
+        ]
+        if mostly:
+            notes.append(f"The discriminator was mostly {words}: {'; '.join(mostly)}.")
     return notes
 
 

@@ -5,10 +5,12 @@ They are thin: what is measured is in `landscape`, `sensitivity`, `latency`, `ze
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from didi_instruct.evaluation.rows import Progress
 from didi_instruct.reproduce.baselines import LATE, baseline_rows
 from didi_instruct.reproduce.equal_terms import WHOLE, Setting, Terms
 from didi_instruct.reproduce.jobs import Context
@@ -47,8 +49,12 @@ def terms_of(
         reference=context.inputs.get("reference"),
         part=(part[0], part[1]),
         device=context.device,
-        progress=lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}"),
+        progress=_teller(context),
     )
+
+
+def _teller(context: Context) -> Progress:
+    return lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}")
 
 
 def landscape(
@@ -134,40 +140,31 @@ def latency(
     )
 
 
-def zero_shot(
-    context: Context,
-    *,
-    labels: Mapping[str, str],
-    teachers: Mapping[str, str],
-    sequences: int,
-    seed: int,
-) -> Rows:
+def zero_shot(context: Context, **asked: Any) -> Rows:
     """Likelihood of the corpora under the models in `labels`, which are inputs by role."""
-    return zero_shot_rows(
-        {label: context.inputs[role] for role, label in labels.items()},
-        out=context.shared / EVALS,
-        teacher_of=teachers,
-        data=context.inputs.get("corpora"),
-        sequences=sequences,
-        seed=seed,
-        device=context.device,
-        progress=lambda stage, done, total: context.tell(f"{stage.lower()} {done} of {total}"),
-    )
+    return _zero_shot(context, context.inputs, context.inputs.get("corpora"), **asked)
 
 
-def toy_zero_shot(
-    context: Context,
-    *,
-    labels: Mapping[str, str],
-    teachers: Mapping[str, str],
-    sequences: int,
-    seed: int,
-) -> Rows:
+def toy_zero_shot(context: Context, **asked: Any) -> Rows:
     """The same where there is no corpus: stand-ins, and models of letters that can read them."""
     corpora = context.folder / "corpora"
     write_corpora(corpora)
     found = toy_models(context.folder, device=context.device)
-    sources = {"teacher": found["teacher"], "didi": found["student"]}
+    return _zero_shot(
+        context, {"teacher": found["teacher"], "didi": found["student"]}, corpora, **asked
+    )
+
+
+def _zero_shot(
+    context: Context,
+    sources: Mapping[str, str],
+    corpora: str | Path | None,
+    *,
+    labels: Mapping[str, str],
+    teachers: Mapping[str, str],
+    sequences: int,
+    seed: int,
+) -> Rows:
     return zero_shot_rows(
         {label: sources[role] for role, label in labels.items()},
         out=context.shared / EVALS,
@@ -176,6 +173,7 @@ def toy_zero_shot(
         sequences=sequences,
         seed=seed,
         device=context.device,
+        progress=_teller(context),
     )
 
 
@@ -188,6 +186,7 @@ def baselines(
     top_ps: Sequence[float],
     machine: str,
     late_from: int | None = None,
+    few: Sequence[int] = (),
     **common: Any,
 ) -> Rows:
     """All ways to sample all models that are inputs, over temperature and top-p.
@@ -204,5 +203,6 @@ def baselines(
         top_ps=top_ps,
         most_steps=most_steps,
         late_from=late_from,
+        few=few,
     )
     return [row | {"machine": machine} for row in rows]

@@ -14,7 +14,7 @@ from didi_instruct.evaluation.corpora import CORPORA
 from didi_instruct.models.build import count_parameters
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
-from didi_instruct.reproduce.costs import BANKED, cost_of, model_of
+from didi_instruct.reproduce.costs import cost_of, model_of
 from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import jobs_of
@@ -87,7 +87,7 @@ def plan_paces(scale: Scale, out: Path) -> list[Planned]:
 
 def _bank(job: Job) -> str | None:
     config = job.settings() if job.does == "distill" else None
-    return bank_of(job, config) if config and config.method in BANKED else None
+    return bank_of(job, config) if config else None
 
 
 def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
@@ -217,8 +217,10 @@ def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[
     names = {item.name for item in items}
     wanted = [("matplotlib", "reproduce", "figures", True)]
     wanted += [
-        ("optuna", "reproduce", "rgas-anova", "rgas-anova" in names),
-        ("scipy", "reproduce", "rgas-anova", "rgas-anova" in names),
+        (package, "reproduce", "rgas-anova", "rgas-anova" in names)
+        for package in ("optuna", "sklearn", "scipy")
+    ]
+    wanted += [
         (
             "mauve",
             "eval",

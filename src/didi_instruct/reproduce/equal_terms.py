@@ -12,18 +12,15 @@ from typing import Any
 from didi_instruct.api.candidates import Candidate, candidates
 from didi_instruct.api.model import Model, load
 from didi_instruct.api.plan import Plan, check_metrics
-from didi_instruct.api.reference import Like, open_reference
 from didi_instruct.api.samplers import find_sampler
 from didi_instruct.api.studio import Studio
-from didi_instruct.data.readers import ReadOptions
+from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.comparison import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
-from didi_instruct.evaluation.kept import content_key
-from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Reference, Row, Yardstick
+from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Row, Yardstick
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.training.world import pick_device
 
 WHOLE = (0, 1)
 """The only part there is."""
@@ -126,7 +123,15 @@ def measure(settings: Sequence[Setting], terms: Terms) -> Found:
             loaded = setting.source, load(setting.source, device=terms.device)
         sets += studio.draw(setting.source, loaded[1], setting.plan(terms))
     check_comparable(sets, terms.metrics)
-    yardstick = _yardstick(terms, sets[0], list(models.values()))
+    yardstick, _ = make_yardstick(
+        sets,
+        list(models.values()),
+        seed=terms.seed,
+        judge=terms.judge,
+        reference=terms.reference,
+        metrics=terms.metrics,
+        device=terms.device,
+    )
     return Found(settings, list(_measure(studio, sets, terms, yardstick)), yardstick.seed)
 
 
@@ -145,31 +150,6 @@ def _measure(
         if terms.progress is not None:
             terms.progress("Measuring", number, len(sets))
         yield studio.measure(samples, terms.metrics, yardstick)
-
-
-def _yardstick(terms: Terms, samples: SampleSet, models: Sequence[Candidate]) -> Yardstick:
-    reference = None
-    if terms.reference is not None:
-        like = Like(
-            num=len(samples),
-            length=samples.origin.length,
-            until_eot=samples.origin.until_eot,
-            hash=samples.origin.tokenizer,
-            tokenizer=models[0].tokenizer,
-            num_tokens=models[0].config.num_tokens,
-            documents=samples.origin.own_window or any(model.ends for model in models),
-        )
-        text = open_reference(terms.reference, like, ReadOptions(), terms.metrics)
-        reference = Reference(
-            text.origin.model, content_key(text), text.texts, text.tokens, text.lengths
-        )
-    return Yardstick(
-        judge=terms.judge,
-        reference=reference,
-        num_tokens=max(model.config.num_tokens for model in models),
-        seed=terms.seed % (1 << 63),
-        device=str(pick_device(terms.device)),
-    )
 
 
 def _row(setting: Setting, row: Row) -> Row:

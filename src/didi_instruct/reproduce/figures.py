@@ -48,12 +48,7 @@ def drawn(shown: Sequence[Shown]) -> list[Shown]:
 def draw_lines(
     table: Table, path: Path, shown: Sequence[Shown], *, paper: bool = False, caption: str = ""
 ) -> None:
-    """Draw each number of a table over NFE; with `paper`, its numbers too, dashed.
-
-    Nothing is drawn without matplotlib.
-    """
-    if not can_draw():
-        return
+    """Draw each number of a table over NFE; with `paper`, its numbers too, dashed."""
     sides = [(table.rows, "-")] + ([(table.paper, "--")] if paper else [])
     names = list(dict.fromkeys(_name(table, row) for rows, _ in sides for row in rows))
     rows_of_legend = -(-len(names) // COLUMNS)

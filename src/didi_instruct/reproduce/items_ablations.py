@@ -66,13 +66,10 @@ def with_unguided(rows: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _table(
-    numbers: Mapping[str, paper.Printed], title: str, scale: Scale, results: Results
-) -> Table:
+def _table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results) -> Table:
     plain = answers(unguided(numbers, scale), results)
     rows = with_unguided(answers(asks(numbers, scale), results), plain)
     return Table(
-        title=title,
         rows=rows,
         shown=tuple(UNGUIDED if one == PATH_KL else one for one in quality(scale)),
         paper=printed(numbers, {}),
@@ -98,7 +95,7 @@ def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed
         title=title,
         where=where,
         jobs=lambda scale: [ask.job for some in (asks, unguided) for ask in some(numbers, scale)],
-        table=partial(_table, numbers, title),
+        table=partial(_table, numbers),
         figure=_draw,
     )
 

@@ -49,7 +49,6 @@ def _figure_1_table(scale: Scale, results: Results) -> Table:
     rows = answers(_figure_1(scale), results)
     lacking = [f"Not at this scale: {', '.join(left_out)}."] if left_out else []
     return Table(
-        title="Perplexity against NFE, all methods",
         rows=rows,
         shown=quality(scale),
         paper=printed(paper.GENERATION, labels("teacher", "didi") | {"gpt2": METHODS["ar"].label}),
@@ -72,7 +71,6 @@ def _generation(scale: Scale) -> Iterator[Ask]:
 def _generation_table(scale: Scale, results: Results) -> Table:
     rows = answers(_generation(scale), results)
     return Table(
-        title="Generation results: perplexity with entropy",
         rows=rows,
         shown=quality(scale),
         paper=printed(paper.GENERATION, labels("teacher", "didi")),
@@ -146,7 +144,6 @@ def _samples(scale: Scale) -> Iterator[Ask]:
 def _samples_table(scale: Scale, results: Results) -> Table:
     rows = answers(_samples(scale), results)
     return Table(
-        title="Texts, with their perplexity and entropy",
         rows=[{k: v for k, v in row.items() if k != "texts"} for row in rows],
         paper=printed(paper.SAMPLES, labels("teacher", "didi")),
         notes=["Texts are the first of each row's samples, not chosen.", UNMATCHED],

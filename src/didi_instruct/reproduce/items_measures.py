@@ -10,6 +10,7 @@ from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.figures import draw_lines
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.latency import untimed
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Shown, Table
 from didi_instruct.reproduce.toy_corpora import SAYS
@@ -35,7 +36,6 @@ def _variety(scale: Scale) -> Iterator[Ask]:
 
 def _variety_table(scale: Scale, results: Results) -> Table:
     return Table(
-        title="MAUVE and Self-BLEU",
         rows=answers(_variety(scale), results),
         shown=(MAUVE, SELF_BLEU, UNIQUE, PPL, ENTROPY),
         paper=[
@@ -102,8 +102,7 @@ def _latency_table(scale: Scale, results: Results) -> Table:
     ar = next((row["tokens_per_second"] for row in rows if row["role"] == "ar"), None)
     theirs = paper.LATENCY["ar"].tokens_per_second
     return Table(
-        title="Latency and throughput",
-        rows=[row | {"ratio_to_ar": row["tokens_per_second"] / ar if ar else None} for row in rows],
+        rows=[row | {"ratio_to_ar": _over(row["tokens_per_second"], ar)} for row in rows],
         across=None,
         shown=SPEEDS,
         paper=[
@@ -119,8 +118,13 @@ def _latency_table(scale: Scale, results: Results) -> Table:
             "rounds in which all take turns. RGAS counts with its discriminator.",
             "The paper compares at matched perplexity, on an H100 in bfloat16. Speeds of two "
             "machines or two sizes do not compare: read rows of one table.",
+            *untimed(rows),
         ],
     )
+
+
+def _over(rate: float | None, other: float | None) -> float | None:
+    return rate / other if rate and other else None
 
 
 LIKELIHOOD = (Shown("nelbo_ppl", "perplexity", ".4g"), Shown("ratio_to_teacher", "over teacher"))
@@ -173,7 +177,6 @@ def _zero_shot_table(scale: Scale, results: Results) -> Table:
         for name, ratio in mean_ratios(rows).items()
     ]
     return Table(
-        title="Zero-shot perplexity on seven corpora",
         rows=rows,
         across="corpus",
         across_title="",

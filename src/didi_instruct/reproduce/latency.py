@@ -1,18 +1,19 @@
 """How long samplers take: seconds of a batch, beside the quality of what they write.
 
-Every setting is drawn once before anything is timed; then all are timed in turns, each round
-beginning with another one, so that a machine that warms up or is busy for a while slows all of
-them alike. A number is the median of the rounds; the range tells how steady it is.
+Every setting is drawn once before anything is timed; then all are timed in turns, so that a machine
+that warms up or is busy for a while slows all of them alike. A number is the median of the rounds;
+the range tells how steady it is. One that does not run, for want of memory say, has none, and
+`tokens_per_second_note` tells why.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import torch
 
 from didi_instruct.api.model import Model, load
 from didi_instruct.api.studio import fast_products
+from didi_instruct.benchmarking.timing import Case, Timing, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.samples import text_lengths
@@ -20,25 +21,9 @@ from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 
 TOKENS = 1024
 """Tokens of a text of the paper, which it tells the latency of."""
+WARM_UP = 1
+"""Batches of each setting that are drawn before any is timed."""
 QUALITY = ("ppl", "ppl_ci95", "entropy", "entropy_ci95", "path_kl", "num_samples", "seed")
-Draw = Callable[[int], int]
-"""Draws a batch with a seed; returns how many tokens it wrote."""
-
-
-def interleaved(draws: Sequence[Draw], rounds: int) -> list[list[tuple[float, int]]]:
-    """Seconds and tokens of every round of each, after one that does not count."""
-    if rounds < 1:
-        raise UserError(f"Timing has {rounds} rounds: use 1 or more.")
-    for draw in draws:
-        draw(0)
-    found: list[list[tuple[float, int]]] = [[] for _ in draws]
-    for turn in range(rounds):
-        for place in range(len(draws)):
-            number = (turn + place) % len(draws)
-            started = time.perf_counter()
-            tokens = draws[number](turn)
-            found[number].append((time.perf_counter() - started, tokens))
-    return found
 
 
 def time_settings(
@@ -57,15 +42,22 @@ def time_settings(
     """
     if not settings:
         raise UserError("There is nothing to time: name a model.")
+    if rounds < 1:
+        raise UserError(f"Timing has {rounds} rounds: use 1 or more.")
     sources = dict.fromkeys(setting.source for setting in settings)
     models = {source: load(source, device=device, dtype=dtype) for source in sources}
-    draws = [_drawer(s, models[s.source], batch, length) for s in settings]
+    written: list[list[int]] = [[] for _ in settings]
+    cases = [
+        _case(setting, models[setting.source], batch, length, tokens)
+        for setting, tokens in zip(settings, written, strict=True)
+    ]
+    place = models[settings[0].source].device
     with fast_products():
-        timed = interleaved(draws, rounds)
+        timed = time_cases(cases, rounds, place, warm_up=WARM_UP)
+    if all(one.failure for one in timed):
+        raise RuntimeError(f"no setting ran: {timed[0].failure}")
     rows = []
-    for setting, found in zip(settings, timed, strict=True):
-        seconds = [one for one, _ in found]
-        rates = [tokens / one for one, tokens in found]
+    for setting, one, tokens in zip(settings, timed, written, strict=True):
         rows.append(
             {
                 "method": setting.method,
@@ -73,17 +65,39 @@ def time_settings(
                 "steps": setting.steps,
                 "batch": batch,
                 "rounds": rounds,
-                "device": models[setting.source].device.type,
-                "seconds_median": median(seconds),
-                "seconds_range": [min(seconds), max(seconds)],
-                "seconds_per_sample": median(seconds) / batch,
-                "tokens_per_second": median(rates),
-                "tokens_per_second_range": [min(rates), max(rates)],
-                "seconds_per_1k": TOKENS / median(rates),
+                "device": place.type,
+                **_numbers(one, tokens[WARM_UP:], batch),
             }
         )
     first = rows[0]["tokens_per_second"]
-    return [row | {"ratio_to_first": row["tokens_per_second"] / first} for row in rows]
+    for row in rows:
+        rate = row["tokens_per_second"]
+        row["ratio_to_first"] = rate / first if rate and first else None
+    return rows
+
+
+def _numbers(timing: Timing, tokens: Sequence[int], batch: int) -> Row:
+    if timing.failure is not None:
+        return {"tokens_per_second": None, "tokens_per_second_note": timing.failure}
+    seconds = timing.seconds
+    rates = [count / one for count, one in zip(tokens, seconds, strict=True)]
+    return {
+        "seconds_median": median(seconds),
+        "seconds_range": [min(seconds), max(seconds)],
+        "seconds_per_sample": median(seconds) / batch,
+        "tokens_per_second": median(rates),
+        "tokens_per_second_range": [min(rates), max(rates)],
+        "seconds_per_1k": TOKENS / median(rates),
+    }
+
+
+def untimed(rows: Sequence[Row]) -> list[str]:
+    """Which rows have no speed, and why, a sentence each."""
+    return [
+        f"{row['method']} at {row['nfe']} NFE was not timed: {row['tokens_per_second_note']}"
+        for row in rows
+        if row.get("tokens_per_second_note")
+    ]
 
 
 def latency_rows(
@@ -109,8 +123,12 @@ def latency_rows(
     ]
 
 
-def _drawer(setting: Setting, model: Model, batch: int, length: int | None) -> Draw:
-    def draw(seed: int) -> int:
+def _case(
+    setting: Setting, model: Model, batch: int, length: int | None, written: list[int]
+) -> Case:
+    """Draws batch after batch; how many tokens each has is added to `written`."""
+
+    def run(_: int) -> None:
         tokens = model.sample(
             num=batch,
             batch_size=batch,
@@ -120,9 +138,12 @@ def _drawer(setting: Setting, model: Model, batch: int, length: int | None) -> D
             options=setting.options,
             temperature=setting.temperature,
             top_p=setting.top_p,
-            seed=seed,
+            seed=max(0, len(written) - WARM_UP),  # another for every round: texts differ in length
         ).cpu()  # waits for the device
         end = model.config.end_id
-        return int(text_lengths(tokens, end, end is not None).sum())
+        written.append(int(text_lengths(tokens, end, end is not None).sum()))
 
-    return draw
+    window = length or model.config.length
+    return Case(
+        name=setting.method, run=run, batch=batch, length=window, steps=setting.steps or window
+    )

@@ -101,7 +101,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     notes = [note] if note else []
     if item.name in scale.apart:
         notes.append(f"Not part of `all` at scale {scale.name}, for what it costs: made by name.")
-    table = replace(table, notes=[*table.notes, *notes])
+    table = replace(table, title=table.title or item.title, notes=[*table.notes, *notes])
     picture = _draw(item, scale, table, _drawable(results), out / "tables", failed)
     edition = Edition(
         item=item.name,

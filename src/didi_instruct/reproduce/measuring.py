@@ -25,6 +25,8 @@ QUALITY = "didi_instruct.reproduce.measuring:quality"
 TEXTS = "didi_instruct.reproduce.measuring:texts"
 EVALS = "evals"
 """Folder of samples and of what was measured of them, in that of the grid."""
+SHOWN = 2
+"""Texts of a row that are shown."""
 
 
 def quality_job(
@@ -37,7 +39,6 @@ def quality_job(
     metrics: Sequence[str] = (),
     num: int | None = None,
     sampler: str | None = None,
-    options: Mapping[str, Any] | None = None,
     does: str = QUALITY,
 ) -> Job:
     """Ask for rows of a model at this scale; perplexity never goes without entropy."""
@@ -53,7 +54,7 @@ def quality_job(
             "steps": list(steps),
             "metrics": list(metrics or usual),
             "sampler": sampler,
-            "options": dict(options or {}),
+            "options": {},  # of the sampler; a part of the keys of results that are there
             **scale.drawing(seed, num),
         },
     )
@@ -65,20 +66,20 @@ def quality(context: Context, **settings: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def texts(context: Context, *, shown: int = 2, **settings: Any) -> list[dict[str, Any]]:
+def texts(context: Context, **settings: Any) -> list[dict[str, Any]]:
     """The same rows with the first texts of each, and what those alone measure."""
     rows, sets = _evaluate(context, **settings)
     judge = judge_of(context, settings["judging"])
-    return [row | {"texts": _first(s, shown, judge)} for row, s in zip(rows, sets, strict=True)]
+    return [row | {"texts": _first(s, judge)} for row, s in zip(rows, sets, strict=True)]
 
 
-def _first(samples: SampleSet, shown: int, judge: Judge) -> list[dict[str, Any]]:
+def _first(samples: SampleSet, judge: Judge) -> list[dict[str, Any]]:
     some = replace(
         samples,
-        tokens=samples.tokens[:shown],
-        texts=samples.texts[:shown],
-        lengths=samples.lengths[:shown],
-        log_prob=None if samples.log_prob is None else samples.log_prob[:shown],
+        tokens=samples.tokens[:SHOWN],
+        texts=samples.texts[:SHOWN],
+        lengths=samples.lengths[:SHOWN],
+        log_prob=None if samples.log_prob is None else samples.log_prob[:SHOWN],
     )
     scores = judge.score(some)
     nats = (scores.nats / scores.tokens).tolist()

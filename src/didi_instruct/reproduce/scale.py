@@ -63,6 +63,8 @@ class Scale:
     beyond: tuple[int, ...] = ()
     large_beyond: tuple[int, ...] = ()
     """Further NFE of the student in the tables of generation, and of both larger models."""
+    few: tuple[int, ...] = ()
+    """More budgets of the baselines' students, some of which learn to take one step or two."""
     most_steps: int
     samples: int
     seeds: tuple[int, ...]

@@ -76,7 +76,7 @@ def shares(
 
 
 def draw_shares(
-    rows: Sequence[Row], paper: Mapping[int, Mapping[str, float]] | None = None, title: str = ""
+    rows: Sequence[Row], paper: Mapping[int, Mapping[str, float]] | None = None
 ) -> "Figure":
     """Shares of the variance of perplexity as bars, ours beside the paper's for each budget."""
     if not rows:
@@ -110,13 +110,13 @@ def draw_shares(
     axis.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
     axis.tick_params(length=0, labelsize=FONT - 1, labelcolor=SOFT)
     axis.spines[:].set_visible(False)
-    _name_parts(figure, height)
-    words = title or "share of the variance of perplexity"
-    figure.text(0.24, 6 / height, words, fontsize=FONT - 1, color=SOFT, parse_math=False)
+    _name_parts(figure)
+    words = "share of the variance of perplexity"
+    figure.text(0.24, 6 / height, words, fontsize=FONT - 1, color=SOFT)
     return figure
 
 
-def _name_parts(figure: "Figure", height: float) -> None:
+def _name_parts(figure: "Figure") -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=c, label=n) for c, n in zip(HUES, PARAMETERS.values(), strict=True)]

@@ -26,7 +26,7 @@ TRAINED_ONCE = ("teacher", "ar", "duo-teacher", "teacher-large")
 """Roles whose seeds differ in what is drawn, not in what was trained."""
 ALWAYS = ("seed", "num_samples")
 """What every row of ours says beside its numbers."""
-SOMETIMES = ("temperature", "top_p", "updates", "updates_of", "at_chance")
+SOMETIMES = ("temperature", "top_p", "updates", "updates_of", "at_chance", "saturated")
 """What a CSV says where a row of it does."""
 
 
@@ -50,7 +50,8 @@ PASSES = Shown("passes", "passes", ".3g")
 class Table:
     """Rows of ours and of the paper, and how to lay them out."""
 
-    title: str
+    title: str = ""
+    """Empty: that of its item."""
     rows: Sequence[Row]
     labels: tuple[str, ...] = ("method",)
     """Columns that name a line."""
@@ -73,7 +74,7 @@ class Table:
     def __post_init__(self) -> None:
         """Perplexity alone proves nothing."""
         columns = [one.column for one in self.shown]
-        assert "ppl" not in columns or "entropy" in columns, self.title
+        assert "ppl" not in columns or "entropy" in columns, columns
 
 
 @dataclass(frozen=True, slots=True)

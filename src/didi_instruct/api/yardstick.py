@@ -1,0 +1,75 @@
+"""What all samples of a table are measured with, made from the samples and the models behind them.
+
+It is the same in whatever order models are named, and for every part of a table: numbers that are
+kept under it would else not be found again.
+"""
+
+from collections.abc import Sequence
+
+from didi_instruct.api.candidates import Candidate, shared_ids, shared_tokenizer
+from didi_instruct.api.reference import Like, open_reference
+from didi_instruct.data.readers import ReadOptions
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.evaluation.judges import Judge
+from didi_instruct.evaluation.kept import content_key
+from didi_instruct.evaluation.rows import Begun, Reference, Yardstick
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.training.world import pick_device
+
+
+def make_yardstick(
+    sets: Sequence[SampleSet],
+    models: Sequence[Candidate],
+    *,
+    seed: int,
+    judge: Judge | None = None,
+    reference: str | None = None,
+    reading: ReadOptions | None = None,
+    metrics: Sequence[str] = (),
+    tokenizer: str | None = None,
+    ar_start: Begun | None = None,
+    device: str | None = None,
+) -> tuple[Yardstick, SampleSet | None]:
+    """The yardstick of samples that belong into one table, and the text of its reference, if any.
+
+    `tokenizer` reads the text of the reference where there is no model to do so.
+    """
+    text = None
+    if reference is not None:
+        text = open_reference(
+            reference, _like(sets, models, tokenizer), reading or ReadOptions(), metrics
+        )
+    yardstick = Yardstick(
+        judge=judge,
+        reference=None if text is None else _as_reference(text),
+        num_tokens=_vocabulary(models, [*sets, *([text] if text else [])]),
+        seed=seed % (1 << 63),
+        device=str(pick_device(device)),
+        ar_start=ar_start,
+    )
+    return yardstick, text
+
+
+def _like(sets: Sequence[SampleSet], models: Sequence[Candidate], tokenizer: str | None) -> Like:
+    """What a reference must be like: text that each of the models could have written."""
+    origin = sets[0].origin
+    given = Tokenizer.load(tokenizer) if tokenizer and not models else None
+    return Like(
+        num=len(sets[0]),
+        length=origin.length,
+        until_eot=origin.until_eot,
+        hash=origin.tokenizer,
+        tokenizer=given or shared_tokenizer(models),
+        num_tokens=shared_ids(models),
+        documents=any(s.origin.own_window for s in sets) or any(model.ends for model in models),
+    )
+
+
+def _as_reference(text: SampleSet) -> Reference:
+    return Reference(text.origin.model, content_key(text), text.texts, text.tokens, text.lengths)
+
+
+def _vocabulary(models: Sequence[Candidate], sets: Sequence[SampleSet]) -> int:
+    """Ids that a token may have; what was read from a file may have more than the models."""
+    known = (model.config.num_tokens for model in models)
+    return max(*known, *(1 + int(s.tokens.max()) for s in sets), 1)
