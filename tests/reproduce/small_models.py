@@ -23,13 +23,14 @@ def config_of(kind="mdlm", vocab_size=65, length=32):
     )  # fmt: skip
 
 
-def save(folder, config, *, tokenizer=LANGUAGE.tokenizer, seed=0, discriminator=False):
-    """A model of random weights; return its SOURCE."""
+def save(folder, config, *, tokenizer=LANGUAGE.tokenizer, seed=0, discriminator=False, steers=0.2):
+    """A model of random weights; return its SOURCE. `steers` is its discriminator's noise."""
     torch.manual_seed(seed)
     network = build_model(config)
     judge = Discriminator(config) if discriminator else None
-    for part in (network, judge) if judge is not None else (network,):
-        add_noise(part, 0.2)
+    parts = [(network, 0.2)] if judge is None else [(network, 0.2), (judge, steers)]
+    for part, noise in parts:
+        add_noise(part, noise)
     save_model(folder, network, config, tokenizer=tokenizer, discriminator=judge)
     return str(folder)
 

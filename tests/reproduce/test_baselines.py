@@ -1,6 +1,8 @@
 """Rivals: who is measured and how, what is best by hand, what the log says of time, the plot."""
 
 import json
+import math
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -119,6 +121,7 @@ def rows(tmp_path_factory):
     masked = {role: save(folder / role, config_of()) for role in ("teacher", "sdtt", "dimo")}
     kinds = {"ar": "ar", "duo": "duo", "duo-teacher": "duo"}
     others = {role: save(folder / role, config_of(kind)) for role, kind in kinds.items()}
+    others["didi"] = save(folder / "didi", config_of(), discriminator=True, steers=0.01)
     for role, steps in (("sdtt", 30), ("duo", 30), ("duo-teacher", 60)):
         write_log(folder / role, {"step": steps, "iterations_per_second": 0.5})
     train = {"train": {"steps": 60, "batch_size": 8}}
@@ -163,10 +166,32 @@ def test_every_row_stands_beside_the_teacher_in_streams_too(rows):
     assert not any("streams_passes" in name or "streams_vsf_passes" in name for name in rows[0])
 
 
-def test_guidance_is_paid_at_equal_passes(rows):
-    """One model, one sampler: equal passes are equal NFE, and both ratios are one."""
-    for row in of(rows, "MDLM, ancestral", 4):
-        assert (row["vsf"], row["vsf_passes"]) == pytest.approx((1, 1))
+def by_hand(rows, nfe, row):
+    """Perplexity over that of the line between the baseline's neighbours in entropy."""
+    line = sorted((r["entropy"], math.log(r["ppl"])) for r in of(rows, WAYS[0].method, nfe))
+    (low, left), (high, right) = next(
+        pair for pair in pairwise(line) if pair[0][0] <= row["entropy"] <= pair[1][0]
+    )
+    share = (row["entropy"] - low) / (high - low)
+    return row["ppl"] / math.exp((1 - share) * left + share * right)
+
+
+@pytest.mark.parametrize("method", ["DiDi-Instruct", "DiDi-Instruct, h 10"])
+@pytest.mark.parametrize(("nfe", "rival"), [(2, 4), (4, 16)])
+def test_guidance_is_paid_at_equal_passes(rows, method, nfe, rival):
+    """Two guided steps cost more than four of the baseline, and four more than sixteen do.
+
+    (Of its steps the last ones reveal nothing of some texts, and are not run.)
+    """
+    row = of(rows, method, nfe)[0]
+    costs = {n: max(r["passes"] for r in of(rows, WAYS[0].method, n)) for n in (2, 4, 16)}
+    assert max(n for n, cost in costs.items() if cost <= row["passes"]) == rival
+    assert (row["temperature"], row["path_kl"]) == (1.0, None)
+    assert row["vsf"] == pytest.approx(by_hand(rows, nfe, row))
+    assert row["vsf_passes"] == pytest.approx(by_hand(rows, rival, row))
+    assert row["vsf"] != pytest.approx(row["vsf_passes"])
+    for plain in of(rows, "DiDi-Instruct, unguided", nfe):
+        assert plain["vsf_passes"] == plain["vsf"], "equal passes are equal NFE without guidance"
 
 
 def test_costs_stand_beside_the_quality(rows):

@@ -1,6 +1,7 @@
 """The list of items: complete, honest about what is planned, and whole at every scale."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import pytest
 from didi_instruct.config.recipes import recipe_names
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.asking import METHODS
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.items import find_item
+from didi_instruct.reproduce.items_ablations import asks as ablation_asks
 from didi_instruct.reproduce.items_ablations import sampler_of
+from didi_instruct.reproduce.items_generation import _figure_1, _generation, _large, _samples
+from didi_instruct.reproduce.items_measures import _variety
 from didi_instruct.reproduce.making import jobs_of
 from didi_instruct.reproduce.scale import NAMES, Given
 from didi_instruct.reproduce.scales import find_scale
@@ -92,6 +97,44 @@ def test_at_paper_scale_many_steps_have_a_student_of_their_own():
     assert many.settings().didi.pi == (5, 2)
     uniform = [scale.ablated("ablation-without-pi", 0, nfe) for nfe in (16, 32)]
     assert uniform[0].key == uniform[1].key
+
+
+def test_larger_students_follow_the_same_law():
+    scale = find_scale("paper", Given())
+    laws = {
+        nfe: ask.job.inputs["model"].settings().didi.pi
+        for ask in _large(scale)
+        if ask.labels["role"] == "didi-large"
+        for nfe in ask.job.options["steps"]
+    }
+    assert laws == {nfe: (2, 5) if nfe < 32 else (5, 2) for nfe in (*paper.NFES, 512, 1024)}
+    few, many = (scale.model("didi-large", 0, nfe) for nfe in (16, 32))
+    assert (few.name, many.name) == ("didi-large-seed0", "didi-large-late-seed0")
+    assert few.inputs["teacher"].key == many.inputs["teacher"].key
+    assert "Beta(5, 2), as in the paper" in " ".join(ITEMS["scaling"].table(scale, {}).notes)
+    toy = find_scale("toy", Given())
+    assert len(list(_large(toy))) == 2, "a teacher and one student"
+
+
+@pytest.mark.parametrize(
+    ("name", "asks"),
+    [
+        ("figure-1", _figure_1),
+        ("generation", _generation),
+        ("scaling", _large),
+        ("samples", _samples),
+        ("diversity", _variety),
+        ("ablation-cumulative", partial(ablation_asks, paper.CUMULATIVE)),
+        ("ablation-leave-one-out", partial(ablation_asks, paper.LEAVE_ONE_OUT)),
+    ],
+)
+def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name, asks):
+    """But for GPT-2, which takes a step per token whatever it is asked for."""
+    scale = find_scale("paper", Given())
+    drawn = {(a.labels["method"], nfe) for a in asks(scale) for nfe in a.job.options["steps"]}
+    printed = {(row["method"], row["nfe"]) for row in ITEMS[name].table(scale, {}).paper}
+    rivals = {(METHODS["ar"].label, 1024), (paper.GENERATION["gpt2"].label, 1024)}
+    assert printed - rivals <= drawn
 
 
 @pytest.mark.parametrize("name", ["baselines", "rgas-landscape", "rgas-anova"])

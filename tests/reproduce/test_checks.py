@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import checks
 from didi_instruct.reproduce.catalogue import ITEMS
@@ -25,16 +26,53 @@ def no_hub(monkeypatch):
     return asked
 
 
-def test_at_paper_scale_data_and_judge_are_looked_for_on_the_hub(no_hub, tmp_path):
+def test_at_paper_scale_data_tokenizer_and_judge_are_looked_for_on_the_hub(no_hub, tmp_path):
     scale = find_scale("paper", Given())
     found = {c.what: c for c in checks.checks([ITEMS["figure-1"]], scale, tmp_path)}
     assert set(no_hub) == {
-        ("Skylion007/openwebtext", "dataset"), ("openai-community/gpt2-large", "model")
+        ("Skylion007/openwebtext", "dataset"), ("openai-community/gpt2-large", "model"),
+        ("gpt2", "tokenizer"),
     }  # fmt: skip
+    assert not found["gpt2 (tokenizer on the hub)"].is_there
     assert found["hf:Skylion007/openwebtext (dataset on the hub)"].is_there
     missing = found["openai-community/gpt2-large (model on the hub)"]
     assert not missing.is_there
     assert "not reached" in missing.remedy
+
+
+def cached(folder, name, file):
+    """A file of a model as the hub's cache here keeps it."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    (snapshot / file).write_text("{}")
+
+
+@pytest.mark.parametrize(("file", "there"), [("tokenizer.json", True), ("config.json", False)])
+def test_a_tokenizer_in_the_cache_is_there(monkeypatch, tmp_path, file, there):
+    """Settings of a model alone read no text."""
+
+    class NoNetwork:
+        def model_info(self, name, timeout):
+            raise OSError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi", NoNetwork)
+    cached(tmp_path, "gpt2", file)
+    assert (checks._hub("gpt2", "tokenizer") == "") == there
+    assert (checks._hub("gpt2", "model") == "") == (not there)
+
+
+def test_prepared_texts_and_learnt_tokenizers_ask_for_none(no_hub, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "Once upon a time, a story."}\n' * 40)
+    rows = tmp_path / "rows"
+    prepare(PrepareSettings(src=str(tmp_path / "a.jsonl"), tokenizer="bytes", length=16, out=rows))
+    for data in (str(rows), str(tmp_path / "a.jsonl")):
+        scale = find_scale("small", Given(data=data, judge="owner/name"))
+        list(checks.checks([ITEMS["figure-1"]], scale, tmp_path / "out"))
+    assert {kind for _, kind in no_hub} == {"model"}
 
 
 def test_at_toy_scale_nothing_is_asked_of_anyone(no_hub, tmp_path):

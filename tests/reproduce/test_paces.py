@@ -10,6 +10,7 @@ import pytest
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import making
 from didi_instruct.reproduce.baselines import CHAIN
+from didi_instruct.reproduce.checks import plan, plan_paces
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import in_order
 from didi_instruct.reproduce.making import lasting
@@ -17,8 +18,10 @@ from didi_instruct.reproduce.paces import (
     AFTER,
     DIDI,
     STEPS,
+    expected,
     kept,
     measured,
+    minutes_of,
     pace_jobs,
     with_minutes,
 )
@@ -160,6 +163,33 @@ def test_paces_are_measured_and_used(small, tmp_path, monkeypatch):
     scale = lasting(small, 1.0, tmp_path, board=Board())
     assert {job.name for job in ran} >= {f"pace-{role}" for role in PACES}
     assert steps_of(scale.model("jump")) == 45
+
+
+def test_before_paces_are_known_hours_are(small, tmp_path):
+    """Two seeds of seven students; of token matching a tenth, after the nine of its first one."""
+    scale = expected(small, 30.0, tmp_path)
+    planned = plan(BASELINE_ITEMS, scale, tmp_path)
+    hours = sum(one.gpu_hours for one in planned if one.job.does == "distill")
+    assert hours == pytest.approx(2 * 7 * 0.5)
+    minutes = {
+        job.name: minutes_of(job, scale)
+        for job in in_order(BASELINE_ITEMS[0].jobs(scale))
+        if job.does == "distill"
+    }
+    assert minutes["token-matching-seed0"] + minutes["path-first-seed0"] == pytest.approx(30)
+    others = {n: m for n, m in minutes.items() if not n.startswith(("token", "path-first"))}
+    assert set(others.values()) == {30.0}
+    assert len(minutes) == 2 * 8
+    assert minutes_of(small.model("jump"), small) is None
+
+
+def test_paces_that_are_kept_are_done(small, tmp_path):
+    jobs = pace_jobs(small)
+    (tmp_path / "paces.json").write_text(json.dumps({jobs["jump"].key: 0.5}))
+    states = {one.job.name: one.is_done for one in plan_paces(small, tmp_path)}
+    assert states.pop("pace-jump")
+    assert not any(states.values())
+    assert steps_of(expected(small, 1.0, tmp_path).model("jump")) == 30
 
 
 def test_students_learn_alone_and_are_drawn_from_at_the_same_time(small):

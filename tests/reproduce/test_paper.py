@@ -10,6 +10,8 @@ from didi_instruct.config.recipes import recipe_names
 from didi_instruct.evaluation.corpora import CORPORA
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.paper import NFES, Cell
+from didi_instruct.reproduce.scale import Given
+from didi_instruct.reproduce.scales import find_scale
 
 BESIDE = Path(__file__).parents[2].parent / "shared" / "paper" / "didi-instruct.tex"
 TEX = Path(os.environ.get("DIDI_PAPER", BESIDE))
@@ -28,6 +30,18 @@ def test_a_handful_read_by_hand():
     assert paper.DIVERSITY["sdtt"][64] == pytest.approx((5.04e-3, 12.49e-2))
     assert paper.LATENCY["didi"] == (16, 2366.604, 0.432)
     assert paper.ANOVA[32] == {"h": 0.637, "candidates": 0.363}
+    assert paper.GENERATION["didi"].cells[1024] == Cell(15.62)
+    assert list(paper.SCALING_GAIN.items())[2:4] == [(32, 0.853), (64, 0.827)]
+    assert paper.SCALING_GAIN[8] > paper.SCALING_GAIN[16] == 0.877
+    assert paper.SCALING_GAIN[1024] == paper.SCALING_BELOW_MOST[1024] == 0.642
+    assert (paper.SCALING_GAIN[128], paper.SCALING_BELOW_MOST[128]) == (0.79, 0.612)
+    assert paper.SCALING["didi"].cells[16] == Cell(32.79, 5.52)
+    for nfe, pair in ((16, [5.75, 5.52]), (512, [5.43, 5.43]), (1024, [5.32, 5.4])):
+        assert [paper.SCALING[r].cells[nfe].entropy for r in ("teacher", "didi")] == pair
+    assert (paper.LANDSCAPE_NFE, paper.LANDSCAPE_SAMPLES) == (16, 16)
+    assert (paper.ANOVA_POINTS, *paper.ANOVA_SCALES, *paper.ANOVA_CANDIDATES) == (
+        1000, 20, 60, 1, 32
+    )  # fmt: skip
     lambada = paper.CORPORA.index("lambada")
     assert paper.ZERO_SHOT["DiDi-Instruct"].ppl[lambada] == 53.62
 
@@ -47,6 +61,17 @@ def test_tables_repeat_each_other_where_the_paper_says_so():
     assert ratio == pytest.approx(13.2, abs=0.05), "as its text says"
     for row in speeds.values():  # both columns say the same
         assert 1024 / row.tokens_per_second == pytest.approx(row.seconds_per_1k, abs=2e-3)
+
+
+def test_the_design_of_paper_scale_is_the_papers():
+    scale = find_scale("paper", Given())
+    assert scale.anova_points == paper.ANOVA_POINTS
+    assert scale.anova_h == paper.ANOVA_SCALES
+    assert scale.anova_candidates == paper.ANOVA_CANDIDATES
+    assert scale.guided_samples == paper.LANDSCAPE_SAMPLES
+    assert paper.LANDSCAPE_NFE in scale.guided_budgets
+    assert tuple(paper.ANOVA) == scale.guided_budgets
+    assert {role: row.nfe for role, row in paper.LATENCY.items()} == scale.latency
 
 
 # Against the source
@@ -108,33 +133,55 @@ def test_anova(source):
         assert row == pytest.approx([100 * paper.ANOVA[nfe][name] for nfe in (8, 16, 32)])
 
 
+def percents(shares, *budgets):
+    return [f"${100 * shares[nfe]:.1f}\\%$" for nfe in budgets]
+
+
+def sentences():
+    """Those of SCALING, GENERATION, LANDSCAPE and the design, with the numbers that are ours."""
+    full, scaled = paper.GENERATION["didi"].cells, {k: v.cells for k, v in paper.SCALING.items()}
+    teacher, below = paper.GENERATION["teacher"].cells[1024], paper.SCALING_BELOW_MOST
+    rival = paper.GENERATION["gpt2"].cells[1024]
+    yield f"GPT-2 (1024 NFEs). Generative Perplexity=${rival.ppl:.2f}$"
+    yield f"perplexity of {teacher.ppl} and an entropy of {teacher.entropy}"
+    yield f"{full[8].ppl:.1f} (8 NFEs) to {full[128].ppl:.1f} (128 NFEs)"
+    yield f"At 1024 NFEs, \\method achieves a final PPL of {full[1024].ppl}"
+    *first, last = [f"{full[nfe].entropy}" for nfe in NFES]
+    yield f"{{{', '.join(first)}, and {last}}}"
+    *gains, least = [
+        f"{words} ({nfe} NFEs)"
+        for nfe, words in zip(NFES, percents(paper.SCALING_GAIN, *NFES), strict=True)
+    ]
+    yield f"{', '.join(gains)}, and {least}"
+    few = f"{100 * below[16]:.1f}\\% improvement over the 1024-step"
+    yield f"perplexity of {scaled['didi'][16].ppl}, marking an {few}"
+    some, more, most = percents(below, 64, 128, 1024)
+    yield f"at 64 NFEs, the student's PPL is {some} lower, and at 128 NFEs, it is {more} lower"
+    yield f"At the maximum of 1024 NFEs, the distilled model's PPL is {most} lower"
+    (same,) = percents(paper.SCALING_GAIN, 1024)
+    yield f"model's PPL is {same} lower than the base model's 1024-step result"
+    pairs = {
+        nfe: (scaled["didi"][nfe].entropy, scaled["teacher"][nfe].entropy) for nfe in (16, 512)
+    }
+    yield "{} vs.~{} at 16 NFEs".format(*pairs[16])
+    yield "{} vs. {} at 512 NFEs".format(*pairs[512])
+    many = scaled["didi"][1024].entropy, scaled["teacher"][1024].entropy
+    yield "at 1024 NFEs ({:.2f} vs. {:.2f};".format(*many)
+    scale = find_scale("paper", Given())
+    counts = ", ".join(map(str, scale.candidates))
+    low, high = min(scale.scales_h), max(scale.scales_h)
+    yield f"$h \\in [{low:g}, {high:g}]$ and $M \\in \\{{{counts}\\}}$"
+    yield f"budget of {paper.LANDSCAPE_NFE} NFEs and batch size {paper.LANDSCAPE_SAMPLES}"
+    yield f"generate {paper.ANOVA_POINTS:,} hyperparameter pairs".replace(",", "{,}")
+    yield "from $[{:g}, {:g}]$".format(*paper.ANOVA_SCALES)
+    yield "integer from $[{}, {}]$".format(*paper.ANOVA_CANDIDATES)
+    yield f"RGAS with {scale.guided_samples} generated sequences"
+    yield "NFEs $={}, {}, {}$".format(*scale.guided_budgets)
+
+
 @needs_the_paper
-@pytest.mark.parametrize(
-    "words",
-    [
-        "GPT-2 (1024 NFEs). Generative Perplexity=$37.50$",
-        "perplexity of 38.53 and an entropy of 5.22",
-        "62.2 (8 NFEs) to 18.4 (128 NFEs)",
-        "final PPL of 15.62",
-        "{5.17, 5.21, 5.18, 5.15, and 5.15}",
-        r"$88.5\%$ (8 NFEs), $87.7\%$ (16 NFEs), $85.3\%$ (32 NFEs), $82.7\%$ (64 NFEs), "
-        r"and $79.0\%$ (128 NFEs)",
-        r"perplexity of 32.79, marking an 11.4\% improvement",
-        r"at 64 NFEs, the student's PPL is $56.8\%$ lower, and at 128 NFEs, it is $61.2\%$ lower",
-        r"the distilled model's PPL is $64.2\%$ lower",
-        "5.52 vs.~5.75 at 16 NFEs",
-        "5.43 vs. 5.43 at 512 NFEs",
-        "5.40 vs. 5.32;",
-        r"$h \in [0, 100]$ and $M \in \{1, 2, 4, 8, 16, 32\}$",
-        "fixed budget of 16 NFEs and batch size 16",
-        "generate 1{,}000 hyperparameter pairs",
-        "from $[20, 60]$",
-        "integer from $[1, 32]$",
-        "RGAS with 16 generated sequences",
-    ],
-)
+@pytest.mark.parametrize("words", list(sentences()))
 def test_what_only_the_text_says(source, words):
-    """Those of SCALING, GENERATION, LANDSCAPE and the design, as the sentences have them."""
     assert words in " ".join(source.split())
 
 

@@ -182,3 +182,22 @@ def test_minutes_change_the_scale_that_is_run(didi, tiny, tmp_path, monkeypatch)
     code, _, err = didi("reproduce", "baselines", "--minutes", 1.5, "--out", tmp_path / "out")
     assert (code, asked) == (2, [1.5])
     assert "enough" in err
+
+
+def test_a_dry_run_counts_the_minutes_that_were_asked_for(didi, tmp_path):
+    """Students of twenty minutes each and the short runs that pace them; their teacher's steps."""
+    arguments = ("reproduce", "baselines", "--out", tmp_path / "new", "--dry-run")
+    code, plain, _ = didi(*arguments)
+    assert code == 0
+    code, out, _ = didi(*arguments, "--minutes", 20)
+    assert code == 0
+    told = {line.split()[0]: line.split("  to do")[-1].split("  ") for line in out.splitlines()}
+    paces = [name for name in told if name.startswith("pace-")]
+    assert len(paces) == 6
+    assert "pace-" not in plain
+    for role in ("sdtt", "dimo", "duo", "jump", "token-matching", "ablation-all-tricks"):
+        assert "20 GPU-minutes" in [part.strip() for part in told[f"{role}-seed0"]]
+    assert "20 GPU-minutes" not in "".join(told["duo-teacher"])
+    assert "2 GPU-hours" in out, "six students"
+    assert "students train 20 minutes each" in out
+    assert not (tmp_path / "new").exists()

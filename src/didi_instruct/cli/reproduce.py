@@ -132,7 +132,7 @@ def command(
         raise UserError(f"--minutes is for {' and '.join(LASTING)}, and more than 0: leave it out.")
     _refuse_file(folder)
     if dry_run:
-        sys.exit(_dry_run(items, chosen, folder))
+        sys.exit(_dry_run(items, chosen, folder, minutes))
     if at_once > 1:
         items = _shared(items, item, device)
     sys.exit(_run(items, chosen, folder, device, at_once, minutes))
@@ -245,11 +245,15 @@ def _time(hours: float) -> str:
     return f"{hours * 60:.0f} GPU-minutes" if hours < 2 else f"{hours:,.0f} GPU-hours"
 
 
-def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path) -> int:
-    from didi_instruct.reproduce.checks import checks, plan
+def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path, minutes: float | None) -> int:
+    from didi_instruct.reproduce.checks import checks, plan, plan_paces
     from didi_instruct.reproduce.costs import SAMPLING_MFU, TRAINING_MFU
+    from didi_instruct.reproduce.paces import expected
 
-    planned = plan(items, scale, folder)
+    paced = []
+    if minutes is not None:
+        paced, scale = plan_paces(scale, folder), expected(scale, minutes, folder)
+    planned = plan(items, scale, folder, paced)
     width = max(len(one.job.name) for one in planned)
     for one in planned:
         state = "done" if one.is_done else "to do"
@@ -262,6 +266,7 @@ def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path) -> int:
     typer.echo(
         f"{len(planned)} jobs, {len(left)} to do: {_time(total)} on an H100 or H200, at "
         f"{TRAINING_MFU:.0%} of its peak in training and {SAMPLING_MFU:.0%} in sampling (assumed)"
+        + (f"; students train {minutes:g} minutes each" if minutes is not None else "")
         + (f"; {unknown} jobs of unknown cost are not in it" if unknown else "")
     )
     lacking = 0

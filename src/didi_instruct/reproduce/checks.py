@@ -3,18 +3,22 @@
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from didi_instruct.api.shipped import shipped
+from didi_instruct.api.sources import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA
 from didi_instruct.models.build import count_parameters
+from didi_instruct.models.foreign.places import locate
+from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.costs import cost_of, model_of
 from didi_instruct.reproduce.items import Item
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import jobs_of
+from didi_instruct.reproduce.paces import kept, minutes_of, pace_jobs
 from didi_instruct.reproduce.running import bank_of, finished
 from didi_instruct.reproduce.scale import Given, Scale
 from didi_instruct.reproduce.together import check_together
@@ -23,8 +27,11 @@ _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
 FETCH = "fetch it with `hf download`, or check the network and the name"
 TIMEOUT = 5.0
 """Seconds that the hub has to answer."""
-STATE_BYTES, CHECKPOINTS = 16, 3
-"""Bytes of a parameter in a checkpoint (weights, average, two moments), and how many there are."""
+STATE_BYTES, CHECKPOINTS, WEIGHT_BYTES = 16, 3, 4
+"""Bytes of a parameter in a checkpoint (weights, average, two moments), how many there are of them,
+and its bytes in a model alone."""
+TOKENIZERS = ("tokenizer.json", "vocab.json")
+"""Files, one of which a tokenizer on the hub has."""
 OPENWEBTEXT = 60e9
 """Bytes of the corpus, downloaded and as tokens."""
 
@@ -47,18 +54,35 @@ class Planned:
     gpu_hours: float | None
 
 
-def plan(items: Sequence[Item], scale: Scale, out: Path) -> list[Planned]:
-    """All jobs, with what is left to do and what it may cost.
+def plan(
+    items: Sequence[Item], scale: Scale, out: Path, paced: Sequence[Planned] = ()
+) -> list[Planned]:
+    """All jobs, with what is left to do and what it may cost; those of `paced` come first.
 
     Of those that share a bank of texts, the first draws it.
     """
-    planned, drawn = [], set[str]()
-    for job in jobs_of(items, scale, out):
+    planned, drawn = list(paced), set[str]()
+    known = {one.job.key for one in paced}
+    for job in (job for job in jobs_of(items, scale, out) if job.key not in known):
         bank = _bank(job)
-        hours = cost_of(job, draws_bank=bank not in drawn).gpu_hours
+        cost = cost_of(job, draws_bank=bank not in drawn)
         drawn |= {bank} if bank else set()
+        hours, minutes = cost.gpu_hours, minutes_of(job, scale)
+        if minutes is not None:  # and its bank, as far as that is known
+            hours = minutes / 60 + (replace(cost, training=0.0).gpu_hours or 0.0)
         planned.append(Planned(job, finished(job, out) is not None, hours))
     return planned
+
+
+def plan_paces(scale: Scale, out: Path) -> list[Planned]:
+    """Short runs that measure paces, and what they need; those whose rate is kept are done."""
+    jobs = pace_jobs(scale)
+    rates = kept(jobs, out)
+    missing = in_order([job for role, job in jobs.items() if role not in rates])
+    return [
+        *(Planned(jobs[role], True, 0.0) for role in rates),
+        *(Planned(job, finished(job, out) is not None, cost_of(job).gpu_hours) for job in missing),
+    ]
 
 
 def _bank(job: Job) -> str | None:
@@ -69,10 +93,17 @@ def _bank(job: Job) -> str | None:
 def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
     """Everything that the items need at this scale."""
     jobs = [job for job in jobs_of(items, scale, out) if finished(job, out) is None]
-    sources = {given for job in jobs for given in job.inputs.values() if isinstance(given, str)}
+    sources = {
+        given
+        for job in jobs
+        for role, given in job.inputs.items()
+        if isinstance(given, str) and role != WORDS
+    }
     sources |= {s for job in jobs if job.trains and (s := job.settings().data.source)}
     for source in sorted(sources):
         yield _source(source)
+    for words in sorted({words for job in jobs if (words := _words(job))} - sources):
+        yield _source(words, what="tokenizer")
     corpora = _corpora(jobs, scale)
     for source in sorted(corpora):
         yield _source(source, "fetch it with `hf download`, or give files with --corpora")
@@ -114,7 +145,19 @@ def _together(scale: Scale) -> Check:
         check_together(scale)
     except UserError as error:
         return Check("texts and models of one tokenizer", False, str(error))
-    return Check("texts and models of one tokenizer", True)
+    return Check(f"texts and models of one tokenizer{_lent(scale)}", True)
+
+
+def _lent(scale: Scale) -> str:
+    """Which tokenizer a teacher is given that brings none."""
+    teacher = scale.teacher
+    if isinstance(teacher, str) or teacher.does != ADOPT:
+        return ""
+    source, words = str(teacher.inputs["model"]), teacher.inputs[WORDS]
+    folder = here(source)
+    bare = folder is not None and locate(folder).tokenizer_folder is None
+    told = f"which {source} does not bring" if bare else f"unless {source} brings its own"
+    return f" ({words}, {told})"
 
 
 def _corpora(jobs: Sequence[Job], scale: Scale) -> set[str]:
@@ -124,13 +167,26 @@ def _corpora(jobs: Sequence[Job], scale: Scale) -> set[str]:
     return {f"hf:{corpus.hub.name}" for corpus in CORPORA.values()}
 
 
-def _source(source: str, remedy: str = FETCH) -> Check:
+def _words(job: Job) -> str | None:
+    """The tokenizer that a run reads texts with, where it has to be there before.
+
+    A student reads with its teacher's; prepared texts bring theirs; `bpe:N` is learnt.
+    """
+    if job.does == ADOPT:
+        return str(job.inputs[WORDS])
+    data = job.settings().data if job.does == "pretrain" else None
+    if data is None or data.source == "oracle" or is_prepared(Path(data.source)):
+        return None
+    return None if data.tokenizer.startswith("bpe:") else str(data.tokenizer)
+
+
+def _source(source: str, remedy: str = FETCH, what: str = "model") -> Check:
     """A file, a folder, or a name on the hub."""
-    if source == "oracle" or source in shipped():
+    if source in ("oracle", "bytes") or source in shipped():
         return Check(f"{source} (built in)", True)
     if Path(source).exists():
         return Check(source, True)
-    kind = "dataset" if source.startswith("hf:") else "model"
+    kind = "dataset" if source.startswith("hf:") else what
     name = source.removeprefix("hf:").split(":")[0].split("@")[0]
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         return Check(source, False, "no such file or folder: check the path")
@@ -142,7 +198,9 @@ def _hub(name: str, kind: str) -> str:
     """Why a name cannot be had from the hub or from its cache here; empty where it can."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(name, "config.json", repo_type=kind), str):
+    files = TOKENIZERS if kind == "tokenizer" else ("config.json",)
+    of = "dataset" if kind == "dataset" else "model"
+    if any(isinstance(try_to_load_from_cache(name, file, repo_type=of), str) for file in files):
         return ""
     api = HfApi()
     try:
@@ -181,8 +239,9 @@ def _disk(jobs: Sequence[Job], sources: set[str], out: Path) -> Check:
     """Room for checkpoints and data, about."""
     needed = OPENWEBTEXT if any(s.startswith("hf:") for s in sources) else 0.0
     for job in jobs:
-        model = model_of(job) if job.trains else None
-        needed += STATE_BYTES * CHECKPOINTS * count_parameters(model) if model else 0
+        model = model_of(job) if job.trains or job.does == ADOPT else None
+        each = STATE_BYTES * CHECKPOINTS if job.trains else WEIGHT_BYTES
+        needed += each * count_parameters(model) if model else 0
     place = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     return Check(

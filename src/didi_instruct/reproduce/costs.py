@@ -10,13 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.shipped import find_shipped
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
 from didi_instruct.models.build import count_parameters
+from didi_instruct.models.foreign.reading import recognise
 from didi_instruct.models.manifest import is_ours, read_manifest
+from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.baselines import WAYS
 from didi_instruct.reproduce.equal_terms import WHOLE
 from didi_instruct.reproduce.jobs import Job
@@ -30,7 +32,7 @@ FORWARD, LEARN = 1, 3
 GPT2_LARGE = 774e6
 CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
-NO_MODELS = ("judge", "reference", "corpora")
+NO_MODELS = ("judge", "reference", "corpora", WORDS)
 """Inputs that are not sampled."""
 PER_ITERATION = {
     # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
@@ -87,7 +89,7 @@ def cost_of(job: Job, *, draws_bank: bool = True) -> Cost:
         return Cost(training=texts * LEARN * forward_flops(model))
     if job.does == "distill":
         return _distillation(job, draws_bank)
-    if job.before:  # which draw and measure for it
+    if job.before or job.does == ADOPT:  # others draw and measure for it; nothing is computed
         return Cost()
     return _measuring(job).shared(job.options.get("part", WHOLE)[1])
 
@@ -176,9 +178,21 @@ def model_of(given: Job | str) -> ModelConfig | None:
     if isinstance(given, Job):
         if given.does == "pretrain":
             return _resolve(given)
-        return model_of(given.inputs["teacher"]) if given.does == "distill" else None
-    folder = find_shipped(given) or Path(given)
-    return read_manifest(folder).model if given and is_ours(folder) else None
+        parent = {"distill": "teacher", ADOPT: "model"}.get(given.does)
+        return model_of(given.inputs[parent]) if parent else None
+    path = here(given) if given else None
+    return None if path is None else _shape(path)
+
+
+@lru_cache(maxsize=64)
+def _shape(path: Path) -> ModelConfig | None:
+    """By its settings, or by the headers of its weights; None of what is not of the family."""
+    if is_ours(path):
+        return read_manifest(path).model
+    try:
+        return recognise(path).config
+    except UserError:
+        return None
 
 
 def _resolve(job: Job) -> ModelConfig:

@@ -67,11 +67,6 @@ def with_unguided(rows: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
 
 
 def _table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results) -> Table:
-    law = (
-        "One law of τ (Beta(2, 5)) for all budgets; the paper prefers Beta(5, 2) from 32 NFE on."
-        if scale.late_from is None
-        else f"From {scale.late_from} NFE on, rows with a law of τ use Beta(5, 2), as in the paper."
-    )
     plain = answers(unguided(numbers, scale), results)
     rows = with_unguided(answers(asks(numbers, scale), results), plain)
     return Table(
@@ -81,7 +76,7 @@ def _table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results)
         notes=[
             *learnt(rows),
             "Rows that differ in guidance alone are one training, sampled in two ways.",
-            law,
+            scale.law,
             "A difference between rows is one of perplexity only where entropies agree; rows with "
             "guidance also cost more passes.",
             *(["Path KL is that of the same student without guidance."] if plain else []),

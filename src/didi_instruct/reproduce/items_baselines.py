@@ -19,7 +19,7 @@ from didi_instruct.reproduce.baselines import (
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
-from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU
+from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU, without_mauve
 from didi_instruct.reproduce.jobs import Job, spread
 from didi_instruct.reproduce.latency import untimed
 from didi_instruct.reproduce.scale import FIRST, Scale
@@ -129,6 +129,7 @@ def _table(scale: Scale, results: Results) -> Table:
             "(drawn once for all; `bank_minutes` in the CSV; --minutes are of steps alone), DUO's "
             "own teacher, token matching's first student. Texts are those of the last training.",
             *untimed(rows),
+            *without_mauve(scale),
             *([f"Not at this scale: {', '.join(absent)}."] if absent else []),
         ],
     )

@@ -1,6 +1,6 @@
 """Items on what is generated: Figure 1, the generation results, 424M, the texts themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from didi_instruct.reproduce import paper
@@ -35,12 +35,13 @@ COST = (
     "passes a row stands beside the teacher's of more NFE."
 )
 GAIN = Shown("gain", "perplexity below the teacher", ".1%")
+BELOW_MOST = Shown("below_most", "below its most steps", ".1%")
 
 
 def _figure_1(scale: Scale) -> Iterator[Ask]:
     for role in METHODS:
-        steps = (*scale.budgets, scale.most_steps) if role == "teacher" else None
-        yield from ask_method(scale, role, steps=steps)
+        more = {"teacher": (scale.most_steps,), "didi": scale.beyond}.get(role, ())
+        yield from ask_method(scale, role, steps=(*scale.budgets, *more))
 
 
 def _figure_1_table(scale: Scale, results: Results) -> Table:
@@ -64,7 +65,7 @@ def _draw_quality(scale: Scale, table: Table, results: Results, path: Path) -> N
 def _generation(scale: Scale) -> Iterator[Ask]:
     yield from ask_method(scale, "teacher", steps=(*scale.budgets, scale.most_steps))
     yield from ask_method(scale, "didi-plain")
-    yield from ask_method(scale, "didi")
+    yield from ask_method(scale, "didi", steps=(*scale.budgets, *scale.beyond))
 
 
 def _generation_table(scale: Scale, results: Results) -> Table:
@@ -78,47 +79,56 @@ def _generation_table(scale: Scale, results: Results) -> Table:
 
 
 def _large(scale: Scale) -> Iterator[Ask]:
-    """Teacher and student of the larger size."""
+    """Teacher and students of the larger size."""
+    budgets = (*scale.budgets, *scale.large_beyond)
     for seed in scale.seeds:
-        for role, sampler in (("teacher-large", None), ("didi-large", "rgas")):
-            most = (scale.most_steps,) if role == "teacher-large" else ()
-            job = quality_job(
-                scale,
-                f"measure-{role}-seed{seed}",
-                scale.model(role, seed),
-                steps=(*scale.budgets, *most),
-                seed=seed,
-                sampler=sampler,
-            )
-            name = METHODS["teacher" if role == "teacher-large" else "didi"].label
-            yield Ask(job, {"method": name, "role": role})
+        most = () if scale.most_steps in budgets else (scale.most_steps,)
+        yield _ask_large(scale, "teacher", scale.model("teacher-large"), (*budgets, *most), seed)
+        laws: dict[str, tuple[Job, list[int]]] = {}
+        for nfe in budgets:
+            student = scale.model("didi-large", seed, nfe)
+            laws.setdefault(student.key, (student, []))[1].append(nfe)
+        for student, steps in laws.values():
+            yield _ask_large(scale, "didi", student, steps, seed)
+
+
+def _ask_large(scale: Scale, role: str, model: Job, steps: Sequence[int], seed: int) -> Ask:
+    way = METHODS[role]
+    job = quality_job(
+        scale,
+        f"measure-{role}-large-{steps[0]}-seed{seed}",
+        model,
+        steps=steps,
+        seed=seed,
+        sampler=way.sampler,
+    )
+    return Ask(job, {"method": way.label, "role": f"{role}-large"})
 
 
 def _scaling_table(scale: Scale, results: Results) -> Table:
     rows = answers(_large(scale), results)
     teacher = {(r["nfe"], r["seed"]): r for r in rows if r["role"] == "teacher-large"}
-    for row in rows:
-        rival = teacher.get((row["nfe"], row["seed"]))
-        if row["role"] == "didi-large" and rival and rival["ppl"] and row["ppl"]:
-            row["gain"] = 1 - row["ppl"] / rival["ppl"]
+    for row in (row for row in rows if row["role"] == "didi-large" and row["ppl"]):
+        for one, nfe in ((GAIN, row["nfe"]), (BELOW_MOST, scale.most_steps)):
+            rival = teacher.get((nfe, row["seed"]))
+            if rival and rival["ppl"]:
+                row[one.column] = 1 - row["ppl"] / rival["ppl"]
     theirs = printed(paper.SCALING, labels("teacher", "didi"))
-    theirs += [
-        {"method": METHODS["didi"].label, "nfe": nfe, "gain": gain}
-        for nfe, gain in paper.SCALING_GAIN.items()
-        if nfe not in paper.SCALING["didi"].cells
-    ]
     for row in theirs:
         if row["method"] == METHODS["didi"].label:
-            row["gain"] = paper.SCALING_GAIN.get(row["nfe"])
+            row[GAIN.column] = paper.SCALING_GAIN.get(row["nfe"])
+            row[BELOW_MOST.column] = paper.SCALING_BELOW_MOST.get(row["nfe"])
     return Table(
         title="A larger teacher (424M in the paper)",
         rows=rows,
-        shown=(PPL, ENTROPY, GAIN, PASSES),
+        shown=(PPL, ENTROPY, GAIN, BELOW_MOST, PASSES),
         paper=theirs,
         notes=[
             "Perplexity below the teacher is the share by which the student's lies below the "
-            "teacher's at the same NFE.",
+            f"teacher's at the same NFE, and below the teacher's at {scale.most_steps} (in the "
+            "paper, 1,024).",
             "The paper draws most perplexities of its 424M models and prints few.",
+            scale.law,
             *learnt(rows),
             UNMATCHED,
             COST,

@@ -20,6 +20,13 @@ MAUVE, SELF_BLEU = Shown("mauve", "MAUVE", ".4f"), Shown("self_bleu", "Self-BLEU
 UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
 
 
+def without_mauve(scale: Scale) -> list[str]:
+    """Why a table has no MAUVE; nothing where it has."""
+    if not scale.causal_judge:
+        return ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
+    return [] if scale.mauve else ["MAUVE was left out (--no-mauve)."]
+
+
 def _variety(scale: Scale) -> Iterator[Ask]:
     metrics = ["ppl", "entropy", "unique-4gram", "self-bleu"]
     metrics += ["mauve"] if scale.measures_mauve else []
@@ -28,11 +35,6 @@ def _variety(scale: Scale) -> Iterator[Ask]:
 
 
 def _variety_table(scale: Scale, results: Results) -> Table:
-    missing = []
-    if not scale.causal_judge:
-        missing = ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
-    elif not scale.mauve:
-        missing = ["MAUVE was left out (--no-mauve)."]
     return Table(
         rows=answers(_variety(scale), results),
         shown=(MAUVE, SELF_BLEU, UNIQUE, PPL, ENTROPY),
@@ -42,7 +44,7 @@ def _variety_table(scale: Scale, results: Results) -> Table:
             for nfe, cell in line.items()
         ],
         notes=[
-            *missing,
+            *without_mauve(scale),
             "MAUVE: scaling factor 5, first 256 tokens, features of the judge; higher is closer to "
             "text. Self-BLEU: 5-grams, smoothing 1, tokens of the model (the paper: NLTK's words); "
             "lower is more varied, and noise is varied too: read both with the perplexity.",

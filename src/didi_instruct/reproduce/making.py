@@ -8,6 +8,7 @@ from typing import Any
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
+from didi_instruct.reproduce.adopting import given_source
 from didi_instruct.reproduce.figures import can_draw
 from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
 from didi_instruct.reproduce.items import Item, Results
@@ -212,7 +213,7 @@ def _draw(
 def command(item: Item, scale: Scale) -> str:
     """What makes this table again; files by their names alone."""
     words = f"didi reproduce {item.name} --scale {scale.name} --seeds {len(scale.seeds)}"
-    given = {"data": scale.data, "teacher": scale.teacher, "judge": scale.judge}
+    given = {"data": scale.data, "teacher": given_source(scale.teacher), "judge": scale.judge}
     usual = {"oracle", "openai-community/gpt2-large"}
     for flag, value in given.items():
         if isinstance(value, str) and value not in usual and not value.startswith("hf:"):

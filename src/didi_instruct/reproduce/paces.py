@@ -124,6 +124,24 @@ def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Sc
     return replace(scale, models=models, ablation=ablation, minutes=minutes)
 
 
+def expected(scale: Scale, minutes: float, out: Path) -> Scale:
+    """The same before the paces are measured: those that are not known yet are a guess.
+
+    What is trained that long is right, how many steps that takes is not.
+    """
+    jobs = pace_jobs(scale)
+    return with_minutes(scale, minutes, dict.fromkeys(jobs, 1.0) | kept(jobs, out))
+
+
+def minutes_of(job: Job, scale: Scale) -> float | None:
+    """Minutes that a student of a scale is to train; None where its steps are given."""
+    if scale.minutes is None or job.does != "distill":
+        return None
+    role = job.name.rpartition("-seed")[0]
+    shares = {FIRST: 1 - AFTER, "token-matching": AFTER} if scale.has(FIRST) else {}
+    return scale.minutes * shares.get(role, 1.0)
+
+
 def _schedule(training: Training, steps: int) -> tuple[str, ...]:
     """Overrides for so many steps, or a few less: as many rounds, no larger a share of waiting."""
     job = Job(name="plan", does="distill", recipe=training.recipe, overrides=training.overrides)

@@ -60,6 +60,9 @@ class Scale:
     late_from: int | None = None
     """NFE from which a student of the other law of τ is used; None: one student for all."""
     budgets: tuple[int, ...]
+    beyond: tuple[int, ...] = ()
+    large_beyond: tuple[int, ...] = ()
+    """Further NFE of the student in the tables of generation, and of both larger models."""
     few: tuple[int, ...] = ()
     """More budgets of the baselines' students, some of which learn to take one step or two."""
     most_steps: int
@@ -127,8 +130,23 @@ class Scale:
         """Whether the scale has such a model."""
         return role in self.models
 
-    def model(self, role: str, seed: int = 0) -> Job:
-        """A trained model by role; students have seeds, what they learn from has one."""
+    @property
+    def law(self) -> str:
+        """Which law of τ the paper's students have here, for people."""
+        if self.late_from is None:
+            return (
+                "One law of τ (Beta(2, 5)) for all budgets; the paper prefers Beta(5, 2) from 32 "
+                "NFE on."
+            )
+        return (
+            f"From {self.late_from} NFE on, rows with a law of τ use Beta(5, 2), as in the paper."
+        )
+
+    def model(self, role: str, seed: int = 0, nfe: int | None = None) -> Job:
+        """A trained model by role; students have seeds, what they learn from has one.
+
+        The larger student's law of τ is that for `nfe` steps.
+        """
         training = self.models[role]
         teachers = ("ar", "duo-teacher", "teacher-large")
         if role in teachers:
@@ -140,6 +158,8 @@ class Scale:
             teacher = self.model("duo-teacher")
         elif role == "didi-large":
             teacher = self.model("teacher-large")
+            if self._is_late(training, nfe):
+                training, role = _late(training), f"{role}-late"
         elif role == "token-matching" and self.has("path"):
             teacher = self.model(FIRST if self.has(FIRST) else "path", seed)
         return _student(f"{role}-seed{seed}", training, teacher, seed)
@@ -148,12 +168,21 @@ class Scale:
         self, recipe: str, seed: int, nfe: int | None = None, teacher: Job | str | None = None
     ) -> Job:
         """A student of an ablation recipe; the law of τ is that for `nfe` steps."""
-        overrides, name = self.ablation, recipe
-        late = self.late_from is not None and nfe is not None and nfe >= self.late_from
-        if late and load_recipe(DistillConfig, recipe).didi.pi == EARLY:
-            overrides, name = (*overrides, LATE), f"{recipe}-late"
+        training, name = Training(recipe, self.ablation), recipe
+        if self._is_late(training, nfe):
+            training, name = _late(training), f"{recipe}-late"
         of = self.teacher if teacher is None else teacher
-        return _student(f"{name}-seed{seed}", Training(recipe, overrides), of, seed)
+        return _student(f"{name}-seed{seed}", training, of, seed)
+
+    def _is_late(self, training: Training, nfe: int | None) -> bool:
+        """Whether a student of a law for few steps is asked for many."""
+        if self.late_from is None or nfe is None or nfe < self.late_from:
+            return False
+        return load_recipe(DistillConfig, training.recipe).didi.pi == EARLY
+
+
+def _late(training: Training) -> Training:
+    return Training(training.recipe, (*training.overrides, LATE))
 
 
 def _student(name: str, training: Training, teacher: Job | str, seed: int) -> Job:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from didi_instruct.api.shipped import find_shipped, shipped
+from didi_instruct.api.sources import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.models.manifest import is_ours, read_manifest
+from didi_instruct.reproduce.adopting import adopted
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.scale import Given, Scale, Training
 
@@ -255,6 +257,14 @@ def _told(given: Given) -> str:
     return f"{name} ({options})" if name and options else name
 
 
+def _speaking(teacher: str, data: str, recipe: Job) -> Job | str:
+    """A teacher as it is; one that brings no tokenizer, with that of the texts or the recipe."""
+    if words_of(teacher):
+        return teacher
+    words = data if is_prepared(Path(data)) else recipe.settings().data.tokenizer
+    return adopted(teacher, words)
+
+
 def _paper(given: Given) -> Scale:
     source = given.data or "hf:Skylion007/openwebtext"
     data = _data(source, given.teacher)
@@ -266,7 +276,7 @@ def _paper(given: Given) -> Scale:
             "tokens, the paper's schedule. Values may be set against the paper's where the entropy "
             "agrees; the paper has one run per row and 40 samples behind an entropy."
         ),
-        teacher=given.teacher or teacher,
+        teacher=_speaking(given.teacher, source, teacher) if given.teacher else teacher,
         judge=given.judge or "openai-community/gpt2-large",
         judge_name=_told(given) or "GPT-2 Large",
         data=source,
@@ -283,6 +293,8 @@ def _paper(given: Given) -> Scale:
         ablation=(),
         late_from=32,
         budgets=(8, 16, 32, 64, 128),
+        beyond=(1024,),
+        large_beyond=(512, 1024),
         most_steps=1024,
         samples=1024,
         seeds=(0,),

@@ -22,7 +22,7 @@ def check_together(scale: Scale) -> None:
     """
     teacher = scale.teacher if isinstance(scale.teacher, str) else None
     own = _hash(teacher) if teacher else None
-    if teacher and own is None and scale.name != "paper":
+    if teacher and own is None:
         raise UserError(
             f"--teacher {teacher}: has no tokenizer.json here, and all models of a table need one "
             "tokenizer: give a folder that has it."

@@ -1,0 +1,53 @@
+"""A teacher that brings no tokenizer: written once in our layout, with one that was named for it.
+
+The public models of the DiT family come without the tokenizer that they were trained with, and all
+that a table asks of a teacher (texts, banks, students) needs it.
+"""
+
+from pathlib import Path
+
+from didi_instruct.api.convert import convert
+from didi_instruct.api.open import open_source
+from didi_instruct.api.shipped import find_shipped
+from didi_instruct.models.manifest import is_ours
+from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.running import RUN
+
+ADOPT = "didi_instruct.reproduce.adopting:adopt"
+WORDS = "tokenizer"
+"""Role of the tokenizer among the inputs."""
+
+
+def adopted(source: str, tokenizer: str) -> Job:
+    """The teacher `source` with a tokenizer: its own, or this one where it brings none."""
+    return Job(name="teacher", does=ADOPT, inputs={"model": source, WORDS: tokenizer})
+
+
+def adopt(context: Context) -> dict[str, bool]:
+    """Write the model to where a training run would have it; tell whether it was given words."""
+    source, folder = context.inputs["model"], context.folder / RUN
+    given = open_source(source).tokenizer is None
+    if not is_ours(folder):  # else it was written by a run that stopped right after
+        convert(source, folder, "didi", tokenizer=context.inputs[WORDS] if given else None)
+    return {"given": given}
+
+
+def given_source(model: Job | str) -> str | None:
+    """What the user named, of a model that is used as it is or was adopted."""
+    if isinstance(model, str):
+        return model
+    return str(model.inputs["model"]) if model.does == ADOPT else None
+
+
+def here(source: str) -> Path | None:
+    """Where a model lies on this machine, the hub's cache included; None where it does not."""
+    path = find_shipped(source) or Path(source).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = source.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except (OSError, ValueError):
+        return None
