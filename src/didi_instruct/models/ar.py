@@ -38,10 +38,6 @@ class KVCache:
         self.values[layer, :, :, self.position : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
-    def reset(self) -> None:
-        """Start new sequences in the same memory."""
-        self.position = 0
-
 
 class ARModel(nn.Module):
     """Causal language model; the extra id (`config.mask_id`) is the start symbol.
