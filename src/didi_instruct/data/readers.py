@@ -16,7 +16,7 @@ from typing import IO, Any, Literal, get_args
 
 from didi_instruct.data.hub import stream_of
 from didi_instruct.data.sources import Meter, Source, open_source, readable
-from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.errors import MissingExtraError, UserError, first_line
 
 Documents = Literal["file", "line", "paragraph"]
 DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
@@ -267,7 +267,7 @@ def _read_parquet(source: Source, options: ReadOptions, meter: Meter) -> Iterato
                 for text in batch.column(0).to_pylist():
                     yield text or "", True
         except (pa.ArrowException, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise UserError(f"{source.name}: not a readable Parquet file ({reason}).") from error
 
 

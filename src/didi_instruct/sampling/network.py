@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from didi_instruct.errors import first_line
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
@@ -15,7 +16,7 @@ from didi_instruct.models.graphs import Chosen, GraphedDiT
 from didi_instruct.models.inference import InferenceDiT
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.models.precision import upcast
-from didi_instruct.models.remarks import in_a_line, say_once
+from didi_instruct.models.remarks import say_once
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 from didi_instruct.sampling.chunks import draw_compiled
@@ -189,7 +190,7 @@ class NetworkGuide:
 
     def _give_up(self, error: Exception) -> None:
         """Go on without compiling."""
-        reason = in_a_line(error)
+        reason = first_line(error)
         say_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
         self._compiles, self._run = False, None
 
