@@ -146,11 +146,11 @@ class Discriminator(Trunk):
     def below(self, tokens: Tensor, sigma: Tensor | float | None = None) -> Tensor:
         """Return the state (B, L, d) after the frozen blocks, of which there must be some."""
         assert self.frozen, "nothing is frozen"
-        return self._run(tokens, self.condition(sigma), None, None, stop=self.frozen)
+        return self.run_blocks(tokens, self.condition(sigma), None, None, stop=self.frozen)
 
     def above(self, state: Tensor, sigma: Tensor | float | None = None) -> Tensor:
         """Return logits (B, L) from the state after the frozen blocks."""
-        hidden = self._run(None, self.condition(sigma), None, state, start=self.frozen)
+        hidden = self.run_blocks(None, self.condition(sigma), None, state, start=self.frozen)
         return self._ratio(hidden)
 
     def iterate(self) -> None:

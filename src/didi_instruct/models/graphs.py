@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from didi_instruct.errors import first_line
 from didi_instruct.models.compiling import compiled
-from didi_instruct.models.dit import DiT, _changes
+from didi_instruct.models.dit import DiT
 from didi_instruct.models.halves import begin, finish
-from didi_instruct.models.layers import ALIGN, NEVER
+from didi_instruct.models.layers import ALIGN, NEVER, versions
 from didi_instruct.models.remarks import say_once
 from didi_instruct.models.streams import side_stream
 
@@ -187,7 +187,7 @@ class GraphedDiT:
         self._weights_at = 0
         self._rotary: Tensor | None = None
         self._output: tuple[Tensor, Tensor] | None = None
-        self._output_state = (0, 0)
+        self._output_state: tuple[int, tuple[int, ...]] = (0, ())
         self.kept: dict[Any, Any] = {}
         """What others capture of this network: goes when the graphs do."""
 
@@ -335,7 +335,7 @@ class GraphedDiT:
         """
         network, weights_at = self.network, self.network.vocab_embed.embedding.data_ptr()
         config, layer = network.config, network.output_layer.linear
-        state = (layer.weight.data_ptr(), _changes(list(layer.parameters())))
+        state = (layer.weight.data_ptr(), versions(layer.parameters()))
         if self._output is None or state != self._output_state:
             self._ends.clear()
             self.kept.clear()

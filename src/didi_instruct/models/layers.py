@@ -7,7 +7,7 @@ type; the matrix products run in the weights' type or in autocast's.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,11 @@ def first_weight(layers: nn.Sequential) -> Tensor:
     weight = layers[0].weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def versions(weights: Iterable[Tensor]) -> tuple[int, ...]:
+    """Changes in place that torch has counted of each weight: other numbers, other weights."""
+    return tuple(0 if w.is_inference() else w._version for w in weights)
 
 
 class LayerNorm(nn.Module):
