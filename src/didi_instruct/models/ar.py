@@ -42,8 +42,8 @@ class KVCache:
 class ARModel(nn.Module):
     """Causal language model; the extra id (`config.mask_id`) is the start symbol.
 
-    Keys are the contract's, without `sigma_map` and `adaLN_modulation`. A sequence of L tokens is
-    predicted from the start symbol and its first L - 1 tokens.
+    Its tensors have the core keys (docs/foreign.md), without `sigma_map` and `adaLN_modulation`. A
+    sequence of L tokens is predicted from the start symbol and its first L - 1 tokens.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -15,9 +15,10 @@ INITIAL_ITERATIONS = 15
 class SpectralLinear(nn.Module):
     """Linear layer with weight `weight_orig / σ`, σ = u · weight_orig v its largest singular value.
 
-    The contract's keys: `weight_orig`, `weight_u`, `weight_v`, `bias` (the layout and arithmetic of
-    `torch.nn.utils.spectral_norm`). A forward pass in training mode does one power iteration first;
-    in evaluation mode u and v stay. Gradients flow through σ, not through u and v.
+    Keys as in the released DiDi-Instruct discriminator: `weight_orig`, `weight_u`, `weight_v`,
+    `bias` (the layout and arithmetic of `torch.nn.utils.spectral_norm`). A forward pass in training
+    mode does one power iteration first; in evaluation mode u and v stay. Gradients flow through σ,
+    not through u and v.
     """
 
     weight_u: Tensor

@@ -1,4 +1,4 @@
-"""The denoiser, which is the contract's reference DiT, and the trunk of all diffusion models."""
+"""The denoiser, the DiT of the public MDLM checkpoints, and the trunk of all diffusion models."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from didi_instruct.models.rotary import Rotary
 
 
 class Trunk(nn.Module):
-    """Embedding, time embedding and blocks, with the contract's "DiT core keys".
+    """Embedding, time embedding and blocks, named by the core keys (docs/foreign.md).
 
     Without `time_conditioning` σ is replaced by 0, so the condition has a single row, broadcast to
     the batch (gradient included), and the modulation of every layer can be folded for inference.
