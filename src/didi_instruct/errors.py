@@ -14,3 +14,9 @@ class MissingExtraError(UserError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on (a NaN loss, say). The command line prints it and exits with 1."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, to stand in a sentence of ours; its name if it says nothing."""
+    said, *_ = str(error).strip().splitlines() or [""]
+    return said.rstrip(".: ") or type(error).__name__

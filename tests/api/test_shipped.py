@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def make(seed, **provenance):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package that ships nothing yet, and a folder to stand in; there is no network."""
+    """A package without its models, and a folder to stand in; there is no network."""
     root = tmp_path / "package" / "shipped"
     monkeypatch.setattr(shipped, "root", lambda: root)
     (tmp_path / "here").mkdir()
@@ -50,10 +51,12 @@ def both(package):
 
 
 @pytest.mark.parametrize("name", ["stories", "stories/teacher"])
-def test_while_none_is_shipped_that_is_said_in_one_line(package, name):
-    with pytest.raises(UserError, match="this version has none: train one with") as caught:
+def test_an_installation_without_its_models_says_so_in_one_line(package, name):
+    with pytest.raises(UserError, match=f"`{name}` ships with didi, .* install didi again") as told:
         didi.load(name)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=f"^{name}: no such file or folder"):
+        didi.load(Path(name))
     assert shipped.shipped() == {}
 
 
@@ -62,7 +65,7 @@ def test_what_is_shipped_is_what_is_there(both):
     (both / "stories" / "notes").mkdir()
     shutil.rmtree(both / "stories" / "teacher")
     assert list(shipped.shipped()) == ["stories"]
-    with pytest.raises(UserError, match="`stories/teacher` will be a model"):
+    with pytest.raises(UserError, match="`stories/teacher` ships with didi, but is not in"):
         didi.load("stories/teacher")
     with pytest.raises(UserError, match=r"no model that ships with didi \(stories\)"):
         didi.load("storis")
@@ -100,7 +103,7 @@ def test_a_model_of_that_name_here_is_asked_about(both, tmp_path):
     assert find("stories").path == both / "stories" / "student"
 
 
-def test_before_anything_is_shipped_a_folder_has_the_name(package, tmp_path):
+def test_where_nothing_is_shipped_a_folder_has_the_name(package, tmp_path):
     make(3).save(tmp_path / "here" / "stories")
     assert find("stories").path.resolve() == tmp_path / "here" / "stories"
 
@@ -146,7 +149,6 @@ def test_a_file_without_numbers_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "dest").exists()
 
 
-@pytest.mark.skipif("stories" not in shipped.shipped(), reason="no model is shipped yet")
 def test_what_is_shipped_is_small_and_opens_at_once(tmp_path, monkeypatch):
     """Two networks with their tokenizers in a second; the best of three, others may be busy."""
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from didi_instruct.api.sources import open_source
+from didi_instruct.api.sources import open_training_data
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
@@ -23,11 +23,11 @@ def settings(corpus: Path, **options) -> DataConfig:
 
 def test_rows_may_hold_one_document(corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, rows="document", valid=5)
-    train, valid = open_source(config, length=12, seed=0, prepared=tmp_path / "data")
+    train, valid = open_training_data(config, length=12, seed=0, prepared=tmp_path / "data")
     assert (train.num_sequences, valid and valid.num_sequences) == (45, 5)
     assert train.ordered(3, 1).tolist() == [[*b"line 103", 256, 256, 256, 256]]
     cut = settings(corpus, rows="document", long="cut", valid=5)
-    train, _ = open_source(cut, length=6, seed=0, prepared=tmp_path / "cut")
+    train, _ = open_training_data(cut, length=6, seed=0, prepared=tmp_path / "cut")
     assert train.ordered(3, 1).tolist() == [[*b"line 1"]]
 
 
@@ -39,7 +39,7 @@ def test_what_cannot_work_is_told_in_words_of_a_recipe(corpus: Path, tmp_path: P
     ):
         config = settings(corpus, **options)
         with pytest.raises(UserError, match=message):
-            open_source(config, length=8, seed=0, prepared=tmp_path / "data")
+            open_training_data(config, length=8, seed=0, prepared=tmp_path / "data")
         assert not (tmp_path / "data").exists()
 
 
@@ -52,8 +52,8 @@ def test_a_prepared_stream_is_not_taken_for_rows_of_documents(corpus, tmp_path: 
         prepare(options)
     stream = settings(tmp_path / "stream", rows="document")
     with pytest.raises(UserError, match=r"stream: its rows .*--rows document"):
-        open_source(stream, length=12, seed=0, prepared=tmp_path / "data")
+        open_training_data(stream, length=12, seed=0, prepared=tmp_path / "data")
     for rows in ("stream", "document"):  # the default asks for nothing
         config = settings(tmp_path / "document", rows=rows)
-        train, _ = open_source(config, length=12, seed=0, prepared=tmp_path / "data")
+        train, _ = open_training_data(config, length=12, seed=0, prepared=tmp_path / "data")
         assert train.num_sequences == 45

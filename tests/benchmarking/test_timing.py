@@ -60,9 +60,9 @@ def test_what_fails_is_left_out_and_says_why():
     assert len(tries) == 1
     rows = make_rows(cases, found)
     assert rows[0]["note"] is None
-    assert rows[1]["note"] == "CUDA out of memory."
+    assert rows[1]["note"] == "CUDA out of memory"
     assert rows[1]["seconds_median"] is rows[1]["ratio_to_first"] is None
-    assert notes(Bench("m", rows)) == ["large did not run: CUDA out of memory."]
+    assert notes(Bench("m", rows)) == ["large did not run: CUDA out of memory"]
     assert table(Bench("m", rows)).row_count == 2
 
 

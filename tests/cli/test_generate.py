@@ -114,7 +114,7 @@ def test_without_a_model_the_shipped_one_writes(didi, model, tmp_path, monkeypat
     monkeypatch.setattr(shipped, "root", lambda: tmp_path / "shipped")
     code, _, err = didi()
     assert code == 2
-    assert "`stories` will be a model that ships with didi, but this version has none" in err
+    assert "`stories` ships with didi, but is not in" in err
     shutil.copytree(model, tmp_path / "shipped" / "stories" / "student")
     assert didi("--steps", 4) == didi(model, "--steps", 4)
     assert json.loads(didi("--json")[1])["model"] == "stories"

@@ -9,7 +9,8 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.distillation.didi import DidiTask, smooth_bce
+from didi_instruct.distillation.didi import DidiTask
+from didi_instruct.distillation.discriminating import smooth_bce
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
 from didi_instruct.process.orders import stream_times

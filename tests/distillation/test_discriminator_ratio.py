@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.distillation.didi import smooth_bce
+from didi_instruct.distillation.discriminating import smooth_bce
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.process.schedule import LogLinear
 

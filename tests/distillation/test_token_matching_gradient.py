@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from didi_instruct.config.distill import DistillConfig, TokenMatchingConfig
+from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import (
     Noise,
@@ -27,7 +28,6 @@ from didi_instruct.distillation.token_matching import (
     Plan,
     TokenMatchingTask,
     matching_loss,
-    path_times,
 )
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.chain import Purpose

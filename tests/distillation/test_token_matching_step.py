@@ -10,9 +10,10 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
+from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.critics import BEFORE
 from didi_instruct.distillation.rollout import walk
-from didi_instruct.distillation.token_matching import TokenMatchingTask, matching_loss, path_times
+from didi_instruct.distillation.token_matching import TokenMatchingTask, matching_loss
 from didi_instruct.errors import UserError
 
 from .small import (

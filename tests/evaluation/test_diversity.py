@@ -13,7 +13,6 @@ from didi_instruct.evaluation.diversity import (
     bootstrap,
     self_bleu,
     unigram_entropy,
-    unique_ngrams,
     unique_with_interval,
 )
 
@@ -153,19 +152,20 @@ def test_entropy_of_random_rows():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
-def test_unique_ngrams_counts_across_samples(n):
+def test_the_distinct_share_counts_across_samples(n):
     tokens = np.random.default_rng(n).integers(4, size=(9, 30))
     lengths = [30, 12, 0, 3, 30, 25, 1, 8, 30]
     grams = [g for row, k in zip(tokens, lengths, strict=True) for g in ngrams(row[:k].tolist(), n)]
     exact = len(set(grams)) / len(grams)
-    assert unique_ngrams(torch.from_numpy(tokens), n, torch.tensor(lengths)) == exact
+    found = unique_with_interval(torch.from_numpy(tokens), n, torch.tensor(lengths))
+    assert found.value == exact
 
 
-def test_unique_ngrams_at_its_ends():
+def test_the_distinct_share_at_its_ends():
     rows = torch.arange(40).view(4, 10)
-    assert unique_ngrams(rows) == 1
-    assert unique_ngrams(rows[:1].repeat(5, 1)) == 1 / 5
-    assert unique_ngrams(torch.zeros(3, 9, dtype=torch.long)) == 1 / 18
+    assert unique_with_interval(rows).value == 1
+    assert unique_with_interval(rows[:1].repeat(5, 1)).value == 1 / 5
+    assert unique_with_interval(torch.zeros(3, 9, dtype=torch.long)).value == 1 / 18
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -173,10 +173,10 @@ def test_the_jackknife_leaves_out_one_sample_after_another(n):
     """One count gives what counting anew without each sample gives."""
     generator = np.random.default_rng(n)
     texts = [generator.integers(6, size=k).tolist() for k in (30, 12, 0, 9, 25, 18)]
-    without = np.array([unique_ngrams(texts[:i] + texts[i + 1 :], n) for i in range(len(texts))])
+    others = [texts[:i] + texts[i + 1 :] for i in range(len(texts))]
+    without = np.array([unique_with_interval(each, n).value for each in others])
     half = 1.96 * math.sqrt(5 / 6 * ((without - without.mean()) ** 2).sum())
     found = unique_with_interval(texts, n)
-    assert found.value == unique_ngrams(texts, n)
     expected = (max(0, found.value - half), min(1, found.value + half))
     assert found.ci95 == pytest.approx(expected)
 
@@ -237,7 +237,7 @@ def test_the_distinct_share_of_few_or_equal_samples():
         (lambda: unigram_entropy(torch.tensor([1, 2])), "\\(B, L\\)"),
         (lambda: unigram_entropy(torch.zeros(2, 3).long(), torch.tensor([1])), "2 lengths"),
         (lambda: unigram_entropy(torch.zeros(1, 3).long(), torch.tensor([4])), "greater"),
-        (lambda: unique_ngrams([[1, 2], [3]], n=4), "smaller n"),
+        (lambda: unique_with_interval([[1, 2], [3]], n=4), "smaller n"),
         (lambda: bootstrap([1.0]), "2 or more"),
         (lambda: bootstrap([1.0, 2.0], samples=0), "samples is 0"),
         (lambda: bootstrap(np.zeros((4, 2))), "callable"),

@@ -12,7 +12,6 @@ from didi_instruct.evaluation.frontier import (
     curves,
     equal_nfe,
     equal_passes,
-    frontier,
     log_vsf_resampled,
     sweep,
     vsf,
@@ -29,6 +28,12 @@ def line(offset, slope, entropies, vary="temperature"):
         point(math.exp(offset + slope * h), h, **{vary: 0.5 + 0.1 * k})
         for k, h in enumerate(entropies)
     ]
+
+
+def frontier(baseline, entropy):
+    """Perplexity of the frontier, from the ratio that a perplexity of 1 has to it."""
+    ratio = vsf(point(1.0, entropy), baseline).value
+    return None if ratio is None else 1 / ratio
 
 
 TEACHER = [

@@ -38,7 +38,7 @@ def test_both_are_drawn_step_by_step(animation, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "`stories` will be a model that ships with didi"),
+        ([], "`stories` ships with didi, but is not in"),
         (["--out", "x.mp4"], "x.mp4: a trace is written as one of"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The contract's networks once more, as plain functions of a state dict, sharing no code with ours.
+"""The networks of docs/foreign.md, as plain functions of a state dict, sharing no code with ours.
 
 One sequence at a time, loops over heads and positions: slow, and easy to check against the text.
 """

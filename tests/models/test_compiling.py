@@ -11,8 +11,8 @@ from didi_instruct.distillation import hosting
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT
 from didi_instruct.training import parallel
+from didi_instruct.training.devices import compiles
 from didi_instruct.training.parallel import compile_network
-from didi_instruct.training.pretrain import compiles
 from didi_instruct.training.world import World
 
 

@@ -21,13 +21,13 @@ SIGMA = torch.tensor([0.01, 0.7, 6.9])
 
 
 @pytest.mark.parametrize(("name", "count"), [("small", 131_371_265), ("medium", 373_747_969)])
-def test_parameter_counts_of_the_contract(name, count):
+def test_published_parameter_counts(name, count):
     with torch.device("meta"):
         discriminator = Discriminator(architecture(name))
     assert sum(p.numel() for p in discriminator.parameters()) == count
 
 
-def test_keys_are_the_trunks_and_the_contracts_head():
+def test_keys_are_the_trunks_and_the_releases_head():
     head = {
         f"output_layer.main.{n}.{name}"
         for n in (0, 2)

@@ -43,18 +43,18 @@ def tokens_of(batch=3, length=7, vocab_size=11, seed=1):
 
 
 @pytest.mark.parametrize(("name", "count"), [("small", 169_627_218), ("medium", 424_477_010)])
-def test_parameter_counts_of_the_contract(name, count):
+def test_published_parameter_counts(name, count):
     with torch.device("meta"):
         dit = DiT(architecture(name))
     assert sum(p.numel() for p in dit.parameters()) == count
 
 
-def test_keys_are_the_contracts_core_keys():
+def test_keys_are_the_core_keys():
     assert set(DiT(config()).state_dict()) == {*PARAMETERS, "rotary_emb.inv_freq"}
 
 
 def test_parameters_come_in_the_order_of_foreign_ema_lists():
-    """`ema.shadow_params` of the contract is an ordered list: order is part of the layout."""
+    """`ema.shadow_params` of Lightning files is an ordered list: order is part of the layout."""
     assert [name for name, _ in DiT(config()).named_parameters()] == PARAMETERS
 
 

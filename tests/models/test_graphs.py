@@ -392,7 +392,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(when, warm, monkeypatch, c
         assert capture(double, (OnGPU(),), "shared").function is double
     late = [(slow, "shared"), (double, None)]
     assert tried == 2 * (late if when == "capture" else [(double, "shared")])
-    reason = "There is no compiler."
+    reason = "There is no compiler"
     assert said(caplog) == [f"A pass cannot be compiled here, so it runs slower: {reason}"]
 
 

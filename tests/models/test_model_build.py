@@ -22,7 +22,7 @@ def test_kind_decides_the_network():
     assert type(build_model(ModelConfig(kind="ar", **TINY))) is ARModel
 
 
-def test_counts_of_the_contract_without_memory():
+def test_published_counts_without_memory():
     assert count_parameters(architecture("small")) == 169_627_218
     assert count_parameters(architecture("medium")) == 424_477_010
     assert count_discriminator_parameters(architecture("small")) == 131_371_265

@@ -112,12 +112,11 @@ def test_state_dicts_are_accepted_too(folder, tmp_path):
 
 @torch.no_grad()
 def test_16_bit_weights_on_disk(tmp_path):
-    """Parameters are cast; positions are not, and a wider type can be asked for at loading."""
-    discriminator = Discriminator(CONFIG)
-    save_model(tmp_path, network(), CONFIG, discriminator=discriminator, dtype=torch.bfloat16)
+    """They stay so, positions stay float32, and a wider type can be asked for at loading."""
+    save_model(tmp_path, network().bfloat16(), CONFIG)
     loaded = load_model(tmp_path)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
-    assert {b.dtype for b in loaded.discriminator.buffers()} == {torch.float32}
+    assert {b.dtype for b in loaded.model.buffers()} == {torch.float32}
     assert torch.equal(loaded.model(TOKENS), network().bfloat16()(TOKENS))
     wide = load_model(tmp_path, dtype=torch.float32).model
     assert torch.equal(wide(TOKENS), network().bfloat16().float()(TOKENS))

@@ -234,7 +234,7 @@ def test_a_guide_that_cannot_be_compiled_guides_plainly(at_once, monkeypatch, ca
     assert tried == [1]
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "A discriminator cannot be compiled here, so it runs slower: There is no compiler."
+        "A discriminator cannot be compiled here, so it runs slower: There is no compiler"
     ]
 
 

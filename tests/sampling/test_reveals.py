@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.rollout import Noise, order_of, walk
-from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import revealed_shares
 from didi_instruct.process.orders import shares, stream_times

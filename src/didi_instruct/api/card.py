@@ -16,6 +16,7 @@ import yaml
 
 from didi_instruct.api.card_numbers import table
 from didi_instruct.api.private import publishable, without_paths
+from didi_instruct.api.samplers import USUAL_STEPS
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
@@ -47,7 +48,6 @@ _OWN_WINDOW = {
     "(`--length`) sets the length instead.",
     "ar": "Each text has a window of its own, from its first word to its end-of-text.",
 }
-USUAL_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)

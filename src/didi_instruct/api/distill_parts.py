@@ -38,7 +38,7 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.network import NetworkDenoiser
 from didi_instruct.seeding import mix
-from didi_instruct.training.pretrain import uses_bf16
+from didi_instruct.training.devices import uses_bf16
 from didi_instruct.training.world import World
 
 if TYPE_CHECKING:

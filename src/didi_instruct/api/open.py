@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from didi_instruct.api.shipped import find_shipped, refuse_promised, shipped
+from didi_instruct.api.shipped import find_shipped, refuse_missing, shipped
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
@@ -187,15 +187,15 @@ def _require_code(origin: Origin) -> None:
 
 def _elsewhere(source: str, is_path: bool) -> tuple[Path, str]:
     """Find what is no file or folder here: its folder, and its name on the hub."""
-    refuse_promised(source)
-    match = _HUB_ID.fullmatch(source)
     if is_path or source.startswith((".", "/", "~")) or Path(source).suffix in SUFFIXES:
         raise UserError(f"{source}: no such file or folder.")
+    refuse_missing(source)
+    match = _HUB_ID.fullmatch(source)
     if match is None:
-        known = ", ".join(shipped()) or "there is none yet"
         raise UserError(
-            f"`{source}` is no file or folder here, no model that ships with didi ({known}), and "
-            "no Hugging Face id (owner/name or owner/name@revision): check the path."
+            f"`{source}` is no file or folder here, no model that ships with didi "
+            f"({', '.join(shipped())}), and no Hugging Face id (owner/name or "
+            "owner/name@revision): check the path."
         )
     try:
         return fetch(match[1], match[2]), match[1]

@@ -12,7 +12,7 @@ from torch import nn
 from didi_instruct.api.card import README, Subject, is_ours, write_card
 from didi_instruct.api.private import publishable
 from didi_instruct.data.tokenizer import quiet, require_network
-from didi_instruct.errors import UserError
+from didi_instruct.errors import UserError, first_line
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT
@@ -112,7 +112,7 @@ def _explained(repo_id: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         remedy = "try again with a network, or save to a folder and run `hf upload` elsewhere"
         if isinstance(error, HfHubHTTPError):
             remedy = "check the name, and that the token may write there"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from didi_instruct.api.sources import PrepareBar, is_prepared, open_source
+from didi_instruct.api.sources import PrepareBar, is_prepared, open_training_data
 from didi_instruct.config.parse import apply_overrides, parse, read_yaml
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
 from didi_instruct.config.recipes import load_recipe
@@ -220,7 +220,7 @@ def open_data_together(
         source = replace(source, source=str(prepared))
 
     def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
-        return open_source(source, length=length, seed=seed, prepared=prepared, progress=bar)
+        return open_training_data(source, length=length, seed=seed, prepared=prepared, progress=bar)
 
     opened, error = None, None
     if world.is_main:

@@ -27,6 +27,7 @@ from didi_instruct.sampling.remasking import remasking
 from didi_instruct.sampling.uniform_state import uniform_state
 
 USUAL_STEPS = 16
+"""Where nobody names a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ DEFAULT = "stories"
 STUDENT = "student"
 """The folder that a name means without a second part."""
 
-PROMISED = (DEFAULT, f"{DEFAULT}/teacher")
-"""Names kept free: no folder of the hub and no guess is tried for them."""
+EXPECTED = (DEFAULT, f"{DEFAULT}/teacher")
+"""What every installation has: never looked for on the hub."""
 
 
 def root() -> Path:
@@ -55,10 +55,10 @@ def find_shipped(source: str | Path) -> Path | None:
     return folder
 
 
-def refuse_promised(source: str) -> None:
-    """Say that a name has no model in this version."""
-    if source in PROMISED:
+def refuse_missing(source: str) -> None:
+    """Say that an installation lacks a model that it should have."""
+    if source in EXPECTED:
         raise UserError(
-            f"`{source}` will be a model that ships with didi, but this version has none: "
-            "train one with `didi pretrain stories-teacher`, or give a folder or a Hugging Face id."
+            f"`{source}` ships with didi, but is not in {root()}: install didi again, or give a "
+            "folder or a Hugging Face id."
         )

@@ -16,7 +16,7 @@ PrepareBar = Callable[[], AbstractContextManager[Report | None]]
 """Opens a progress display for as long as data is being prepared."""
 
 
-def open_source(
+def open_training_data(
     config: DataConfig,
     *,
     length: int,

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from didi_instruct.models.remarks import in_a_line
+from didi_instruct.errors import first_line
 
 LIMIT = 300.0
 """Seconds that a run may take, all that compiles included."""
@@ -101,7 +101,7 @@ def _serve(
                 run = make(*arguments)
             peak = _peak(run, seed, device)
         except Exception as error:  # told to who asked
-            failure = in_a_line(error)
+            failure = first_line(error)
         line.send((failure, peak))
 
 

@@ -15,7 +15,8 @@ from didi_instruct.benchmarking.naive import draw_dense
 from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig
 from didi_instruct.config.pretrain import Compile, TrainConfig
-from didi_instruct.distillation.didi import Compared, DidiTask
+from didi_instruct.distillation.didi import DidiTask
+from didi_instruct.distillation.discriminating import Compared
 from didi_instruct.distillation.hosting import Host, Tensors
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout
 from didi_instruct.distillation.task import Teacher

@@ -57,7 +57,7 @@ def _captured_trunk(network: Denoising, start: Tensor, sigma: Tensor) -> Callabl
     inputs = (start,) if network.is_folded else (start, c)
 
     def trunk(tokens: Tensor, c: Tensor | None = None) -> Tensor:
-        return network._run(tokens, c, None, None)
+        return network.run_blocks(tokens, c, None, None)
 
     return functools.partial(capture(trunk, inputs), *inputs)
 

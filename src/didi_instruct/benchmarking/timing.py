@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from didi_instruct.errors import UserError
-from didi_instruct.models.remarks import in_a_line
+from didi_instruct.errors import UserError, first_line
 
 TOO_LARGE = (RuntimeError, MemoryError)
 """What is raised where memory ends: by torch, which may say it in many ways, and by Python."""
@@ -44,7 +43,7 @@ class Case:
     @classmethod
     def impossible(cls, name: str, batch: int, length: int, steps: int, why: Exception) -> "Case":
         """One that could not even be built, and fails for the same reason."""
-        reason = in_a_line(why)
+        reason = first_line(why)
 
         def run(seed: int) -> None:
             raise RuntimeError(reason)
@@ -120,7 +119,7 @@ def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> N
     except UserError:
         raise
     except Exception as error:  # whatever it is, the other rows are worth having
-        timing.failure = in_a_line(error)
+        timing.failure = first_line(error)
         timing.seconds.clear()
         timing.peak = None
     if timing.failure is not None:

@@ -19,7 +19,7 @@ from didi_instruct.cli import (
     pretrain,
     reproduce,
 )
-from didi_instruct.errors import TrainingError, UserError
+from didi_instruct.errors import TrainingError, UserError, first_line
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 OUT_OF_MEMORY = "out of memory|can't allocate memory"
@@ -90,13 +90,9 @@ def _explain(error: Exception) -> int:
     elif isinstance(error, OSError) and error.strerror is not None:
         code, text = WRONG_USAGE, f"{error.filename or 'Writing'}: {error.strerror}"
     elif isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, str(error)):
-        code, text = FAILED, f"Out of memory: use smaller batches or texts. ({_first_line(error)})"
+        code, text = FAILED, f"Out of memory: use smaller batches or texts. ({first_line(error)})"
     else:
         code, text = FAILED, f"{type(error).__name__}: {error} (--debug shows where)"
     if text:  # none where the help was printed instead
         print(f"didi: {' '.join(text.split())}", file=sys.stderr)
     return int(code)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

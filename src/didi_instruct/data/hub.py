@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.errors import MissingExtraError, UserError, first_line
 
 
 def stream_of(
@@ -31,7 +31,6 @@ def stream_of(
         for number, record in enumerate(records, 1):
             yield record, f"{place} (record {number})"
     except Exception as error:  # a network and a repository can fail in any way
-        reason = (str(error) or type(error).__name__).strip().partition("\n")[0].rstrip(".")
         raise UserError(
-            f"{place}: loading {what} from Hugging Face failed ({reason}){or_else}."
+            f"{place}: loading {what} from Hugging Face failed ({first_line(error)}){or_else}."
         ) from error

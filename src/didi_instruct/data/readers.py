@@ -15,8 +15,8 @@ from shutil import copyfileobj
 from typing import IO, Any, Literal, get_args
 
 from didi_instruct.data.hub import stream_of
-from didi_instruct.data.sources import Meter, Source, open_source, readable
-from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.data.sources import Meter, Source, open_decompressed, readable
+from didi_instruct.errors import MissingExtraError, UserError, first_line
 
 Documents = Literal["file", "line", "paragraph"]
 DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
@@ -115,7 +115,7 @@ def _decoded_chunks(
     utf8 = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     fed, first = 0, True
-    with open_source(source, meter) as stream:
+    with open_decompressed(source, meter) as stream:
         while data := stream.read(_CHUNK_BYTES):
             text = _decode(source, utf8, data, fed, final=False)
             fed += len(data)
@@ -196,7 +196,7 @@ def _read_fasta(source: Source, options: ReadOptions, meter: Meter) -> Iterator[
 
 def _lines(source: Source, meter: Meter) -> Iterator[tuple[int, str]]:
     """Decode a file line by line, each with its number and its end."""
-    with open_source(source, meter) as stream:
+    with open_decompressed(source, meter) as stream:
         for number, raw in enumerate(stream, 1):
             try:
                 line = raw.decode("utf-8")
@@ -251,7 +251,7 @@ def _read_parquet(source: Source, options: ReadOptions, meter: Meter) -> Iterato
     except ImportError as error:
         raise MissingExtraError("Reading .parquet files", "data") from error
 
-    with open_source(source, meter) as stream, tempfile.TemporaryFile() as unpacked:
+    with open_decompressed(source, meter) as stream, tempfile.TemporaryFile() as unpacked:
         seekable: IO[bytes] = stream
         if source.compression is not None:  # the format is read from its end
             copyfileobj(stream, unpacked)
@@ -267,7 +267,7 @@ def _read_parquet(source: Source, options: ReadOptions, meter: Meter) -> Iterato
                 for text in batch.column(0).to_pylist():
                     yield text or "", True
         except (pa.ArrowException, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise UserError(f"{source.name}: not a readable Parquet file ({reason}).") from error
 
 

@@ -89,7 +89,7 @@ def _as_source(path: Path, name: str) -> Source | None:
 
 
 @contextmanager
-def open_source(source: Source, meter: Meter) -> Iterator[BinaryIO]:
+def open_decompressed(source: Source, meter: Meter) -> Iterator[BinaryIO]:
     """Open a file as a stream of its decompressed bytes; only plain files can be seeked in."""
     assert source.path is not None
     with io.BufferedReader(_MeteredFile(source.path, meter), _BUFFER) as raw:

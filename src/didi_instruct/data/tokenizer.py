@@ -17,7 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 from tokenizers import Tokenizer as Backend
 
 from didi_instruct.data.files import write_atomic
-from didi_instruct.errors import UserError
+from didi_instruct.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of GPT-2 and of the tokenizers made here."""
@@ -305,7 +305,7 @@ def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
                 require_network()
                 loaded = read()
     except Exception as error:  # a network, a repository and a file format can fail in any way
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = first_line(error)
         raise UserError(
             f"Tokenizer `{name}` is no local file or folder, and loading it from Hugging Face "
             f"failed ({reason}). Give a local directory that has its tokenizer.json."

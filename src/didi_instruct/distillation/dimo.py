@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.critics import AuxiliaryTask
 from didi_instruct.distillation.hosting import Tensors, law
 from didi_instruct.distillation.monitor import Totals, unique_ngrams
@@ -31,7 +32,6 @@ from didi_instruct.distillation.rollout import (
     draw_from,
     revealed_between,
 )
-from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import entropy, kl
 from didi_instruct.process.masking import revealed_shares, stratified_times

@@ -20,6 +20,7 @@ from torch import Tensor
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import Order
 from didi_instruct.data.dataset import TokenSource
+from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.hosting import law
 from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import (
@@ -29,7 +30,6 @@ from didi_instruct.distillation.rollout import (
     revealed_between,
 )
 from didi_instruct.distillation.task import DistillTask, Teacher
-from didi_instruct.distillation.token_matching import path_times
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import revealed_shares, stratified_times, with_code

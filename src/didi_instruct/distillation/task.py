@@ -34,8 +34,8 @@ from didi_instruct.models.fused import fusing
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.seeding import mix
+from didi_instruct.training.devices import CPU_TOKENS, compiles
 from didi_instruct.training.optim import Updater, learning_rate
-from didi_instruct.training.pretrain import CPU_TOKENS, compiles
 from didi_instruct.training.world import World
 from didi_instruct.transfer import sent
 

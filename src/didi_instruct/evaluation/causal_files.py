@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.errors import MissingExtraError, UserError, first_line
 from didi_instruct.models.manifest import CONFIG
 
 
@@ -23,7 +23,7 @@ def load_causal(
     except ImportError as error:
         raise UserError(
             f"The judge {source} is read with transformers, which is missing or broken "
-            f"({_first_line(error)}): pip install --upgrade transformers."
+            f"({first_line(error)}): pip install --upgrade transformers."
         ) from error
     where, gguf = _locate(source, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code, **gguf}
@@ -34,7 +34,7 @@ def load_causal(
             raise ValueError("there are no files of one")
     except Exception as error:  # files of every age and origin can fail in any way
         raise UserError(
-            f"The judge {source} has no tokenizer that can be read ({_first_line(error)}): put its "
+            f"The judge {source} has no tokenizer that can be read ({first_line(error)}): put its "
             "tokenizer.json beside its weights."
         ) from error
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
@@ -42,7 +42,7 @@ def load_causal(
         model, found = _from_pretrained(AutoModelForCausalLM, where, options)
     except Exception as error:
         raise UserError(
-            f"The judge {source} cannot be loaded ({_first_line(error)}). It must be a causal "
+            f"The judge {source} cannot be loaded ({first_line(error)}). It must be a causal "
             "language model of transformers with its weights in safetensors, not pickled."
         ) from error
     if missing := sorted(found["missing_keys"]):
@@ -91,10 +91,6 @@ def _from_pretrained(kind: Any, where: str, options: dict[str, Any]) -> Any:
             if Path(where).is_dir():
                 raise
             return kind.from_pretrained(where, **options)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".: ")
 
 
 @torch.no_grad()

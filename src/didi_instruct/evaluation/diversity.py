@@ -61,15 +61,10 @@ def unigram_entropy(tokens: Tokens, lengths: ArrayLike | Tensor | None = None) -
     return torch.from_numpy(np.maximum(np.log(m) - repeats / m, 0))
 
 
-def unique_ngrams(tokens: Tokens, n: int = 4, lengths: ArrayLike | Tensor | None = None) -> float:
-    """Distinct n-grams over all samples together, divided by n-grams in all samples."""
-    return unique_with_interval(tokens, n, lengths).value
-
-
 def unique_with_interval(
     tokens: Tokens, n: int = 4, lengths: ArrayLike | Tensor | None = None
 ) -> Unique:
-    """Share of distinct n-grams, with a 95% interval by the jackknife over samples.
+    """Distinct n-grams of all samples together over all n-grams, with a 95% interval (jackknife).
 
     A bootstrap would repeat samples, and a repeated sample has no n-gram of its own: all resamples
     would look less diverse than the data. Leaving samples out does not repeat any. Without sample i

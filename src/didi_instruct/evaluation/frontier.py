@@ -108,16 +108,6 @@ def curves(points: Iterable[Point]) -> list[list[Point]]:
     ]
 
 
-def frontier(baseline: Sequence[Point], entropy: float) -> float | None:
-    """Lowest perplexity of all curves at that entropy; None where none reaches.
-
-    A curve may pass an entropy several times, where noise bends it back; each passage counts. A
-    setting whose numbers are not finite interrupts its curve.
-    """
-    lowest = _log_frontier(baseline, entropy)
-    return None if lowest is None else math.exp(lowest)
-
-
 def vsf(point: Point, baseline: Sequence[Point]) -> Vsf:
     """Ratio of the point's perplexity to the baseline's frontier at the same entropy.
 
@@ -167,6 +157,11 @@ def _segments(baseline: Iterable[Point]) -> list[tuple[Point, Point]]:
 
 
 def _log_frontier(baseline: Iterable[Point], entropy: float) -> float | None:
+    """Lowest log-perplexity of all curves at that entropy; None where none reaches.
+
+    A curve may pass an entropy several times, where noise bends it back; each passage counts. A
+    setting whose numbers are not finite interrupts its curve.
+    """
     passages = [
         float(_log_perplexity(_place(left), _place(right), np.array(entropy)))
         for left, right in _segments(baseline)

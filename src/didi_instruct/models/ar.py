@@ -38,16 +38,12 @@ class KVCache:
         self.values[layer, :, :, self.position : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
-    def reset(self) -> None:
-        """Start new sequences in the same memory."""
-        self.position = 0
-
 
 class ARModel(nn.Module):
     """Causal language model; the extra id (`config.mask_id`) is the start symbol.
 
-    Keys are the contract's, without `sigma_map` and `adaLN_modulation`. A sequence of L tokens is
-    predicted from the start symbol and its first L - 1 tokens.
+    Its tensors have the core keys (docs/foreign.md), without `sigma_map` and `adaLN_modulation`. A
+    sequence of L tokens is predicted from the start symbol and its first L - 1 tokens.
     """
 
     def __init__(self, config: ModelConfig) -> None:

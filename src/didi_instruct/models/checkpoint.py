@@ -70,29 +70,26 @@ def save_model(
     tokenizer: "Tokenizer | None" = None,
     discriminator: Weights | None = None,
     provenance: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
     discriminator_config: ModelConfig | None = None,
     storage: Storage | None = None,
 ) -> Path:
     """Write a model and what belongs to it; a model already in the folder is replaced.
 
-    `dtype` casts the parameters (bfloat16 halves the file), not the buffers. `provenance` is JSON
-    that says where the model comes from. `discriminator_config` is the shape of a discriminator
-    given as a state dict, where it is not the model's. `storage` keeps the parameters in a type
-    of the file's own, from which `load_model` makes float32 again: bfloat16 takes half the room,
-    int8 a quarter (`models/quantised.py`).
+    `provenance` is JSON that says where the model comes from. `discriminator_config` is the shape
+    of a discriminator given as a state dict, where it is not the model's. `storage` keeps the
+    parameters in a type of the file's own, from which `load_model` makes float32 again: bfloat16
+    takes half the room, int8 a quarter (`models/quantised.py`).
     """
     folder = Path(folder)
-    assert dtype is None or storage is None, "a storage has its own types"
     _check_tokenizer(folder, config, tokenizer)
     trunk = None
-    tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, dtype, storage)}
+    tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, storage)}
     if discriminator is not None:
         trunk = discriminator_config or config
         if isinstance(discriminator, Discriminator):
             trunk = discriminator.config
         tensors[DISCRIMINATOR] = _for_disk(
-            folder / DISCRIMINATOR, discriminator, Discriminator, trunk, dtype, storage
+            folder / DISCRIMINATOR, discriminator, Discriminator, trunk, storage
         )
     provenance = json.loads(json.dumps(provenance or {}))  # what is not JSON fails here
     old = read_manifest(folder) if (folder / CONFIG).exists() else None
@@ -190,7 +187,6 @@ def _for_disk(
     weights: Weights,
     build: "Callable[[ModelConfig], nn.Module]",
     config: ModelConfig,
-    dtype: torch.dtype | None,
     storage: Storage | None,
 ) -> dict[str, Tensor]:
     """Return the tensors to write, after checking that `load_model` would accept them."""
@@ -199,10 +195,10 @@ def _for_disk(
     network = _on_meta(build, config)
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     check_shapes(path, {n: tuple(t.shape) for n, t in weights.items()}, expected, _wanted(config))
-    parameters = {name for name, _ in network.named_parameters()}
-    if storage is not None:
-        return pack({n: t.detach() for n, t in weights.items()}, parameters, storage)
-    return {n: t.detach().to(dtype if n in parameters else None) for n, t in weights.items()}
+    tensors = {name: t.detach() for name, t in weights.items()}
+    if storage is None:
+        return tensors
+    return pack(tensors, {name for name, _ in network.named_parameters()}, storage)
 
 
 def _wanted(config: ModelConfig) -> str:

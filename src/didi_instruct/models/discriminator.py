@@ -15,9 +15,10 @@ INITIAL_ITERATIONS = 15
 class SpectralLinear(nn.Module):
     """Linear layer with weight `weight_orig / σ`, σ = u · weight_orig v its largest singular value.
 
-    The contract's keys: `weight_orig`, `weight_u`, `weight_v`, `bias` (the layout and arithmetic of
-    `torch.nn.utils.spectral_norm`). A forward pass in training mode does one power iteration first;
-    in evaluation mode u and v stay. Gradients flow through σ, not through u and v.
+    Keys as in the released DiDi-Instruct discriminator: `weight_orig`, `weight_u`, `weight_v`,
+    `bias` (the layout and arithmetic of `torch.nn.utils.spectral_norm`). A forward pass in training
+    mode does one power iteration first; in evaluation mode u and v stay. Gradients flow through σ,
+    not through u and v.
     """
 
     weight_u: Tensor
@@ -146,11 +147,11 @@ class Discriminator(Trunk):
     def below(self, tokens: Tensor, sigma: Tensor | float | None = None) -> Tensor:
         """Return the state (B, L, d) after the frozen blocks, of which there must be some."""
         assert self.frozen, "nothing is frozen"
-        return self._run(tokens, self.condition(sigma), None, None, stop=self.frozen)
+        return self.run_blocks(tokens, self.condition(sigma), None, None, stop=self.frozen)
 
     def above(self, state: Tensor, sigma: Tensor | float | None = None) -> Tensor:
         """Return logits (B, L) from the state after the frozen blocks."""
-        hidden = self._run(None, self.condition(sigma), None, state, start=self.frozen)
+        hidden = self.run_blocks(None, self.condition(sigma), None, state, start=self.frozen)
         return self._ratio(hidden)
 
     def iterate(self) -> None:

@@ -1,4 +1,4 @@
-"""The denoiser, which is the contract's reference DiT, and the trunk of all diffusion models."""
+"""The denoiser, the DiT of the public MDLM checkpoints, and the trunk of all diffusion models."""
 
 import re
 from collections.abc import Iterator
@@ -18,18 +18,14 @@ from didi_instruct.models.layers import (
     Positions,
     TimeEmbedding,
     first_weight,
+    versions,
 )
 from didi_instruct.models.precision import no_autocast, upcast
 from didi_instruct.models.rotary import Rotary
 
 
-def _changes(weights: list[nn.Parameter]) -> int:
-    """Count the in-place changes that torch has seen of some weights."""
-    return sum(0 if w.is_inference() else w._version for w in weights)
-
-
 class Trunk(nn.Module):
-    """Embedding, time embedding and blocks, with the contract's "DiT core keys".
+    """Embedding, time embedding and blocks, named by the core keys (docs/foreign.md).
 
     Without `time_conditioning` σ is replaced by 0, so the condition has a single row, broadcast to
     the batch (gradient included), and the modulation of every layer can be folded for inference.
@@ -52,7 +48,7 @@ class Trunk(nn.Module):
         )
         self.register_buffer("folded_condition", None, persistent=False)
         self._folded_from: list[nn.Parameter] = []
-        self._folded_version = 0
+        self._folded_versions: tuple[int, ...] = ()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Map tokens (B, L) to embeddings (B, L, d)."""
@@ -89,9 +85,9 @@ class Trunk(nn.Module):
         Shapes: tokens (B, L), σ (B,); attention_mask (B, L), True where a position is attended
         (None: all of them, the fast path); embeddings (B, L, d) replace those of the tokens.
         """
-        return self._run(tokens, self.condition(sigma), attention_mask, embeddings)
+        return self.run_blocks(tokens, self.condition(sigma), attention_mask, embeddings)
 
-    def _run(
+    def run_blocks(
         self,
         tokens: Tensor | None,
         c: Tensor | None,
@@ -116,7 +112,7 @@ class Trunk(nn.Module):
 
     def compile_trunk(self, *, graphs: bool = False) -> None:
         """Compile the blocks as one graph, for this instance and for good."""
-        self._run = compiled(self._run, graphs=graphs)  # type: ignore[method-assign]
+        self.run_blocks = compiled(self.run_blocks, graphs=graphs)  # type: ignore[method-assign]
 
     @property
     def is_folded(self) -> bool:
@@ -143,7 +139,7 @@ class Trunk(nn.Module):
             for n, p in self.named_parameters()
             if re.search(r"sigma_map|adaLN_modulation|norm", n)
         ]
-        self._folded_version = _changes(self._folded_from)
+        self._folded_versions = versions(self._folded_from)
         return True
 
     def unfold(self) -> None:
@@ -170,7 +166,7 @@ class Trunk(nn.Module):
         """Whether the folded modulations may be used: no gradients, and weights as they were."""
         if torch.is_grad_enabled():
             return False
-        if not torch.compiler.is_compiling() and self._folded_version != _changes(
+        if not torch.compiler.is_compiling() and self._folded_versions != versions(
             self._folded_from
         ):
             self.unfold()
@@ -230,5 +226,5 @@ class DiT(Trunk):
     ) -> Tensor:
         """Return logits (B, L, num_tokens) over the real tokens; arguments as in `trunk`."""
         c = self.condition(sigma)
-        hidden = self._run(tokens, c, attention_mask, embeddings)
+        hidden = self.run_blocks(tokens, c, attention_mask, embeddings)
         return self.head(hidden, c, self.config.num_tokens, align=1)

@@ -1,8 +1,7 @@
 """Exponential moving average of a model's parameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,22 +69,6 @@ class EMA:
             with torch.no_grad():
                 _copy(parameters, own)
             _unfold(model)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the decay and the shadow, by parameter name."""
-        return {"decay": self.decay, "shadow": dict(self.shadow)}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved average of a model of the same shape."""
-        shadow: Mapping[str, Tensor] = state["shadow"]
-        ours = {name: tuple(s.shape) for name, s in self.shadow.items()}
-        theirs = {name: tuple(s.shape) for name, s in shadow.items()}
-        if ours != theirs:
-            differing = sorted(n for n in ours.keys() | theirs if ours.get(n) != theirs.get(n))
-            raise ValueError(f"the saved average is of another model: {', '.join(differing[:3])}")
-        self.decay = state["decay"]
-        _copy(list(self.shadow.values()), [shadow[name] for name in self.shadow])
 
     def _matching(self, model: nn.Module) -> list[Tensor]:
         parameters = dict(model.named_parameters())

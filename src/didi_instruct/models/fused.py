@@ -8,8 +8,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from didi_instruct.errors import first_line
 from didi_instruct.models.compiling import compiled
-from didi_instruct.models.remarks import in_a_line, say_once
+from didi_instruct.models.remarks import say_once
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -68,7 +69,7 @@ class Fused(Generic[Given, Result]):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises
-            self._refused, reason = True, in_a_line(error)
+            self._refused, reason = True, first_line(error)
             say_once(f"{self.what} cannot be compiled here, so it runs slower: {reason}")
             return self.plain(*args, **kwargs)
         return result

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from didi_instruct.errors import first_line
 from didi_instruct.models.compiling import compiled
-from didi_instruct.models.dit import DiT, _changes
+from didi_instruct.models.dit import DiT
 from didi_instruct.models.halves import begin, finish
-from didi_instruct.models.layers import ALIGN, NEVER
-from didi_instruct.models.remarks import in_a_line, say_once
+from didi_instruct.models.layers import ALIGN, NEVER, versions
+from didi_instruct.models.remarks import say_once
 from didi_instruct.models.streams import side_stream
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -160,7 +161,7 @@ def capture(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler, the driver or its libraries raise
-            say_once(f"A pass cannot be {name} here, so it runs slower: {in_a_line(error)}")
+            say_once(f"A pass cannot be {name} here, so it runs slower: {first_line(error)}")
             pool = None if begun else pool  # a capture that broke off may still hold it
     return function
 
@@ -186,7 +187,7 @@ class GraphedDiT:
         self._weights_at = 0
         self._rotary: Tensor | None = None
         self._output: tuple[Tensor, Tensor] | None = None
-        self._output_state = (0, 0)
+        self._output_state: tuple[int, tuple[int, ...]] = (0, ())
         self.kept: dict[Any, Any] = {}
         """What others capture of this network: goes when the graphs do."""
 
@@ -334,7 +335,7 @@ class GraphedDiT:
         """
         network, weights_at = self.network, self.network.vocab_embed.embedding.data_ptr()
         config, layer = network.config, network.output_layer.linear
-        state = (layer.weight.data_ptr(), _changes(list(layer.parameters())))
+        state = (layer.weight.data_ptr(), versions(layer.parameters()))
         if self._output is None or state != self._output_state:
             self._ends.clear()
             self.kept.clear()

@@ -11,7 +11,6 @@ bfloat16 here too; its residual stream stays float32, as in the network.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.float8 import is_float8
-from didi_instruct.models.layers import NEVER, NORM_EPS, Block
+from didi_instruct.models.layers import NEVER, NORM_EPS, Block, versions
 from didi_instruct.models.packed import PackedLinear
 
 KEPT_BYTES = 2**26
@@ -50,7 +49,7 @@ class InferenceDiT:
         assert suits(network), "a DiT in evaluation mode, on the CPU, without time conditioning"
         self.config = network.config
         self._made_of = [p.detach() for p in network.parameters()]
-        self._versions = _versions(self._made_of)
+        self._versions = versions(self._made_of)
         self._kept: dict[bytes, Tensor] = {}
         with torch.no_grad():
             c = network.condition()
@@ -74,7 +73,7 @@ class InferenceDiT:
         return (
             suits(network)
             and [w.data_ptr() for w in weights] == [w.data_ptr() for w in self._made_of]
-            and _versions(weights) == self._versions
+            and versions(weights) == self._versions
         )
 
     def forget(self) -> None:
@@ -196,8 +195,3 @@ def _gated(weight: Tensor, gate: Tensor) -> Tensor:
     """Rows of a matrix, or numbers of a vector, times the gate of each."""
     gate = gate.view(-1, *(1,) * (weight.ndim - 1))
     return (weight.float() * gate).to(weight.dtype)
-
-
-def _versions(weights: Sequence[Tensor]) -> list[int]:
-    """Torch's counts of changes in place."""
-    return [0 if w.is_inference() else w._version for w in weights]

@@ -1,13 +1,13 @@
 """Parts of the transformers: norm, embeddings, block, output layer.
 
-They implement the reference DiT of the contract ("Foreign checkpoints"): the attribute names are
-the checkpoint's keys, and parameters are declared in the order in which foreign EMA lists store
-them. The residual stream is float32 (float64 in a float64 model) whatever autocast or the weights'
-type; the matrix products run in the weights' type or in autocast's.
+They implement the DiT of the public MDLM and DUO checkpoints (docs/foreign.md, "Core keys"): the
+attribute names are the checkpoint's keys, and parameters are declared in the order in which foreign
+EMA lists store them. The residual stream is float32 (float64 in a float64 model) whatever autocast
+or the weights' type; the matrix products run in the weights' type or in autocast's.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,11 @@ def first_weight(layers: nn.Sequential) -> Tensor:
     weight = layers[0].weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def versions(weights: Iterable[Tensor]) -> tuple[int, ...]:
+    """Changes in place that torch has counted of each weight: other numbers, other weights."""
+    return tuple(0 if w.is_inference() else w._version for w in weights)
 
 
 class LayerNorm(nn.Module):
@@ -168,8 +173,8 @@ class Affine(NamedTuple):
 class Block(Modulated):
     """Transformer block: attention with rotary positions, then an MLP ×4 with tanh-GELU.
 
-    With `cond_dim` it has the six modulations of the contract: shift, scale and gate of the
-    attention, then of the MLP, `x·(1+scale)+shift` after a norm and `x + gate·f(x)` at a residual.
+    With `cond_dim` it has the six modulations of adaLN: shift, scale and gate of the attention,
+    then of the MLP, `x·(1+scale)+shift` after a norm and `x + gate·f(x)` at a residual.
     """
 
     def __init__(self, hidden: int, heads: int, cond_dim: int | None, dropout: float) -> None:

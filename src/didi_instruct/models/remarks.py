@@ -12,8 +12,3 @@ def say_once(text: str) -> None:
     """Tell the user something that need not be told again."""
     remarks.append(text)
     logging.getLogger("didi_instruct").warning(text)
-
-
-def in_a_line(error: BaseException) -> str:
-    """What an error says first, or its name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -183,7 +183,7 @@ class Inferred:
     vocab_size: int
     cond_dim: int | None
     prefix: str
-    """What precedes the contract's core keys."""
+    """What precedes the core keys (docs/foreign.md)."""
 
     def __str__(self) -> str:
         """Describe it for an error message."""
@@ -199,7 +199,7 @@ class Inferred:
 
 
 def infer(shapes: Shapes) -> Inferred | None:
-    """Recognise the contract's core keys, under any prefix, by the tensors' shapes."""
+    """Recognise the core keys (docs/foreign.md), under any prefix, by the tensors' shapes."""
     embeddings = [n for n in shapes if n.endswith("vocab_embed.embedding")]
     if not embeddings or len(shapes[embeddings[0]]) != 2:
         return None

@@ -1,5 +1,9 @@
 """The masked process: q(z_t | x), its exact posterior, SUBS and the NELBO.
 
+`posterior`, `subs` and `nelbo` are the equations as they are printed, over all positions and the
+whole vocabulary. What trains and samples has the same law for less work, and is tested against
+them: `training.objectives.MaskedObjective` and `sampling.ancestral` look at masked positions alone.
+
 V real tokens, and one mask whose id may be any id that no clean text contains. Where a vector runs
 over all states of a position, the mask is its last entry. alpha is (B, 1), one level per sequence,
 or anything else that broadcasts against (B, L).

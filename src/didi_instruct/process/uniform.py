@@ -31,6 +31,8 @@ NEWTON_STEPS = 4
 def marginal(x: Tensor, alpha: Tensor, num_tokens: int) -> Tensor:
     """Return the probabilities of q(z_t | x) = Cat(alpha_t x + (1 - alpha_t) / V).
 
+    The law that tests enumerate; `corrupt` draws from it without these vectors.
+
     Shapes: x (B, L), alpha (B, 1) -> (B, L, V).
     """
     check_level("alpha", alpha, x)

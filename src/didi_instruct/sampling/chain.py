@@ -256,12 +256,12 @@ class Chain:
             columns = where.any(0)
             rows = with_code(z[:1].expand(len(codes), -1), self.canvas.mask_id, codes)
             everywhere = columns.expand(len(codes), -1)
-            shared = logits_at(self.denoiser, rows, times[: len(codes)], everywhere)
+            shared = logits_where(self.denoiser, rows, times[: len(codes)], everywhere)
             row, column = where.nonzero().unbind(1)
             place = which[row] * columns.sum() + columns.cumsum(0)[column] - 1
             return shared[place], len(codes)
         coded = z if self.canvas.masks == 1 else with_code(z, self.canvas.mask_id, code)
-        return logits_at(self.denoiser, coded, times, where), len(z)
+        return logits_where(self.denoiser, coded, times, where), len(z)
 
     def law(self, logits: Tensor) -> Tensor:
         """Log-probabilities (R, V) that tokens are drawn from."""
@@ -353,7 +353,7 @@ class Chain:
         return Samples(self.z, log_prob, nfe, self.passes, disc_calls)
 
 
-def logits_at(denoiser: Denoiser, z: Tensor, t: float | Tensor, where: Tensor) -> Tensor:
+def logits_where(denoiser: Denoiser, z: Tensor, t: float | Tensor, where: Tensor) -> Tensor:
     """Logits (R, V) of the selected positions, from a denoiser that may know a shortcut.
 
     t is one time, or one for each row of z (B, L).

@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from didi_instruct.errors import first_line
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import _changes
 from didi_instruct.models.fused import fusing
 from didi_instruct.models.graphs import Chosen, GraphedDiT
 from didi_instruct.models.inference import InferenceDiT
-from didi_instruct.models.layers import ALIGN
+from didi_instruct.models.layers import ALIGN, versions
 from didi_instruct.models.precision import upcast
-from didi_instruct.models.remarks import in_a_line, say_once
+from didi_instruct.models.remarks import say_once
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 from didi_instruct.sampling.chunks import draw_compiled
@@ -127,7 +127,7 @@ class NetworkGuide:
         self._compiles = fast
         self._run: Any = None
         self._table: Tensor | None = None
-        self._table_state = (0, 0)
+        self._table_state: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def embedding(self) -> Tensor:
@@ -147,7 +147,7 @@ class NetworkGuide:
         """(W, d) `embedding` with rows of 0 below it, to a number that GPUs like."""
         embedding = self.embedding.detach()
         weight = self.discriminator.vocab_embed.embedding
-        state = (weight.data_ptr(), _changes([weight]))
+        state = (weight.data_ptr(), versions([weight]))
         if self._table is None or state != self._table_state:
             padded = F.pad(embedding, (0, 0, 0, -len(embedding) % ALIGN))
             self._table, self._table_state = padded, state
@@ -189,7 +189,7 @@ class NetworkGuide:
 
     def _give_up(self, error: Exception) -> None:
         """Go on without compiling."""
-        reason = in_a_line(error)
+        reason = first_line(error)
         say_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
         self._compiles, self._run = False, None
 
@@ -216,7 +216,7 @@ class NetworkGuide:
     def _ratio(
         self, tokens: Tensor | None, c: Tensor, attended: Tensor | None, shown: Tensor | None
     ) -> Tensor:
-        hidden = self.discriminator._run(tokens, c, attended, shown)
+        hidden = self.discriminator.run_blocks(tokens, c, attended, shown)
         return upcast(self.discriminator.output_layer(hidden)).squeeze(-1)
 
     def _score_compiled(

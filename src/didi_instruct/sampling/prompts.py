@@ -11,7 +11,7 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.process.lengths import LengthLaw
 from didi_instruct.process.masking import with_code
-from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_at, masked_share
+from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_where, masked_share
 from didi_instruct.sampling.noise import uniforms
 
 GAP = re.compile(r" *_{3,}")
@@ -197,7 +197,7 @@ def _length_law(
         each = []
         for code in range(masks):
             coded = with_code(z, mask_id, code)
-            log_p = logits_at(denoiser, coded, time, where).double().log_softmax(-1).cpu()
+            log_p = logits_where(denoiser, coded, time, where).double().log_softmax(-1).cpu()
             each.append(log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1))
         scores = scores + torch.stack(each).logsumexp(0)
     return scores.softmax(0).cumsum(0)

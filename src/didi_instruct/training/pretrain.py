@@ -19,13 +19,11 @@ from didi_instruct.models.build import build_model, flops_per_token
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.seeding import mix
 from didi_instruct.training.curriculum import SoftObjective, temperature_at
+from didi_instruct.training.devices import CPU_TOKENS, compiles, uses_bf16
 from didi_instruct.training.objectives import Batch, Objective, make_objective
 from didi_instruct.training.optim import Updater, learning_rate
 from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
 from didi_instruct.training.world import World
-
-CPU_TOKENS = 8192
-"""Tokens of a forward pass on a CPU, where a recipe does not say."""
 
 
 class LossModule(nn.Module):
@@ -38,16 +36,6 @@ class LossModule(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Nats per token of each sequence, (B,)."""
         return self.objective.loss(self.model, batch)
-
-
-def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
-    """Whether forward passes run in bfloat16."""
-    return config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
-
-
-def compiles(config: TrainConfig, device: torch.device) -> bool:
-    """Whether networks are compiled."""
-    return config.compile == "on" or (config.compile != "off" and device.type == "cuda")
 
 
 class PretrainTask:

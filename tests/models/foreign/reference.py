@@ -1,6 +1,6 @@
-"""The contract's networks as plain functions of named tensors, and files in the public layouts.
+"""The networks of docs/foreign.md as plain functions of named tensors, and files in its layouts.
 
-Written from the contract's text alone, without our layers: all positions and heads at once.
+Written from that text alone, without our layers: all positions and heads at once.
 """
 
 import json

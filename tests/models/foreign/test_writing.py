@@ -84,7 +84,7 @@ def test_padding_stays_closed_in_our_own_files(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["mdlm-hub", "sdtt-hub", "didi-instruct"])
 def test_our_model_in_their_layout_has_the_reference_logits(layout, tmp_path):
-    """Read as any user of the layout would: its file, its names, the contract's arithmetic."""
+    """Read as any user of the layout would: its file, its names, its network's arithmetic."""
     config = ModelConfig(
         layers=LAYERS, hidden=HIDDEN, heads=HEADS, cond_dim=COND, vocab_size=VOCAB, length=LENGTH,
     )  # fmt: skip

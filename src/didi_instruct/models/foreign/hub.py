@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from didi_instruct.data.tokenizer import quiet, require_network
-from didi_instruct.errors import UserError
+from didi_instruct.errors import UserError, first_line
 from didi_instruct.models.foreign.places import SUFFIXES
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
@@ -54,7 +54,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
             "with `hf auth login`."
         ) from error
     except Exception as error:  # a network and a server can fail in any way
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = first_line(error)
         raise UserError(
             f"`{repo_id}` is not in the local cache, and fetching it from Hugging Face failed "
             f"({reason}): try again with a network, or give a local folder."

@@ -1,8 +1,8 @@
 """Which networks a file holds, by the names of its tensors.
 
-The contract's core keys appear under many prefixes: `backbone.` on the hub and in Lightning files,
-twice over in SDTT's, none in DiDi-Instruct's release, `student_ema.` and `discriminator.` in its
-checkpoints. `torch.compile` and data parallelism leave marks of their own, which are taken off.
+The core keys (docs/foreign.md) appear under many prefixes: `backbone.` on the hub and in Lightning
+files, twice over in SDTT's, none in DiDi-Instruct's release, `student_ema.` and `discriminator.` in
+its checkpoints. `torch.compile` and data parallelism leave marks of their own, which are taken off.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from didi_instruct.models.tensors import describe
 Layout = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "ar-hub", "didi-instruct", "lightning", "core"]
 WeightSet = Literal["ema", "raw"]
 Keys = dict[str, str]
-"""From the contract's core keys to names in the file, in the file's order."""
+"""From the core keys to names in the file, in the file's order."""
 
 FIRST = "vocab_embed.embedding"
 FREQUENCIES = "rotary_emb.inv_freq"

@@ -40,7 +40,7 @@ class Frame:
     cond_dim: int | None
 
     def __str__(self) -> str:
-        """Describe it in the contract's words."""
+        """Describe it as the settings do, by its architecture's name if it has one."""
         known = [
             f"`{name}` "
             for name, c in ARCHITECTURES.items()
