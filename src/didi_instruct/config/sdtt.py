@@ -23,8 +23,8 @@ class SdttConfig:
     """KL(student ‖ target), KL(target ‖ student), the mean squared difference of log-probabilities,
     or the total variation."""
     grid: Literal["even", "published"] = "even"
-    """Times of the teacher's two steps: t and t - dt, as the paper describes them, or those that the
-    released code runs, where a slip makes the first step reveal less."""
+    """Times of the teacher's two steps: t and t - dt, as the paper describes them, or those of the
+    released code, where a slip makes the first step reveal less."""
 
     def __post_init__(self) -> None:
         """Refuse rounds that cannot be."""
