@@ -19,7 +19,7 @@ import torch
 from didi_instruct.data.dataset import TokenDataset, TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation import bank as module
-from didi_instruct.distillation.bank import BankSettings, open_bank
+from didi_instruct.distillation.bank import DRAWN, BankSettings, drawing_seconds, open_bank
 from didi_instruct.errors import UserError
 from didi_instruct.training.world import World
 
@@ -71,7 +71,9 @@ def forbidden(first: int, count: int) -> torch.Tensor:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """All files but the one whose content is a time."""
+    files = (path for path in sorted(folder.iterdir()) if path.name != DRAWN)
+    return {path.name: path.read_bytes() for path in files}
 
 
 def touched(folder: Path) -> dict[str, tuple[int, int]]:
@@ -88,6 +90,20 @@ def test_rows_are_those_drawn(tmp_path: Path) -> None:
     assert data.ordered(0, 20).dtype == torch.int64
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["bank.json", "rows-00000.npy", "rows-00001.npy", "rows-00002.npy"]
+
+
+def test_a_bank_says_how_long_it_was_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 13.0, 20.0, 25.0, 90.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert drawing_seconds(tmp_path) is None
+    draw_bank(tmp_path, replace(SETTINGS, rows=8))
+    assert drawing_seconds(tmp_path) == 3.0
+    draw_bank(tmp_path)
+    assert drawing_seconds(tmp_path) == 8.0, "one that grows took both times"
+    draw_bank(tmp_path)
+    assert drawing_seconds(tmp_path) == 8.0
+    (tmp_path / DRAWN).write_text("{}")
+    assert drawing_seconds(tmp_path) is None
 
 
 def test_the_stream_is_shuffled_and_endless(tmp_path: Path) -> None:

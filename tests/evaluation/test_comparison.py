@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from didi_instruct.evaluation.comparison import compare
+from didi_instruct.evaluation.comparison import OTHER_ORDER, compare
 from didi_instruct.evaluation.intervals import Noise, Resampling, reflected
 from didi_instruct.evaluation.rows import Measured
 
@@ -242,6 +242,23 @@ def test_the_best_setting_is_one_of_the_same_sampler():
     assert [row["gap_closed"] for row in found[:2]] == pytest.approx([0.25, 0.5])
     assert [row["gap_closed_best"] for row in found[:2]] == pytest.approx([0.5, 0.5])
     assert [row["gap_closed_best"] for row in found[2:7]] == pytest.approx([0.75] * 5)
+
+
+def test_bounds_of_another_order_have_a_note():
+    """In random order path KL is the divergence and what a text tells of its order."""
+    gaps = np.random.default_rng(0).normal(5, 1, size=20)
+    at_random, in_streams = {"options": {"order": "random"}}, {"options": {"order": "streams"}}
+    plain = [measured(gaps=gaps, **at_random), measured(gaps=gaps - 4, nfe=64)]
+    streams = [measured(gaps=gaps - 1, **in_streams), measured(gaps=gaps - 4, nfe=64)]
+    columns = ("path_kl_vs_baseline", "gap_closed", "gap_closed_best")
+    for row, baseline, noted in (
+        (measured(gaps=gaps - 2), plain, [None] * 3),
+        (measured(gaps=gaps - 2, **in_streams), plain, [OTHER_ORDER] * 3),
+        (measured(gaps=gaps - 2, **in_streams), streams, [None, OTHER_ORDER, OTHER_ORDER]),
+    ):
+        (found,) = compare([row], baseline, most_steps=64)
+        assert [found.get(f"{name}_note") for name in columns] == noted
+        assert found["gap_closed"] is not None, "a note takes nothing away"
 
 
 def test_passes_of_other_batches_do_not_compare():

@@ -24,6 +24,11 @@ def test_a_student_that_never_learnt_is_told_first_and_loudly():
     assert len(learnt(rows[:2])) == 1, "nothing to warn of"
 
 
+def test_a_discriminator_that_did_not_learn_is_told():
+    _, note = learnt([student("a", 43) | {"saturated": 0.9}, student("b", 43) | {"saturated": 0.1}])
+    assert note.endswith("sure of itself, and did not learn: a (90% of its steps).")
+
+
 def test_each_seed_is_a_student_of_its_own():
     loud, _ = learnt([student("a", 43), student("a", 0, seed=1)])
     assert "a, seed 1" in loud

@@ -9,9 +9,9 @@ from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.reproduce.baselines import (
+    BEYOND,
     METRICS,
     STREAMS,
-    WARM,
     WAYS,
     baseline_rows,
     gains,
@@ -23,7 +23,13 @@ from didi_instruct.reproduce.baselines import (
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.equal_terms import Terms
 from didi_instruct.reproduce.figures import PALETTE
-from didi_instruct.reproduce.minutes import SHARED, learning, training_minutes, training_texts
+from didi_instruct.reproduce.minutes import (
+    SHARED,
+    bank_minutes,
+    learning,
+    training_minutes,
+    training_texts,
+)
 
 from .small_models import LANGUAGE, config_of, save
 
@@ -59,10 +65,27 @@ def test_all_have_the_same_budgets_and_the_same_sweep():
     for way in WAYS:
         mine = [s for s in found if s.method == way.method]
         budgets = [None] if way.own_steps else [4, 8, *([32] if way is WAYS[0] else [])]
-        warm = [(WARM, 1.0)] if way.method in (WAYS[0].method, STREAMS) else []
+        beyond = BEYOND if way.method in (WAYS[0].method, STREAMS) else ()
         assert sorted((s.steps or 0, (s.temperature, s.top_p)) for s in mine) == sorted(
-            (nfe or 0, point) for nfe in budgets for point in (*sweep, *warm)
+            (nfe or 0, point)
+            for nfe in budgets
+            for point in (*sweep, *((heat, 1.0) for heat in beyond))
         )
+
+
+def test_what_learns_to_take_few_steps_is_measured_there():
+    """Beside the baselines and all others that were trained, whose samplers take one step too."""
+    found = settings_of({role: role for role in ROLES}, (4,), few=(1, 2))
+    at_one = {s.method for s in found if s.steps == 1}
+    trained = {way.method for way in WAYS if way.role != "teacher" and not way.own_steps}
+    assert at_one == trained | {WAYS[0].method, STREAMS}
+    assert sorted(s.steps for s in found if s.method == "DiMO") == [1, 2, 4]
+
+
+def test_a_temperature_of_the_sweep_is_not_drawn_twice():
+    found = settings_of({"teacher": "t"}, (4,), temperatures=(0.9, 0.7))
+    heats = [s.temperature for s in found if s.method == WAYS[0].method]
+    assert sorted(heats) == sorted({1.0, 0.9, *BEYOND})
 
 
 def test_a_student_of_dimo_starts_as_it_was_distilled(tmp_path):
@@ -131,7 +154,8 @@ def test_every_row_stands_beside_the_teacher_in_streams_too(rows):
     """The second baseline lies on its own frontier and closes nothing of its own gap."""
     for nfe in (2, 4):
         streams = of(rows, "MDLM, streams order", nfe)
-        assert [row["streams_vsf"] for row in streams] == pytest.approx([1] * 3)
+        assert [row["streams_vsf"] for row in streams] == pytest.approx([1] * len(streams))
+        assert len(streams) == len({1.0, *BEYOND}), "0.7 is in both sweeps"
         best = min(row["path_kl"] for row in streams)
         plain = of(rows, "MDLM, ancestral", nfe)
         for row in (*streams, *plain):
@@ -300,13 +324,14 @@ def test_updates_are_the_steps_in_which_a_student_did_not_wait(tmp_path):
     """Ten steps of warm-up, then 20 of which 6 in 10 wait; what was made again counts once."""
     write_log(
         tmp_path,
-        {"step": 10, "student_waits": 1.0, "at_chance": 0.0},
+        {"step": 10, "student_waits": 1.0, "at_chance": 0.0, "disc_waits": 0.3},
         {"step": 30, "student_waits": 0.9, "at_chance": 0.9},
         {"step": 30, "student_waits": 0.6, "at_chance": 0.3},
         {"step": 30},
     )
     assert learning(tmp_path) == {
-        "updates": 8, "updates_of": 30, "at_chance": pytest.approx(0.2)
+        "updates": 8, "updates_of": 30, "at_chance": pytest.approx(0.2),
+        "saturated": pytest.approx(0.1),
     }  # fmt: skip
 
 
@@ -315,3 +340,24 @@ def test_what_has_no_discriminator_says_nothing_of_updates(tmp_path):
     write_log(tmp_path, {"step": 3, "loss": 2.0})
     assert learning(tmp_path) == {}
     assert training_texts(tmp_path) is None
+
+
+def test_minutes_of_a_bank_are_those_of_its_drawing(tmp_path):
+    run, bank = tmp_path / "job" / "run", tmp_path / "bank"
+    run.mkdir(parents=True)
+    bank.mkdir()
+    assert bank_minutes(run) == 0.0, "nothing says that it read one"
+
+    def tell(method, source):
+        recipe = {"method": method, "reference": {"source": source, "bank": str(bank)}}
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    for method, source in (("didi", "online"), ("dimo", "bank"), ("token-matching", "bank")):
+        tell(method, source)
+        assert bank_minutes(run) == 0.0, "it reads none"
+    tell("didi", "bank")
+    assert bank_minutes(run) is None, "the bank does not say"
+    (bank / "drawn.json").write_text('{"seconds": 30.0}')
+    assert bank_minutes(run) == 0.5
+    (run.parent / SHARED).touch()
+    assert bank_minutes(run) is None

@@ -477,6 +477,26 @@ def test_given_tokens_and_padding_stay_and_padding_is_never_scored(score, select
         assert torch.equal(step.confidence > 0, (step.tokens != 3) & ~given)
 
 
+@pytest.mark.parametrize("score", ["sum", "mean"])
+@pytest.mark.parametrize("select", ["sample", "best"])
+def test_what_is_given_is_never_scored(score, select):
+    """Of a prompt, or of what fills a window behind its text, a discriminator may say anything."""
+
+    class Loud(ToyGuide):
+        def score(self, embedded, z, t):
+            return super().score(embedded, z, t) + 50 * torch.randn(z.shape) * given
+
+    language = OracleLanguage.tiny()
+    start = torch.tensor([3, 1, 3, 0])
+    given, canvas = start != 3, Canvas(start.repeat(100, 1), 3, torch.arange(100))
+    run = {"steps": 2, "guidance": Guidance(score=score, select=select, split=0.0)}
+    quiet = rgas(language.denoiser, SCHEDULE, ToyGuide(3, scale=3.0), canvas, **run)
+    loud = rgas(language.denoiser, SCHEDULE, Loud(3, scale=3.0), canvas, **run)
+    assert torch.equal(quiet.tokens, loud.tokens)
+    other = rgas(language.denoiser, SCHEDULE, ToyGuide(3, seed=4, scale=3.0), canvas, **run)
+    assert not torch.equal(quiet.tokens, other.tokens)
+
+
 def test_padding_changes_nothing_for_a_network():
     """A sample of length 4 is the same alone and in a batch of longer ones."""
     denoiser, guide = networks()

@@ -68,6 +68,7 @@ GUIDANCES = {
     "tilting-then-nothing": Guidance(h_start=3.0, h_end=3.0, candidates=1),
     "tilting-from-nothing": Guidance(h_start=0.0, h_end=5.0, split=0.8, candidates=2),
     "re-ranking": Guidance(split=0.0, select="best", score="mean", candidates=3),
+    "re-ranking-by-sums": Guidance(split=0.0, candidates=3),
 }
 
 

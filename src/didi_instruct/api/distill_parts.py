@@ -203,7 +203,7 @@ def make_task(
     if config.reference.source == "data":
         assert data is not None
         references = data.rows
-    elif config.reference.source == "bank":
+    elif config.reads_bank:
         references = _bank(config, teacher, world, data, folder, progress).rows
     kind: type[DidiTask | MixtureTask | SDTTTask] = DidiTask
     if config.method != "didi":

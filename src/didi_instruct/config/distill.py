@@ -321,6 +321,11 @@ class DistillConfig:
                 f"{self.group_setting}, {self.group_size}."
             )
 
+    @property
+    def reads_bank(self) -> bool:
+        """Whether the student reads texts that its teacher drew beforehand."""
+        return self.method in ("didi", "sdtt", "mixture") and self.reference.source == "bank"
+
     def _check_method(self) -> None:
         """Refuse what a method does not know."""
         if self.order != "random" and self.method in ("sdtt", "dimo", "duo"):

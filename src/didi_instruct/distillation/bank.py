@@ -2,12 +2,13 @@
 
 `bank.json` says what the rows are samples of and is written first; `rows-00000.npy` and so on hold
 them. A shard is there whole or not at all, so a drawing that was stopped goes on with those that
-are missing.
+are missing. `drawn.json` says how long it took.
 """
 
 import hashlib
 import io
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.training.world import World
 
-BANK_FILE = "bank.json"
+BANK_FILE, DRAWN = "bank.json", "drawn.json"
 ROWS_PER_SHARD = 1024
 DRAW_ROWS = 256
 """Rows of one call of `draw`, after which the progress moves."""
@@ -131,10 +132,25 @@ def _open_bank(
             content = {"format": _FORMAT, "version": _VERSION, **settings.told()}
             write_json(folder / BANK_FILE, content)
     world.wait()
+    started = time.monotonic()
     if missing:
         _draw_missing(missing, settings, draw, world, progress)
     world.wait()
+    if missing and world.is_main:
+        seconds = (drawing_seconds(folder) or 0.0) + time.monotonic() - started
+        write_json(folder / DRAWN, {"seconds": seconds})
     return _dataset(folder, shards, settings, tokenizer, seed)
+
+
+def drawing_seconds(folder: Path) -> float | None:
+    """How long a bank was drawn, all in all; None where it does not say.
+
+    Of a drawing that was stopped, what it had drawn is in the bank and its seconds are not.
+    """
+    try:
+        return float(json.loads((folder / DRAWN).read_bytes())["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _recorded_rows(folder: Path, settings: BankSettings) -> int:

@@ -30,6 +30,12 @@ from didi_instruct.evaluation.intervals import (
 from didi_instruct.evaluation.paths import gap_closed, gap_closed_resampled, paired_difference
 from didi_instruct.evaluation.rows import Measured, Row, plain
 
+OTHER_ORDER = (
+    "drawn in another order than the baseline: in random order path KL also holds what a text "
+    "tells of its order, in a fixed one nothing, so this flatters the fixed one (ar-kl does not)"
+)
+"""Of samplers that reveal positions by chance, path KL is a looser bound than of those that do
+not: KL plus the information between text and order."""
 ONE_SAMPLER = ("fingerprint", "sampler", "options", "seed", "num_samples", "nfe")
 """What rows have in common that differ in temperature and top-p alone."""
 
@@ -164,6 +170,8 @@ def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
         f"{name}_se": _error(entry, best),
         f"{name}_at": [best.row["temperature"], best.row["top_p"]],
     }
+    if _order(entry) != _order(best):
+        row[f"{name}_note"] = OTHER_ORDER
     lowest, own = _lowest(few), entry.path_kl
     if lowest is None or own is None:
         return row | {f"{name}_ci95": None}
@@ -193,6 +201,8 @@ def _share(
             row[f"{name}_note"] = "few steps cost the baseline nothing: there is no gap to close"
             continue
         value = row[name] = gap_closed(*at_best)
+        if {_order(entry)} != {_order(each) for each in (*few, *many)}:
+            row[f"{name}_note"] = OTHER_ORDER
         lows = [_lowest(side) for side in (few, own, many)]
         if lows[0] is not None and lows[1] is not None and lows[2] is not None:
             shares = gap_closed_resampled(lows[0], lows[1], lows[2])
@@ -217,6 +227,11 @@ def _with_path(entries: Sequence[_Entry], **same: object) -> list[_Entry]:
         if entry.row.get("path_kl") is not None
         and all(entry.row.get(name) == value for name, value in same.items())
     ]
+
+
+def _order(entry: _Entry) -> str:
+    """In which a sampler reveals positions."""
+    return str((entry.row.get("options") or {}).get("order", "random"))
 
 
 def _path_kl(entry: _Entry) -> float:

@@ -128,15 +128,17 @@ def learnt(rows: Iterable[Row]) -> list[str]:
     idle = [name for name, row in told.items() if row["updates"] == 0]
     if idle:
         notes.insert(0, f"**Made no update, so that the row is the teacher: {'; '.join(idle)}.**")
-    chance = [
-        f"{name} ({row['at_chance']:.0%} of its steps)"
-        for name, row in told.items()
-        if row["at_chance"] > HALF
-    ]
-    if chance:
-        notes.append(
-            f"The discriminator was mostly at chance, and says little: {'; '.join(chance)}."
-        )
+    for share, words in (
+        ("at_chance", "at chance, and says little"),
+        ("saturated", "sure of itself, and did not learn"),
+    ):
+        mostly = [
+            f"{name} ({row[share]:.0%} of its steps)"
+            for name, row in told.items()
+            if row.get(share, 0.0) > HALF
+        ]
+        if mostly:
+            notes.append(f"The discriminator was mostly {words}: {'; '.join(mostly)}.")
     return notes
 
 

@@ -20,7 +20,12 @@ from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.equal_terms import WHOLE, Found, Setting, Terms, measure
 from didi_instruct.reproduce.latency import time_settings
-from didi_instruct.reproduce.minutes import learning, training_minutes, training_texts
+from didi_instruct.reproduce.minutes import (
+    bank_minutes,
+    learning,
+    training_minutes,
+    training_texts,
+)
 from didi_instruct.reproduce.scale import FIRST
 from didi_instruct.reproduce.tables import Cell, over_seeds
 
@@ -30,9 +35,9 @@ PLAIN = (1.0, 1.0)
 """Temperature and top-p."""
 STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
 """The second baseline, and how the columns of numbers against it begin."""
-WARM = 1.1
-"""A temperature of the baselines alone: without it their frontiers end where plain rows lie, and
-half of the resamples of a row that differs in nothing would have no vsF."""
+BEYOND = (1.1, 0.7, 0.6, 0.5)
+"""Temperatures of the baselines alone: without them their frontiers end where plain rows lie, so
+that rows of less entropy, and half of the resamples of one that differs in nothing, had no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
 CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
@@ -50,6 +55,13 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
     own_steps: bool = False
     """Whether it takes a step per token: it then stands beside the others, not on equal terms."""
+    loose: bool = False
+    """Whether its path KL is a looser bound than the others', and not to be ranked with them."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether others are set against it."""
+        return self.method in (WAYS[0].method, STREAMS)
 
 
 WAYS = (
@@ -63,7 +75,7 @@ WAYS = (
     Way(role=TEACHER, method="MDLM, token by token", sampler="first-hitting", own_steps=True),
     Way(role="ar", method="AR, the same trunk", own_steps=True),
     Way(role="sdtt", method="SDTT"),
-    Way(role="dimo", method="DiMO", sampler="dimo"),
+    Way(role="dimo", method="DiMO", sampler="dimo", loose=True),
     Way(role="duo-teacher", method="DUO, its teacher"),
     Way(role="duo", method="DUO distilled"),
     Way(role="duo", method="DUO distilled, greedy tail", options={"greedy_tail": True}),
@@ -90,12 +102,14 @@ def settings_of(
     top_ps: Sequence[float] = (),
     most_steps: int | None = None,
     late_from: int | None = None,
+    few: Sequence[int] = (),
     ways: Sequence[Way] = WAYS,
 ) -> list[Setting]:
     """All rows of the table; `models` are SOURCEs by role.
 
     With `most_steps` the baseline is drawn with so many too, for the gap that others close. From
-    `late_from` NFE on, the model of a role is that of ROLE-late, where there is one.
+    `late_from` NFE on, the model of a role is that of ROLE-late, where there is one. `few` are NFE
+    of what was trained, and of the baselines, alone: some learn to take one or two steps.
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
@@ -105,6 +119,8 @@ def settings_of(
     found = []
     for way in (way for way in ways if way.role in models):
         budgets: list[int | None] = [None] if way.own_steps else [*steps]
+        if not way.own_steps and (way.role != TEACHER or way.is_baseline):
+            budgets = [*few, *budgets]
         if way is ways[0] and most_steps is not None and most_steps not in steps:
             budgets.append(most_steps)
         for nfe in budgets:
@@ -112,8 +128,9 @@ def settings_of(
             role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
             source = models[role]
             options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
-            warm = (WARM,) if temperatures and way.method in (ways[0].method, STREAMS) else ()
-            for temperature, top_p in sweep((*temperatures, *warm), top_ps):
+            beyond = BEYOND if temperatures and way.is_baseline else ()
+            heats = dict.fromkeys((*temperatures, *beyond))
+            for temperature, top_p in sweep(tuple(heats), top_ps):
                 found.append(
                     Setting(
                         method=way.method,
@@ -123,7 +140,7 @@ def settings_of(
                         options=options,
                         temperature=temperature,
                         top_p=top_p,
-                        more={"role": way.role, "own_steps": way.own_steps},
+                        more={"role": way.role, "own_steps": way.own_steps, "loose": way.loose},
                     )
                 )
     return found
@@ -138,15 +155,16 @@ def baseline_rows(
     top_ps: Sequence[float] = (0.9, 0.95),
     most_steps: int | None = None,
     late_from: int | None = None,
+    few: Sequence[int] = (),
     timing_batch: int = 16,
     timing_rounds: int = 3,
 ) -> list[Row]:
     """Every setting's row, with its place on the baselines' frontiers, costs and tokens/s.
 
     Numbers against the teacher in streams order begin with `streams_`. `training_minutes` are those
-    of the run's own steps, `chain_minutes` also those of a teacher of its own; null for a model
-    that was not trained here. Speed is timed of plain settings alone, since temperature and top-p
-    do not change it.
+    of the run's own steps, `chain_minutes` also those of a bank and of a teacher of its own; null
+    for a model that was not trained here. Speed is timed of plain settings alone, since temperature
+    and top-p do not change it.
     """
     settings = settings_of(
         models,
@@ -155,13 +173,14 @@ def baseline_rows(
         top_ps=top_ps,
         most_steps=most_steps,
         late_from=late_from,
+        few=few,
     )
     found = measure(settings, terms)
     if terms.part != WHOLE:
         return found.rows
     baseline = [number for number, s in enumerate(settings) if s.method == WAYS[0].method]
     rows = found.compared(baseline, most_steps)
-    beside = _beside_streams(found, steps, most_steps)
+    beside = _beside_streams(found, (*few, *steps), most_steps)
     plain = [number for number, s in enumerate(settings) if _plain(s)]
     rates = time_settings(
         [settings[number] for number in plain],
@@ -202,15 +221,18 @@ def _beside_streams(found: Found, steps: Sequence[int], most_steps: int | None) 
 
 
 def _costs(role: str, models: Mapping[str, str]) -> Row:
-    """Texts, minutes (with its own teacher's and without) and updates of a model's training."""
+    """Texts, minutes (of its steps; of all that came before too) and updates of a training."""
     folder = Path(models[role])
-    minutes = training_minutes(folder)
+    minutes, bank = training_minutes(folder), bank_minutes(folder)
     before = [models[earlier] for earlier in CHAIN.get(role, ()) if earlier in models]
     earlier = training_minutes(Path(before[0])) if before else 0.0
+    chain = [minutes, bank, earlier]
+    known = [part for part in chain if part is not None]
     return {
         "training_texts": training_texts(folder),
         "training_minutes": minutes,
-        "chain_minutes": None if minutes is None or earlier is None else minutes + earlier,
+        "bank_minutes": bank,
+        "chain_minutes": sum(known) if len(known) == len(chain) else None,
         **learning(folder),
     }
 
@@ -244,10 +266,10 @@ def winners(rows: Sequence[Row]) -> list[str]:
     """Which method has the lowest path KL at which NFE, over all seeds, as far as intervals tell.
 
     Those without the number have no part in it, nor have those of a step per token, which share no
-    budget with the others.
+    budget with the others, nor those whose number is a looser bound.
     """
-    told = []
-    for nfe, found in _by_method(rows, "lowest_path_kl"):
+    told, tight = [], [row for row in rows if not row.get("loose")]
+    for nfe, found in _by_method(tight, "lowest_path_kl"):
         if len(found) > 1:
             words = f"Lowest path KL at {nfe} NFE, of {len(found)}, each at its best setting"
             told.append(f"{words}: {_ranked(found)}.")

@@ -188,6 +188,7 @@ def baselines(
     top_ps: Sequence[float],
     machine: str,
     late_from: int | None = None,
+    few: Sequence[int] = (),
     **common: Any,
 ) -> Rows:
     """All ways to sample all models that are inputs, over temperature and top-p.
@@ -204,5 +205,6 @@ def baselines(
         top_ps=top_ps,
         most_steps=most_steps,
         late_from=late_from,
+        few=few,
     )
     return [row | {"machine": machine} for row in rows]

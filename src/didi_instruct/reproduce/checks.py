@@ -11,7 +11,7 @@ from didi_instruct.api.shipped import shipped
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA
 from didi_instruct.models.build import count_parameters
-from didi_instruct.reproduce.costs import BANKED, cost_of, model_of
+from didi_instruct.reproduce.costs import cost_of, model_of
 from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.making import jobs_of
@@ -63,7 +63,7 @@ def plan(items: Sequence[Item], scale: Scale, out: Path) -> list[Planned]:
 
 def _bank(job: Job) -> str | None:
     config = job.settings() if job.does == "distill" else None
-    return bank_of(job, config) if config and config.method in BANKED else None
+    return bank_of(job, config) if config else None
 
 
 def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:

@@ -30,8 +30,6 @@ FORWARD, LEARN = 1, 3
 GPT2_LARGE = 774e6
 CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
-BANKED = ("didi", "sdtt", "mixture")
-"""Methods that read a bank of the teacher's texts."""
 NO_MODELS = ("judge", "reference", "corpora")
 """Inputs that are not sampled."""
 PER_ITERATION = {
@@ -102,7 +100,7 @@ def _distillation(job: Job, draws_bank: bool) -> Cost:
     texts = config.train.steps * config.train.batch_size
     passes = PER_ITERATION[config.method] + (config.didi.rollout_steps - 1) * FORWARD
     reference = config.reference
-    banked = config.method in BANKED and reference.source == "bank"
+    banked = config.reads_bank
     bank = reference.rows * reference.steps * once if banked and draws_bank else 0.0
     return Cost(training=texts * passes * once, sampling=bank)
 

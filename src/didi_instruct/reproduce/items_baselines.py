@@ -8,9 +8,9 @@ from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.evaluation.report.drawing import as_png
 from didi_instruct.reproduce.asking import ALL_TRICKS, learnt
 from didi_instruct.reproduce.baselines import (
+    BEYOND,
     LATE,
     METRICS,
-    WARM,
     gains,
     summary,
     winners,
@@ -74,6 +74,7 @@ def _job(scale: Scale, seed: int) -> Job:
             "steps": list(scale.budgets),
             "most_steps": scale.most_steps,
             "late_from": scale.late_from,
+            "few": list(scale.few),
             "temperatures": list(scale.temperatures),
             "top_ps": list(scale.top_ps),
             "metrics": metrics,
@@ -109,18 +110,23 @@ def _table(scale: Scale, results: Results) -> Table:
             "passes: against its sweeps of as many forward passes, which guidance and rewriting "
             "cost more of. It is that of the plain setting, nothing is chosen.",
             f"Best settings are the lowest of {count}, chosen on the samples they are reported on, "
-            "everyone's alike: a minimum flatters (the baselines have one more, a temperature of "
-            f"{WARM}, so that their frontiers reach beyond plain rows).",
+            "everyone's alike: a minimum flatters (the baselines have more, temperatures of "
+            f"{', '.join(map(str, BEYOND))}, so that their frontiers reach beyond plain rows).",
             f"Gap closed is the share of what few steps cost the teacher, beside "
             f"{scale.most_steps}; its interval chooses anew in each resample.",
             "Some students sample in streams order (`stories-path` and what follows from it), "
             "which a teacher can do as well: the columns on streams set rows against the teacher "
-            "in that order. The stricter of both baselines counts.",
+            "in that order. The stricter of both baselines counts. In random order path KL holds "
+            "what a text tells of its order beside the divergence, in streams it does not: shares "
+            "of a gap across orders flatter streams.",
             "Unigram entropy is a weak control: a gain counts where path KL confirms it. Samplers "
-            "that choose positions by confidence, rewrite tokens or are guided have no path KL.",
-            "Training minutes are wall-clock time of the steps on this machine, of the whole chain "
-            "after the teacher that all share: DUO's hold its own teacher's, those of token "
-            "matching its first student's. Texts are those of the last training alone.",
+            "that choose positions by confidence, rewrite tokens or are guided have no path KL; "
+            "neither have uniform-state models (DUO): of these, vsF, Self-BLEU and MAUVE are all "
+            "there is. That of DiMO, whose noise is part of a path, is a looser bound: not ranked.",
+            "Training minutes are wall-clock time on this machine of the whole chain after the "
+            "teacher that all share: steps, the bank of the teacher's texts that a student reads "
+            "(drawn once for all; `bank_minutes` in the CSV; --minutes are of steps alone), DUO's "
+            "own teacher, token matching's first student. Texts are those of the last training.",
             *([f"Not at this scale: {', '.join(absent)}."] if absent else []),
         ],
     )

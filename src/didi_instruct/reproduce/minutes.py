@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.api.runs import configure
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.distillation.bank import drawing_seconds
 from didi_instruct.evaluation.curves import read_log
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
@@ -36,6 +38,21 @@ def training_minutes(folder: Path) -> float | None:
     return seconds / 60
 
 
+def bank_minutes(folder: Path) -> float | None:
+    """Minutes in which the bank that a run reads was drawn, 0 where it reads none.
+
+    None where nobody knows: the run shared its GPU, or the bank is gone.
+    """
+    if not (folder / RECIPE).is_file() or "method" not in read_yaml(folder / RECIPE):
+        return 0.0
+    config = configure(DistillConfig, str(folder / RECIPE))
+    if not config.reads_bank:
+        return 0.0
+    bank = Path(config.reference.bank) if config.reference.bank else folder / "bank"
+    seconds = None if (folder.parent / SHARED).exists() else drawing_seconds(bank)
+    return None if seconds is None else seconds / 60
+
+
 def training_texts(folder: Path) -> int | None:
     """Texts of all steps together, a text counted as often as it was read or written."""
     if not (folder / RECIPE).is_file():
@@ -46,19 +63,21 @@ def training_texts(folder: Path) -> int | None:
 
 
 def learning(folder: Path) -> dict[str, Any]:
-    """How many steps changed a student (`updates`) of all (`updates_of`), and `at_chance`.
+    """How many steps changed a student (`updates`) of all (`updates_of`), and why not all.
 
     A student waits while its discriminator warms up or is at chance; one that always waited is its
-    teacher. `at_chance` is a share of all steps. Empty for a run without a discriminator.
+    teacher. A discriminator waits while it is saturated. `at_chance` and `saturated` are shares of
+    all steps. Empty for a run without a discriminator.
     """
     if not (folder / LOG).is_file():
         return {}
     told = {r["step"]: r for r in read_log(folder / LOG) if "student_waits" in r}
-    waited, chance, before = 0.0, 0.0, 0.0
+    waited, chance, saturated, before = 0.0, 0.0, 0.0, 0.0
     for _, record in sorted(told.items()):
         steps = record["step"] - before
         waited += steps * record["student_waits"]
         chance += steps * record.get("at_chance", 0.0)
+        saturated += steps * record.get("disc_waits", 0.0)
         before = record["step"]
     if not before:
         return {}
@@ -66,6 +85,7 @@ def learning(folder: Path) -> dict[str, Any]:
         "updates": round(before - waited),
         "updates_of": round(before),
         "at_chance": chance / before,
+        "saturated": saturated / before,
     }
 
 

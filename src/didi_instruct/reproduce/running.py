@@ -129,7 +129,7 @@ def _share_bank(job: Job, config: Any, out: Path) -> list[str]:
 
 def bank_of(job: Job, config: Any) -> str | None:
     """Name of the bank that a run shares; None where it reads none, or one that was given."""
-    if config.reference.source != "bank" or config.reference.bank is not None:
+    if not config.reads_bank or config.reference.bank is not None:
         return None
     teacher = job.inputs["teacher"]
     of = teacher.key if isinstance(teacher, Job) else content(teacher)

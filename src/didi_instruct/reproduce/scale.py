@@ -60,6 +60,8 @@ class Scale:
     late_from: int | None = None
     """NFE from which a student of the other law of τ is used; None: one student for all."""
     budgets: tuple[int, ...]
+    few: tuple[int, ...] = ()
+    """More budgets of the baselines' students, some of which learn to take one step or two."""
     most_steps: int
     samples: int
     seeds: tuple[int, ...]

@@ -26,7 +26,7 @@ TRAINED_ONCE = ("teacher", "ar", "duo-teacher", "teacher-large")
 """Roles whose seeds differ in what is drawn, not in what was trained."""
 ALWAYS = ("seed", "num_samples")
 """What every row of ours says beside its numbers."""
-SOMETIMES = ("temperature", "top_p", "updates", "updates_of", "at_chance")
+SOMETIMES = ("temperature", "top_p", "updates", "updates_of", "at_chance", "saturated")
 """What a CSV says where a row of it does."""
 
 

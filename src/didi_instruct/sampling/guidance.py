@@ -7,7 +7,6 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.chain import PAD
 
 Score = Literal["sum", "mean"]
 Select = Literal["sample", "best"]
@@ -85,11 +84,16 @@ def check_vocabularies(known: int, tokens: int) -> None:
         )
 
 
-def total_score(log_ratio: Tensor, z: Tensor, mask_id: int, score: Score) -> Tensor:
+def total_score(
+    log_ratio: Tensor, z: Tensor, written: Tensor, mask_id: int, score: Score
+) -> Tensor:
     """Log-ratios, summed over all positions or averaged over the masked ones (0 without any).
 
-    Shapes: (B, L) -> (B,) in float64.
+    Of those that the sampler writes: what is given, and what fills a window behind the end of its
+    text, a discriminator has not learnt to judge.
+
+    Shapes: (B, L) each -> (B,) in float64.
     """
-    counted = z != PAD if score == "sum" else z == mask_id
+    counted = written if score == "sum" else written & (z == mask_id)
     total = log_ratio.double().masked_fill(~counted, 0.0).sum(1)
     return total if score == "sum" else total / counted.sum(1).clamp(min=1)

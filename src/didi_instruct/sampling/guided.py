@@ -217,7 +217,8 @@ def choose(
         num = len(candidates.z)
         z = candidates.z[:, ran].flatten(0, 1)
         log_ratio = guide.score(guide.embed(z), z, _times(z, s))
-        scores = total_score(log_ratio, z, chain.canvas.mask_id, guidance.score)
+        written = chain.open[ran].repeat(num, 1)
+        scores = total_score(log_ratio, z, written, chain.canvas.mask_id, guidance.score)
         scores = scores.view(num, -1).T
         chain.passes += FORWARD * len(z) / len(ran)
         if guidance.select == "best":

@@ -341,7 +341,9 @@ def _choose(batch: _Batch, n: int, z: Tensor, rows: Tensor) -> Tensor:
     flat = z.flatten(0, 1)
     ratio = batch.parts.guide.score_texts(flat, times[n + 1])
     batch.chain.passes += FORWARD * len(flat) / batch.size
-    scores = total_score(ratio, flat, batch.chain.canvas.mask_id, guidance.score)
+    chain = batch.chain
+    written = (chain.open if len(rows) == batch.size else chain.open[rows]).repeat(len(z), 1)
+    scores = total_score(ratio, flat, written, chain.canvas.mask_id, guidance.score)
     scores = scores.view(len(z), -1).T
     if guidance.select == "best":
         return scores.argmax(1)
