@@ -1,10 +1,13 @@
 """Requests: prompts, gaps and fixed tokens through the public face."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.random_models import add_noise
 
 import didi_instruct as didi
+from didi_instruct.api.generation import Request
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import train_tokenizer
@@ -86,6 +89,25 @@ def test_prompts_of_different_lengths_share_a_batch(tokenizer):
     assert torch.equal(together[:2], model.sample(num=2, steps=4, prompt="once", length=24))
     more = model.sample(num=3, steps=4, prompt=prompts, length=24)
     assert torch.equal(together[2:], more[3:5])  # sample i of a prompt is the same among any number
+
+
+def test_a_length_is_that_of_the_text_and_of_its_tokens(tokenizer):
+    """Where texts have windows of their own, a window is filled with ends, which are not asked for.
+
+    The network sees them all the same: the text is one of that length in a window of 40.
+    """
+    model, end = make(tokenizer), tokenizer.eot_id
+    model.config = replace(model.config, end_id=end, lengths=(0, 1, 1, 2, *[1] * 37))
+    window = model.request(Request(num=3, steps=4, length=12)).samples.tokens
+    assert window.shape == (3, 40)
+    assert bool((window[:, 12:] == end).all())
+    drawn = model.sample(num=3, steps=4, length=12)
+    assert drawn.dtype == torch.long
+    assert torch.equal(drawn, window[:, :12])
+    assert torch.equal(model.draw(num=3, steps=4, length=12).tokens, drawn)
+    assert model.generate(num=3, steps=4, length=12) == model.texts(drawn)
+    assert model.sample(num=3, steps=4).shape == (3, 40)
+    assert model.sample(num=1, steps=4, length=12, prompt="once", suffix=" day").shape == (1, 12)
 
 
 def test_padding_is_never_attended(tokenizer):

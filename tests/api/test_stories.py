@@ -56,6 +56,14 @@ def test_in_eight_steps_the_student_pleases_the_teacher_more_than_the_teacher_do
         assert nats(student) < nats(teacher) - 0.5
 
 
+def test_a_length_is_that_of_the_tensor(models):
+    """(num, length), without an end within: a story of 64 tokens has 64."""
+    student, _ = models
+    drawn = student.sample(num=2, steps=8, length=64)
+    assert drawn.shape == (2, 64)
+    assert not (drawn == student.config.end_id).any()
+
+
 def test_weights_may_be_cast_by_name(models):
     """Bfloat16 rounds weights to 8 bits: logits move, a little."""
     student, _ = models

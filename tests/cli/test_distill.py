@@ -92,6 +92,19 @@ def test_a_method_is_chosen_without_touching_the_recipe(didi, place, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("method", "flags"), [("dimo", "--sampler dimo --steps 1"), ("sdtt", "--steps 128")]
+)
+def test_a_student_of_any_method_is_sampled_as_the_last_line_says(didi, place, method, flags):
+    """Three iterations are three rounds of SDTT: 1,024 steps become 128."""
+    command = ["distill", "short.yaml", "--teacher", "teacher", "--method", method, "--out", "run"]
+    code, out, err = didi(*command)
+    assert code == 0, err
+    assert ("watch.budgets=[2, 4] is left out" in err) == (method == "dimo")
+    assert out.splitlines()[-1] == f"Next: didi generate run {flags}"
+    assert didi("generate", "run", *flags.split())[0] == 0
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["optim.lr=1e30", "optim.clip=0"], "not a number at step 1"),

@@ -62,6 +62,14 @@ def test_json_tells_what_was_done(didi, model):
         assert sample["log_prob"] < 0
 
 
+@pytest.mark.skipif(not (shipped.root() / "stories").exists(), reason="no model is shipped")
+def test_a_length_is_that_of_the_tokens(didi):
+    """Of a model whose texts have windows of their own, too: what fills them is not told."""
+    code, out, err = didi("stories", "--steps", 4, "--length", 16, "--num", 2, "--json")
+    assert code == 0, err
+    assert [len(sample["tokens"]) for sample in json.loads(out)["samples"]] == [16, 16]
+
+
 def test_gaps_are_filled(didi, model):
     code, out, _ = didi(model, "--infill", "once ___ time ___ garden", "--gap", "2-4")
     assert code == 0

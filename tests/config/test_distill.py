@@ -40,6 +40,22 @@ TEXT = ["data.source=some.txt"]
 """What recipes that learn from real text ask for."""
 
 
+@pytest.mark.parametrize("text", ["oracle", "stories", "owt-169m"])
+def test_every_text_has_a_recipe_of_each_kind(text):
+    """The teacher and the left-to-right model beside it, DiDi-Instruct, and the rivals."""
+    kinds = ("teacher", "ar", "didi", "sdtt", "dimo", "duo-teacher", "duo")
+    assert {f"{text}-{kind}" for kind in kinds} <= set(recipe_names())
+
+
+def test_dimo_of_the_papers_teacher_keeps_the_proportions_that_were_tried():
+    """Nothing is published for text: rates as to each other, and the share of waiting, are ours."""
+    large, small = (load_recipe(DistillConfig, f"{text}-dimo") for text in ("owt-169m", "stories"))
+    assert large.dimo.aux_lr / large.optim.lr == pytest.approx(small.dimo.aux_lr / small.optim.lr)
+    own = replace(small.dimo, aux_lr=large.dimo.aux_lr, warmup=large.dimo.warmup)
+    assert large.dimo == own
+    assert large.warmup / large.train.steps <= small.warmup / small.train.steps
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_for_one_verb(name):
     """Teachers are pretrained, all others distilled; the wrong verb refuses."""

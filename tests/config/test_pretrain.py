@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from didi_instruct.config.model import ModelConfig, architecture
@@ -25,6 +27,22 @@ def test_the_paper_recipes_carry_the_hyper_parameters_of_its_table():
     medium = load_recipe(PretrainConfig, "owt-424m-teacher")
     assert medium.model.resolve(50257) == architecture("medium", dropout=0.1)
     assert medium.train.steps == 350_000
+
+
+@pytest.mark.parametrize(
+    ("name", "like", "kind", "curriculum"),
+    [
+        ("oracle-ar", "oracle-teacher", "ar", 0),
+        ("owt-169m-ar", "owt-169m-teacher", "ar", 0),
+        ("owt-169m-duo-teacher", "owt-169m-teacher", "duo", 100_000),
+    ],
+)
+def test_models_beside_a_teacher_are_trained_as_it_is(name, like, kind, curriculum):
+    """On the same text for as long; half of it with the curriculum, where the noise is uniform."""
+    changes = [f"model.kind={kind}", f"curriculum.steps={curriculum}"]
+    own, teacher = load_recipe(PretrainConfig, name), load_recipe(PretrainConfig, like, changes)
+    assert own.reproduces != teacher.reproduces
+    assert replace(teacher, reproduces=own.reproduces, expect=own.expect) == own
 
 
 def test_the_vocabulary_follows_the_tokenizer_and_leaves_room_for_the_mask():

@@ -386,8 +386,13 @@ def test_a_student_with_several_masks_is_refused():
 
 
 def test_the_papers_schedule():
-    """Seven rounds of 10,000 iterations, from 1,024 steps to 8."""
+    """Seven rounds of 10,000 iterations, from 1,024 steps to 8, on the grid of the released code.
+
+    What to expect of it was measured of what that code made; our own numbers are of even grids.
+    """
     config = load_recipe(DistillConfig, "owt-169m-sdtt")
     assert (config.sdtt.iterations, config.train.steps) == (10_000, 70_000)
     assert config.sdtt.steps / 2 ** (config.train.steps // config.sdtt.iterations) == 8
-    assert (config.sdtt.divergence, config.sdtt.grid) == ("backward", "even")
+    assert (config.sdtt.divergence, config.sdtt.grid) == ("backward", "published")
+    for name in ("oracle-sdtt", "stories-sdtt"):
+        assert load_recipe(DistillConfig, name).sdtt.grid == "even"

@@ -17,12 +17,12 @@ from didi_instruct.api.distill_parts import (
     open_student,
     open_texts,
 )
+from didi_instruct.api.distill_settings import check_rounds, sampling_flags, settings_for
 from didi_instruct.api.distill_watch import evaluator, quick_test
 from didi_instruct.api.open import find, fingerprint, open_source
 from didi_instruct.api.runs import (
     Change,
     check_folder,
-    configure,
     nothing_to_do,
     only_run,
     start_of,
@@ -64,6 +64,8 @@ class DistillResult:
     """Whether the student in the folder is the average."""
     new: bool = True
     """Whether something was trained; False where a resumed run had finished."""
+    sampling: str = ""
+    """Flags of `didi generate` for what the student has learnt."""
 
     @property
     def finished(self) -> bool:
@@ -87,20 +89,15 @@ def distill(
 ) -> DistillResult:
     """Distil `teacher` (any SOURCE) as the recipe says, in `out`; under torchrun, all call this.
 
-    `tokenizer` is for a foreign teacher that brings none.
+    `method` carries a recipe over to another method. `tokenizer` is for a foreign teacher that
+    brings none.
     """
     if not isinstance(teacher, (str, Path)):
         raise UserError(f"teacher is a {type(teacher).__name__}: give its folder or name.")
     folder, source = Path(out), str(teacher)
-    more = [] if method is None else [f"method={method}"]
-    config = configure(DistillConfig, recipe, [*overrides, *more] if more else overrides)
-    if config.method == "dimo" and config.watch.budgets:
-        raise UserError(
-            f"watch.budgets is {list(config.watch.budgets)}, but a quick evaluation starts from "
-            "masks alone, and a student of method=dimo does not: use watch.budgets=[]."
-        )
+    config, said = settings_for(recipe, overrides, method)
     verb = f"didi distill RECIPE --teacher {source}"
-    check_folder(folder, config, resume, verb=verb)
+    check_rounds(config, check_folder(folder, config, resume, verb=verb), folder)
     loaded = open_source(source, tokenizer=tokenizer)
     student = open_student(config, loaded, source)
     with open_world(device) as world:
@@ -109,6 +106,8 @@ def distill(
             shown = reporter if world.is_main and reporter else SilentReporter()
             # Once more: another run may have begun here before this one held the folder.
             changes = check_folder(folder, config, resume, verb=verb)
+            for line in said:
+                shown.say(line)
             if nothing_to_do(folder, config.train.steps, resume, shown.say):
                 return _as_before(folder, config, world)
             words = str(tokenizer or find(source).path)
@@ -187,6 +186,7 @@ class _Run:
             self.test.exact,
             self.config.prompt,
             self.config.train.ema > 0,
+            sampling=sampling_flags(self.config),
         )
 
 
@@ -214,6 +214,7 @@ def _as_before(folder: Path, config: DistillConfig, world: World) -> DistillResu
         config.prompt,
         config.train.ema > 0,
         new=False,
+        sampling=sampling_flags(config),
     )
 
 

@@ -94,6 +94,11 @@ class Generated:
     written: Tensor
     """(B, L)."""
 
+    def cut(self, length: int | None) -> "Generated":
+        """Without the ends that fill a window behind a text whose length was asked for."""
+        tokens, written = self.samples.tokens[:, :length], self.written[:, :length]
+        return Generated(replace(self.samples, tokens=tokens), written)
+
 
 def generate(
     request: Request,

@@ -129,7 +129,9 @@ def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
     if not recipe.exists():
         return []
     before = parse(type(config), read_yaml(recipe), where=str(recipe))
-    changes = list(_differences(asdict(before), asdict(config)))
+    unread = getattr(config, "unread", ())
+    differences = _differences(asdict(before), asdict(config))
+    changes = [change for change in differences if change.name.split(".")[0] not in unread]
     for change in changes:
         if not change.free:
             raise UserError(

@@ -32,7 +32,10 @@ def command(
     teacher: Annotated[str, typer.Option(metavar="SOURCE", help="The model to distil.")],
     method: Annotated[
         str | None,
-        typer.Option(help="didi, token-matching, mixture, sdtt, dimo or duo, not the recipe's."),
+        typer.Option(
+            help="didi, token-matching, mixture, sdtt, dimo or duo, not the recipe's: "
+            "what the recipe does not say of it is the published setting."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For a foreign teacher that brings none.")
@@ -129,7 +132,7 @@ def _summary(result: "DistillResult") -> None:
     if result.curves is None:
         typer.echo('No curves.png: matplotlib is missing (pip install "didi-instruct[eval]").')
     prompt = ' --prompt "..."' if result.prompt else ""
-    typer.echo(f"Next: didi generate {result.folder} --steps 8{prompt}")
+    typer.echo(f"Next: didi generate {result.folder} {result.sampling}{prompt}")
 
 
 def _unit(name: str, exact: bool) -> str:

@@ -36,7 +36,7 @@ def command(
         str | None,
         typer.Option(
             help="ancestral, rgas, confidence, entropy, margin, remasking, blocks, "
-            "first-hitting; uniform-state; autoregressive."
+            "first-hitting, dimo; uniform-state; autoregressive."
         ),
     ] = None,
     options: Annotated[
@@ -122,7 +122,7 @@ def command(
             if recorded is not None:
                 recorded(step)
 
-        done = model.request(request, callback=watch)
+        done = model.request(request, callback=watch).cut(length)
     texts = model.texts(done.samples.tokens, done.written)
     if as_json:
         typer.echo(

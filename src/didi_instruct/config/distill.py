@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from didi_instruct.config.dimo import DimoConfig
 from didi_instruct.config.duo import DuoConfig
 from didi_instruct.config.model import Order
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
+from didi_instruct.config.rounds import Rounds
 from didi_instruct.config.sdtt import SdttConfig
 from didi_instruct.errors import UserError
 
@@ -335,9 +336,9 @@ class DistillConfig:
         if self.order != "random" and self.method == "didi":
             self._check_streams()
         if self.method == "sdtt":
-            self.sdtt.check_rounds(self.train.steps)
+            self.sdtt.rounds(self.train.steps)
         if self.method == "duo":
-            self.duo.check_rounds(self.train.steps)
+            self.duo.rounds(self.train.steps)
             if self.prompt:
                 raise UserError(
                     f"prompt is {self.prompt}, but method=duo learns whole texts: leave it out."
@@ -355,6 +356,19 @@ class DistillConfig:
                 f"didi.score_steps is {self.didi.score_steps}, but in order={self.order} only the "
                 "jump from the stop to text is scored: use last."
             )
+
+    @property
+    def unread(self) -> set[str]:
+        """Sections of other methods: whatever they say, it is not read."""
+        return {name.replace("-", "_") for name in get_args(Method) if name != self.method}
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """Those of a method that has rounds."""
+        if self.method not in ("sdtt", "duo"):
+            return None
+        settings = self.sdtt if self.method == "sdtt" else self.duo
+        return settings.rounds(self.train.steps)
 
     @property
     def _part(self) -> str:

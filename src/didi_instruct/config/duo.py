@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from didi_instruct.config.rounds import Rounds, share
 from didi_instruct.errors import UserError
+
+ROUNDS = 5
+"""The published number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,8 +16,9 @@ class DuoConfig:
 
     steps: int = 512
     """Δ of the first round is one over this; it doubles in each that follows."""
-    iterations: int = 10_000
-    """Of a round, after which the student is its own target; `train.steps` are whole rounds."""
+    iterations: int | None = None
+    """Of a round, after which the student is its own target; `train.steps` are whole rounds. None:
+    `train.steps` are shared evenly among the published 5 rounds."""
     target: Literal["average", "student"] = "average"
     """What the next round's target is: the average of the student's weights, or those themselves.
     Without `train.ema` there is no average, and it is the student."""
@@ -30,27 +35,25 @@ class DuoConfig:
     def __post_init__(self) -> None:
         """Refuse rounds that cannot be."""
         for name, least in (("steps", 2), ("iterations", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"duo.{name} is {getattr(self, name)}: use {least} or more.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"duo.{name} is {value}: use {least} or more.")
         if len(self.gamma) != 2 or not -30 <= self.gamma[0] < self.gamma[1] <= 30:
             raise UserError(
                 f"duo.gamma is {list(self.gamma)}: two numbers from -30 to 30, the smaller first."
             )
 
-    def check_rounds(self, total: int) -> None:
-        """Refuse a number of iterations that is not one of whole rounds, or of too many."""
-        rounds, rest = divmod(total, self.iterations)
-        if rest:
+    def rounds(self, total: int) -> Rounds:
+        """The rounds of so many iterations; refuses what is not whole rounds, or too many."""
+        most = self.steps.bit_length()
+        rounds = share("duo", total, self.iterations, ROUNDS, most)
+        if rounds.count > most:
             raise UserError(
-                f"train.steps is {total}, which is not a whole number of rounds of "
-                f"duo.iterations, {self.iterations}."
+                f"duo.steps is {self.steps}, so in the last of {rounds.count} rounds Δ would be "
+                f"above 1: use {most} rounds at most (train.steps / duo.iterations)."
             )
-        if 2 ** (rounds - 1) > self.steps:
-            raise UserError(
-                f"duo.steps is {self.steps}, so in the last of {rounds} rounds Δ would be above 1: "
-                f"use {self.steps.bit_length()} rounds at most (train.steps / duo.iterations)."
-            )
+        return rounds
 
-    def delta(self, step: int) -> float:
-        """Δ of an iteration."""
-        return float(2 ** (step // self.iterations) / self.steps)
+    def delta(self, number: int) -> float:
+        """Δ of a round, counted from 0."""
+        return float(2**number / self.steps)

@@ -57,14 +57,15 @@ class DuoTask(StudentTask):
         target = copy.deepcopy(teacher.network)
         super().__init__(config, teacher, student, world, data)
         self.texts = data.rows
+        self.rounds = config.duo.rounds(config.train.steps)
         self.target = Host(target.requires_grad_(False), config.train, world)
         self.target_rows = rows_of(self.target, self.schedule)
 
     def iterate(self, step: int) -> dict[str, Tensor]:
         """One update from one batch of texts."""
-        if step > 0 and step % self.config.duo.iterations == 0:
+        if self.rounds.begins(step):
             self.begin_round()
-        delta = self.config.duo.delta(step)
+        delta = self.config.duo.delta(self.rounds.of(step))
         t = self._times(step, delta)
         parts, totals = self.parts(), Totals()
         for indices in parts:

@@ -138,13 +138,14 @@ class SDTTTask(DistillTask):
         before = copy.deepcopy(student).requires_grad_(False)
         super().__init__(config, teacher, student, world, data)
         self.references = references or self.teacher_texts
+        self.rounds = config.sdtt.rounds(config.train.steps)
         self.before = Host(before, config.train, world)
         """The student at the end of the round before: the teacher of all rounds but the first."""
         self._before_rows = rows_of(self.before, self.schedule)
 
     def round(self, step: int) -> int:
         """Which round an iteration belongs to, from 0."""
-        return step // self.config.sdtt.iterations
+        return self.rounds.of(step)
 
     def dt(self, step: int) -> float:
         """Length of the teacher's steps."""
@@ -152,7 +153,7 @@ class SDTTTask(DistillTask):
 
     def iterate(self, step: int) -> dict[str, Tensor]:
         """One update from one batch of texts; a round begins with a new teacher."""
-        if step and step % self.config.sdtt.iterations == 0:
+        if self.rounds.begins(step):
             self._promote()
         rows = self._before_rows if self.round(step) else self.teacher
         parts = [self.part(step, indices) for indices in self.parts()]

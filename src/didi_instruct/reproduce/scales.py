@@ -60,7 +60,7 @@ TOY_ABLATION = (
 )
 
 TOY_MODELS = {
-    "ar": Training("oracle-teacher", ("model.kind=ar", "train.steps=400", *TOY_NETWORK)),
+    "ar": Training("oracle-ar", ("train.steps=400", *TOY_NETWORK)),
     "duo-teacher": Training("oracle-duo-teacher", ("train.steps=900", *TOY_NETWORK)),
     "teacher-large": Training(
         "oracle-teacher", (*TOY_NETWORK, "train.steps=400", "model.hidden=96")
@@ -281,10 +281,8 @@ def _paper(given: Given) -> Scale:
         judge_name=_told(given) or "GPT-2 Large",
         data=source,
         models={
-            "ar": Training("owt-169m-teacher", ("model.kind=ar", *data)),
-            "duo-teacher": Training(
-                "owt-169m-teacher", ("model.kind=duo", "curriculum.steps=100000", *data)
-            ),
+            "ar": Training("owt-169m-ar", data),
+            "duo-teacher": Training("owt-169m-duo-teacher", data),
             "sdtt": Training("owt-169m-sdtt", data),
             "duo": Training("owt-169m-duo", data),
             "teacher-large": Training("owt-424m-teacher", data),

@@ -1,0 +1,91 @@
+"""Settings of a distillation: a recipe carried over to a method, and how its student is sampled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from didi_instruct.api.runs import Change, configure
+from didi_instruct.config.dimo import NOISE, RANDOM
+from didi_instruct.config.distill import DistillConfig, Method
+from didi_instruct.config.recipes import find_recipe, read_recipe
+from didi_instruct.errors import UserError
+
+ANY_ORDER = ("token-matching", "mixture")
+"""Methods that know every order, whatever their settings."""
+USUAL = 8
+"""Steps to try a student with that has learnt them among others."""
+
+
+def settings_for(
+    recipe: str | Mapping[str, Any] | DistillConfig,
+    overrides: Sequence[str] = (),
+    method: Method | None = None,
+) -> tuple[DistillConfig, list[str]]:
+    """Settings in force, and what is to be said of those that do not fit the method.
+
+    With `method` a recipe is carried over to it: its own order is left out where the method may not
+    know it. What `overrides` say is never left out, but refused where it does not fit.
+    """
+    said = []
+    if method is not None and not isinstance(overrides, str):
+        order = _order_to_leave(recipe, method)
+        if order is not None:
+            overrides = ["order=random", *overrides]
+            said.append(f"order={order} is left out: method={method} learns in random order.")
+        overrides = [*overrides, f"method={method}"]
+    config = configure(DistillConfig, recipe, overrides)
+    if config.method == "dimo" and config.watch.budgets:
+        # Both teacher and student would be drawn from masks alone.
+        said.append(
+            f"watch.budgets={list(config.watch.budgets)} is left out: quick evaluations start from "
+            "masks alone, a student of method=dimo does not. Use `didi eval`."
+        )
+        config = replace(config, watch=replace(config.watch, budgets=()))
+    return config, said
+
+
+def _order_to_leave(recipe: str | Mapping[str, Any] | DistillConfig, method: Method) -> str | None:
+    """The order of a recipe for another method, where `method` cannot be expected to know it."""
+    values: Any = recipe
+    if isinstance(recipe, (str, Path)):
+        values = read_recipe(find_recipe(str(recipe)))
+    elif is_dataclass(recipe) and not isinstance(recipe, type):
+        values = asdict(recipe)
+    if not isinstance(values, Mapping) or method in (*ANY_ORDER, values.get("method", "didi")):
+        return None
+    order = values.get("order", "random")
+    return None if order == "random" else str(order)
+
+
+def check_rounds(config: DistillConfig, changes: Sequence[Change], folder: Path) -> None:
+    """Refuse to lengthen a run whose rounds follow from its number of steps: they would move."""
+    if config.rounds is None or getattr(config, config.method).iterations is not None:
+        return
+    for change in changes:
+        if change.name == "train.steps":
+            raise UserError(
+                f"{folder} shares {change.before} steps evenly among rounds, and train.steps is "
+                f"{change.now}: the rounds it has made would be others. Choose another --out, with "
+                f"{config.method}.iterations if it may be lengthened later."
+            )
+
+
+def sampling_flags(config: DistillConfig) -> str:
+    """Flags of `didi generate` for what the student has learnt."""
+    match config.method:
+        case "dimo":
+            own = {"random": (config.dimo.random, RANDOM), "noise": (config.dimo.noise, NOISE)}
+            options = [f" --option {k}={v:g}" for k, (v, usual) in own.items() if v != usual]
+            return f"--sampler dimo --steps {max(config.dimo.budgets)}{''.join(options)}"
+        case "sdtt":
+            rounds = config.sdtt.rounds(config.train.steps)
+            return f"--steps {config.sdtt.steps // 2**rounds.count}"
+        case "duo":
+            rounds = config.duo.rounds(config.train.steps)
+            return f"--steps {int(1 / config.duo.delta(rounds.count - 1))}"
+        case "didi":
+            # In an order, rollouts are whole paths; else z_τ may lie anywhere on one.
+            return f"--steps {USUAL if config.order == 'random' else config.didi.rollout_steps}"
+    learnt = config.mixture if config.method == "mixture" else config.token_matching
+    return f"--steps {USUAL if USUAL in learnt.budgets else max(learnt.budgets)}"
