@@ -110,7 +110,7 @@ class DiscriminatorTask(CriticTask):
                 found = Later(numbers["disc_accuracy"])
             self.critic.backward(loss, sync=last)
         accuracy = found.read()
-        saturated = self._is_saturated(accuracy)
+        saturated = self._is_saturated()
         if saturated:
             # The remedy: it waits until the student has caught up.
             self.critic_updater.optimizer.zero_grad(set_to_none=True)
@@ -120,10 +120,11 @@ class DiscriminatorTask(CriticTask):
         numbers |= {"disc_grad_norm": norm, "disc_waits": self.number(saturated)}
         return Taught(numbers, accuracy, states)
 
-    def _is_saturated(self, accuracy_now: float) -> bool:
+    def _is_saturated(self) -> bool:
+        """By batches before this one: to learn from those alone that it errs on were a bias."""
         before, weight = self.accuracy.state.tolist()
         usual = before / weight if weight else 0.5
-        return min(usual, accuracy_now) > self.config.discriminator.saturation
+        return bool(usual > self.config.discriminator.saturation)
 
     def _log_ratio(
         self, part: Compared, *, first: bool, sync: bool
