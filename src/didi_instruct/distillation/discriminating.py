@@ -121,10 +121,12 @@ class DiscriminatorTask(CriticTask):
         return Taught(numbers, accuracy, states)
 
     def _is_saturated(self) -> bool:
-        """By batches before this one: to learn from those alone that it errs on were a bias."""
+        """By batches before this one: to learn from those alone that it errs on were a bias.
+
+        What it has not seen yet counts as one half, so that a few good batches are not enough.
+        """
         before, weight = self.accuracy.state.tolist()
-        usual = before / weight if weight else 0.5
-        return bool(usual > self.config.discriminator.saturation)
+        return bool(before + (1 - weight) / 2 > self.config.discriminator.saturation)
 
     def _log_ratio(
         self, part: Compared, *, first: bool, sync: bool
