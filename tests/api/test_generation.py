@@ -7,7 +7,7 @@ import torch
 from tests.random_models import add_noise
 
 import didi_instruct as didi
-from didi_instruct.api.generation import Request
+from didi_instruct.api.generation import Request, _encode
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import train_tokenizer
@@ -234,3 +234,12 @@ def test_the_gpu_draws_what_the_cpu_draws(tokenizer, sampler):
 def test_models_that_cannot_choose_a_gap_say_so(tokenizer, kind, message):
     with pytest.raises(UserError, match=message):
         make(tokenizer, kind).sample(infill="once ___ time")
+
+
+def test_words_that_a_closed_vocabulary_lacks_are_named():
+    tokenizer = OracleLanguage.default().tokenizer
+    known = tokenizer.decode([5])
+    with pytest.raises(UserError) as caught:
+        _encode(f"xyz {known} zzz", tokenizer)
+    assert str(caught.value) == "The model's vocabulary has no `xyz`, `zzz`: use words it knows."
+    assert _encode(known, tokenizer) == [5]

@@ -71,7 +71,7 @@ def test_a_run_prints_what_was_won_and_can_be_lengthened(didi, place):
 
     code, _, err = didi(*command)
     assert (code, err.count("\n")) == (2, 1)
-    assert "already holds a run: add --resume" in err
+    assert "already holds a run: resume it" in err
     code, out, err = didi(*command, "--resume", "--set", "train.steps=4")
     assert code == 0, err
     assert "Distilled 4 iterations" in out
@@ -221,8 +221,8 @@ def test_ctrl_c_before_the_first_step_is_one_line(didi, place, monkeypatch):
         code, _, err = didi(*command)
     assert code == 130
     assert err.strip() == (
-        "didi: interrupted; the same command goes on or starts over (with --resume where a "
-        "checkpoint was saved)"
+        "didi: interrupted; with --resume it goes on from its last checkpoint, where it has saved "
+        "one"
     )
     assert didi(*command)[0] == 0
 

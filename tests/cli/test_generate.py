@@ -63,6 +63,15 @@ def test_json_tells_what_was_done(didi, model):
 
 
 @pytest.mark.skipif(not (shipped.root() / "stories").exists(), reason="no model is shipped")
+def test_json_for_a_program_leaves_progress_for_its_user(didi, model):
+    """Two batches of four steps: lines on standard error, where there is no terminal."""
+    _, out, err = didi(model, "--num", 3, "--batch-size", 2, "--steps", 4, "--json")
+    assert json.loads(out)["steps"] == 4
+    assert "Drawing: 12%" in err
+    _, _, err = didi(model, "--num", 1, "--steps", 4)
+    assert "Drawing" not in err
+
+
 def test_a_length_is_that_of_the_tokens(didi):
     """Of a model whose texts have windows of their own, too: what fills them is not told."""
     code, out, err = didi("stories", "--steps", 4, "--length", 16, "--num", 2, "--json")
@@ -102,7 +111,7 @@ def test_a_trace_is_written(didi, model, tmp_path, suffix):
         (["--infill", "no gap"], "no gap"),
         (["--gap", "x", "--infill", "a ___ b"], "--gap x"),
         (["--option", "gird=cosine"], "Did you mean `grid`"),
-        (["--option", "grid"], "--option grid: write it as"),
+        (["--option", "grid"], "--option grid: write it as key=value."),
         (["--top-p", "0"], "top_p is 0"),
         (["--trace", "x.mp4"], "x.mp4"),
         (["--trace", "no/such/folder/x.html"], "no/such/folder"),

@@ -254,8 +254,11 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         raise UserError("This model has no tokenizer: give token ids as `tokens`.")
     try:
         return tokenizer.encode([text])[0]
-    except Exception as error:  # whatever the tokenizer's own library raises
-        raise UserError(f"The tokenizer cannot read {text!r}: {error}.") from error
+    except UserError:
+        unknown = ", ".join(f"`{word}`" for word in text.split() if word not in tokenizer)
+        if not unknown:
+            raise
+        raise UserError(f"The model's vocabulary has no {unknown}: use words it knows.") from None
 
 
 def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[Row]:

@@ -107,7 +107,9 @@ def check_folder(folder: Path, config: Any, resume: bool, *, verb: str) -> list[
     if resume:
         return _check_resumed(folder, config, verb)
     if is_begun(folder):
-        raise UserError(f"{folder} already holds a run: add --resume, or choose another --out.")
+        raise UserError(
+            f"{folder} already holds a run: resume it (--resume), or choose another --out."
+        )
     own = BEFORE_THE_FIRST_SAVE if (folder / RECIPE).exists() else BEFORE_THE_FIRST_STEP
     if folder.exists() and any(path.name not in own for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another --out.")

@@ -46,7 +46,7 @@ def command(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 64,
     trace: Annotated[
         Path | None, typer.Option(help="Write the denoising as .html, .gif or .json.")
@@ -86,6 +86,7 @@ def command(
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
     from didi_instruct.api.shipped import DEFAULT
+    from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
     from didi_instruct.sampling.trace import Trace, check_path
@@ -115,10 +116,15 @@ def command(
             about={"sampler": name, "seed": seed},
         )
     )
-    with TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream:
+    batches = -(-num * len(prompt or [""]) // batch_size)
+    with (
+        TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream,
+        StepsBar(batches, enabled=as_json) as bar,
+    ):
 
         def watch(step: Any) -> None:
             stream(step)
+            bar(step)
             if recorded is not None:
                 recorded(step)
 

@@ -24,6 +24,14 @@ from didi_instruct.errors import TrainingError, UserError, first_line
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 OUT_OF_MEMORY = "out of memory|can't allocate memory"
 """As CUDA and the CPU's allocator say it."""
+GOES_ON = {
+    "pretrain": "; with --resume it goes on from its last checkpoint, where it has saved one",
+    "distill": "; with --resume it goes on from its last checkpoint, where it has saved one",
+    "eval": "; what was drawn and measured is kept, the same command goes on",
+    "reproduce": "; what is done is kept, the same command goes on",
+    "data": "; the same command goes on",
+}
+"""What to do after Ctrl-C, by verb."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -67,11 +75,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of Ctrl-C
-            print(
-                "didi: interrupted; the same command goes on or starts over (with --resume where "
-                "a checkpoint was saved)",
-                file=sys.stderr,
-            )
+            verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            print(f"didi: interrupted{GOES_ON.get(verb, '')}", file=sys.stderr)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -87,6 +92,8 @@ def _explain(error: Exception) -> int:
         code, text = FAILED, str(error)
     elif hasattr(error, "format_message"):  # click's own errors: a bad flag, a missing argument
         code, text = getattr(error, "exit_code", WRONG_USAGE), error.format_message()
+        if text and (context := getattr(error, "ctx", None)) is not None:
+            text = f"{text.rstrip('.')}: see `{context.command_path} --help`."
     elif isinstance(error, OSError) and error.strerror is not None:
         code, text = WRONG_USAGE, f"{error.filename or 'Writing'}: {error.strerror}"
     elif isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, str(error)):

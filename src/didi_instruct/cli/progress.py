@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from didi_instruct.data.prepare import PrepareProgress
+    from didi_instruct.sampling.chain import Step
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -48,6 +49,22 @@ class ProgressBar:
         speed = (done - self._first) / elapsed if elapsed > 0 else 0.0
         scale, name = _UNITS.get(unit, (1.0, f"{unit}/s"))
         self._display.show(stage, begins, done, total, speed, f"{speed / scale:,.1f} {name}")
+
+
+class StepsBar(ProgressBar):
+    """The progress of drawing samples, batch by batch; an open bar is a callback of samplers."""
+
+    def __init__(self, batches: int, *, enabled: bool = True) -> None:
+        super().__init__()
+        self._batches, self._enabled, self._begun = batches, enabled, 0
+
+    def __call__(self, step: "Step") -> None:
+        """Show that a step is done."""
+        self._begun += step.index == 0
+        if self._enabled:
+            done = (self._begun - 1) * step.steps + step.index + 1
+            total = max(done, self._batches * step.steps)
+            self.update("Drawing", done, total, "steps")
 
 
 class PrepareBar(ProgressBar):

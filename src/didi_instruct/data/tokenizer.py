@@ -127,6 +127,10 @@ class Tokenizer:
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def __contains__(self, word: str) -> bool:
+        """Whether a word is one token."""
+        return self._backend.token_to_id(word) is not None
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, on all cores. Special tokens are read where written, never added."""
         try:

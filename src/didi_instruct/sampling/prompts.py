@@ -31,7 +31,10 @@ class Gap:
     def __post_init__(self) -> None:
         """Refuse gaps that cannot be."""
         if not 1 <= self.shortest <= self.longest:
-            raise UserError(f"A gap of {self.shortest} to {self.longest} tokens cannot be.")
+            raise UserError(
+                f"A gap of {self.shortest} to {self.longest} tokens cannot be: give 1 or more, the "
+                "smaller number first."
+            )
 
 
 @dataclass(frozen=True, slots=True)

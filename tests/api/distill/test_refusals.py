@@ -96,7 +96,7 @@ def test_bad_input_touches_nothing(run, models, tmp_path):
 def test_a_run_is_not_begun_over_another(run, tmp_path):
     run(recipe(train={"steps": 1}, token_matching={"warmup": 0}, discriminator={"warmup": 0}))
     before = contents(tmp_path)
-    with pytest.raises(UserError, match="already holds a run: add --resume"):
+    with pytest.raises(UserError, match="already holds a run: resume it"):
         run(recipe())
     assert contents(tmp_path) == before
 
