@@ -71,7 +71,12 @@ def test_bad_input_touches_nothing(run, models, tmp_path):
         (recipe(), "new", {"resume": True}, "holds no run to resume"),
         ("oracle-didi", "new", {"overrides": ["didi.group_sise=2"]}, "Did you mean `group_size`"),
         ("oracle-didi", "new", {"method": "magic"}, "choose one of didi, token-matching"),
-        ("oracle-didi", "new", {"method": "sdtt"}, "not a whole number of rounds"),
+        (
+            "oracle-didi",
+            "new",
+            {"method": "sdtt", "overrides": ["sdtt.iterations=300"]},
+            "not a whole number of rounds",
+        ),
         ("oracle-dido", "new", {}, "neither a recipe file nor a shipped recipe"),
         (recipe(), "new", {"device": "cuda:77x"}, "not a device"),
         (recipe(data={"source": "nowhere.txt"}), "new", {}, "nowhere.txt"),
