@@ -89,7 +89,8 @@ def test_rows_are_those_drawn(tmp_path: Path) -> None:
     assert torch.equal(data.ordered(0, 20), teacher.rows(0, 20))
     assert data.ordered(0, 20).dtype == torch.int64
     files = sorted(path.name for path in folder.iterdir())
-    assert files == ["bank.json", "rows-00000.npy", "rows-00001.npy", "rows-00002.npy"]
+    rows = ["rows-00000.npy", "rows-00001.npy", "rows-00002.npy"]
+    assert files == ["bank.json", DRAWN, *rows]
 
 
 def test_a_bank_says_how_long_it_was_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
