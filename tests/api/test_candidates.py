@@ -13,7 +13,7 @@ from tests.models.foreign.reference import (
 
 import didi_instruct as didi
 from didi_instruct.api.candidates import candidates
-from didi_instruct.api.studio import fingerprint
+from didi_instruct.api.studio import sampling_fingerprint
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
@@ -90,14 +90,14 @@ def test_a_tokenizer_is_for_models_that_bring_none(tmp_path):
 def test_fingerprints_of_foreign_models_tell_weights_and_settings_apart(tmp_path):
     folder = tmp_path / "release"
     release(folder)
-    found = [fingerprint(str(folder))]
-    assert fingerprint(str(folder)) == found[0]
+    found = [sampling_fingerprint(str(folder))]
+    assert sampling_fingerprint(str(folder)) == found[0]
     hub_folder(folder, CORE, hub_config(time_conditioning=True), critic_weights())
-    found.append(fingerprint(str(folder)))
+    found.append(sampling_fingerprint(str(folder)))
     hub_folder(folder, CORE, hub_config(time_conditioning=True), critic_weights(8))
-    found.append(fingerprint(str(folder)))
+    found.append(sampling_fingerprint(str(folder)))
     hub_folder(folder, weights(3), hub_config(time_conditioning=True), critic_weights(8))
-    found.append(fingerprint(str(folder)))
+    found.append(sampling_fingerprint(str(folder)))
     assert len(set(found)) == 4
 
 

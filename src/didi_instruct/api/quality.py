@@ -9,7 +9,7 @@ from didi_instruct.api.model import load
 from didi_instruct.api.open import open_source
 from didi_instruct.api.plan import Plan, check_metrics
 from didi_instruct.api.reference import OF_TEXT
-from didi_instruct.api.studio import Studio, fingerprint
+from didi_instruct.api.studio import Studio, sampling_fingerprint
 from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
@@ -134,7 +134,7 @@ def _begun(source: str, tokenizer: str | None) -> Begun:
     own = loaded.tokenizer.hash if loaded.tokenizer else None
     if own != tokenizer:
         raise UserError(f"{source} and the samples have different tokenizers: train one on theirs.")
-    return Begun(loaded.model, fingerprint(source))
+    return Begun(loaded.model, sampling_fingerprint(source))
 
 
 Wanted = tuple[SampleSet, Sequence[str]]

@@ -51,7 +51,7 @@ class Studio:
         stage: str | None = None,
     ) -> list[SampleSet]:
         """Samples of a model for every row, drawn now where they are missing."""
-        weights = fingerprint(source)
+        weights = sampling_fingerprint(source)
         if model.cast is not None:  # other numbers, another model
             weights = key(weights, model.cast)
         tokens = model.tokenizer.hash if model.tokenizer else None
@@ -116,7 +116,7 @@ class Studio:
         return found
 
 
-def fingerprint(source: str) -> str:
+def sampling_fingerprint(source: str) -> str:
     """Of all that samples depend on: weights, settings, tokenizer and discriminator."""
     origin = find(source)
     if origin.form != "didi":
