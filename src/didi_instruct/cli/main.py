@@ -96,6 +96,7 @@ def _explain(error: Exception) -> int:
             text = f"{text.rstrip('.')}: see `{context.command_path} --help`."
     elif isinstance(error, OSError) and error.strerror is not None:
         code, text = WRONG_USAGE, f"{error.filename or 'Writing'}: {error.strerror}"
+        text += "; check the path, or choose another." if error.filename else "."
     elif isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, str(error)):
         code, text = FAILED, f"Out of memory: use smaller batches or texts. ({first_line(error)})"
     else:
