@@ -13,19 +13,20 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Later:
-    """A number that is read later: what is queued in the meantime is not waited for."""
+    """Numbers that are read later: what is queued in the meantime is not waited for."""
 
-    def __init__(self, number: Tensor) -> None:
-        """Ask for a 0-d tensor."""
+    def __init__(self, *numbers: Tensor) -> None:
+        """Ask for 0-d tensors of one type."""
         self._event: torch.cuda.Event | None = None
-        self._number = number
-        if number.is_cuda:
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._number.copy_(number, non_blocking=True)
-            self._event = torch.cuda.current_stream(number.device).record_event()
+        self._numbers = torch.stack(numbers)
+        if self._numbers.is_cuda:
+            asked = self._numbers
+            self._numbers = torch.empty(asked.shape, dtype=asked.dtype, pin_memory=True)
+            self._numbers.copy_(asked, non_blocking=True)
+            self._event = torch.cuda.current_stream(asked.device).record_event()
 
-    def read(self) -> float:
-        """Wait for it, if it is not here yet."""
+    def read(self) -> list[float]:
+        """Wait for them, if they are not here yet."""
         if self._event is not None:
             self._event.synchronize()
-        return float(self._number)
+        return [float(number) for number in self._numbers.tolist()]

@@ -341,7 +341,10 @@ def test_the_students_loss_and_gradient_by_hand(didi, timed):
 @pytest.mark.parametrize("positions", ["all", "masked"])
 @pytest.mark.parametrize("prompt", [False, True])
 def test_the_discriminators_loss_and_accuracy_by_hand(positions, prompt):
-    """Balanced cross-entropy, teacher 0.9 and student 0.1; accuracy by the sign of the reward."""
+    """Balanced cross-entropy, teacher 0.9 and student 0.1; accuracy by the sign of the reward.
+
+    Sharpness is the share of positions with the right sign, of each text alike.
+    """
     changes = {"discriminator": {"positions": positions, "trainable_blocks": None}}
     data = Stream() if prompt else None
     task = task_of(changes | (PROMPT if prompt else {}), data=data)
@@ -350,7 +353,7 @@ def test_the_discriminators_loss_and_accuracy_by_hand(positions, prompt):
     numbers = task.teach_discriminator(0, [part]).numbers
     z, t = torch.cat([part.z, part.z_reference]), torch.cat([part.t, part.t_reference])
     ratio = critic(z, task.schedule.sigma(t))
-    sides, right = [], []
+    sides, right, sharp = [], [], []
     for rows, target in ((slice(0, BATCH), 0.1), (slice(BATCH, None), 0.9)):
         losses, correct = [], []
         for own, state in zip(ratio[rows], z[rows], strict=True):
@@ -361,11 +364,17 @@ def test_the_discriminators_loss_and_accuracy_by_hand(positions, prompt):
             losses.append(cross[where].sum() / max(1, int(where.sum())))
             reward = own[masked if masked.any() else written].mean()
             correct.append(float((reward > 0) == (target > 0.5)))
+            signs = ((own > 0) == (target > 0.5))[where].float()
+            sharp.append(float(signs.mean()) if where.any() else 0.5)
         sides.append(torch.stack(losses).mean())
         right.append(sum(correct) / len(correct))
     loss = sum(sides) / 2
     assert numbers["disc_loss"].item() == pytest.approx(loss.item(), rel=1e-5)
     assert numbers["disc_accuracy"].item() == pytest.approx(sum(right) / 2)
+    halves = sharp[:BATCH], sharp[BATCH:]
+    assert numbers["disc_sharpness"].item() == pytest.approx(
+        sum(sum(half) / len(half) for half in halves) / 2
+    )
     assert numbers["disc_grad_norm"].item() == pytest.approx(
         gradient_norm(loss, critic).item(), rel=1e-4
     )
@@ -445,7 +454,7 @@ def test_whether_a_discriminator_waits_is_decided_by_earlier_batches():
     seen = []
     for accuracy in [1.0] * 40 + [0.5] * 6 + [1.0] * 50:
         seen.append(task._is_saturated())
-        task.accuracy.add(accuracy)
+        task.sharpness.add(accuracy)
     assert not any(seen[:31]), "a few good ones are not enough: 1 - 0.95 ** n / 2 is 0.9 at 31"
     assert all(seen[32:41]), "before it is seen, a bad batch changes nothing"
     assert not any(seen[43:47])
@@ -649,6 +658,7 @@ def test_rewards_after_an_update_are_those_of_whole_passes(blocks):
     taught = task.teach_discriminator(0, parts)
     assert moved(before, task.critic.network)
     assert taught.accuracy == taught.numbers["disc_accuracy"].item()
+    assert taught.sharpness == taught.numbers["disc_sharpness"].item()
     for part, state in zip(parts, taught.states, strict=True):
         assert (state is None) == (blocks is None)
         torch.testing.assert_close(task.reward(part, state), task.reward(part))

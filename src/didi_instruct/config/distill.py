@@ -123,9 +123,9 @@ class DiscriminatorConfig:
     warmup: int = 0
     """Iterations before the student begins to learn."""
     chance: float = 0.52
-    """Accuracy below which the student waits: its reward is noise."""
+    """Share of texts told apart below which the student waits: its reward is noise."""
     saturation: float = 0.95
-    """Accuracy above which the discriminator waits for the student."""
+    """Share of positions told apart above which the discriminator waits for the student."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""

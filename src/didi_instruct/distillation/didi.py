@@ -67,6 +67,7 @@ class DidiTask(DiscriminatorTask):
             parts = [self.compare(step, turn, indices) for indices in self.parts()]
             taught = self.teach_discriminator(step, parts)
         numbers, accuracy = taught.numbers, self.accuracy.add(taught.accuracy)
+        self.sharpness.add(taught.sharpness)
 
         rewarded = [self.reward(*each) for each in zip(parts, taught.states, strict=True)]
         reward = self.world.gather(torch.cat(rewarded))

@@ -3,7 +3,7 @@
 Its logit is log q_teacher / q_student at every position (Lemma 3.2), of texts at the same noise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation.critics import CriticTask
 from didi_instruct.distillation.hosting import Tensors
-from didi_instruct.distillation.monitor import Totals
+from didi_instruct.distillation.monitor import RunningMean, Totals
 from didi_instruct.distillation.rewards import rewards
 from didi_instruct.distillation.rollout import Rollout
 from didi_instruct.distillation.task import Teacher, check_fit
@@ -49,6 +49,9 @@ class Taught:
 
     numbers: Tensors
     accuracy: float
+    """Share of the texts that it told apart."""
+    sharpness: float
+    """Share of their positions, which is what it learns."""
     states: Sequence[Tensor | None]
     """What its frozen blocks make of the student's texts of each part, (B, L, d)."""
 
@@ -76,6 +79,11 @@ class DiscriminatorTask(CriticTask):
             discriminator.freeze_lower(config.discriminator.trainable_blocks)
         lr = config.discriminator.lr
         super().__init__(config, teacher, student, discriminator, lr, world, data)
+        self.sharpness = RunningMean()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """With the memory of the discriminator's own gate."""
+        return {**super().tensors(), "watch/sharpness": self.sharpness.state}
 
     def teach_discriminator(self, step: int, parts: Sequence[Compared]) -> Taught:
         """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
@@ -98,18 +106,20 @@ class DiscriminatorTask(CriticTask):
                 real.detach(), part.z_reference == self.mask_id, part.written_reference
             )
             right = _told(-r_fake, part.rollout.written), _told(r_real, part.written_reference)
+            sharp = _told_at(-fake.detach(), where), _told_at(real.detach(), where_real)
             totals.add(
                 disc_loss=loss,
                 disc_accuracy=right[0] / (2 * batch) + right[1] / (2 * counts),
+                disc_sharpness=sharp[0] / (2 * batch) + sharp[1] / (2 * counts),
                 reward_student=r_fake.sum() / batch,
                 reward_reference=r_real.sum() / counts,
                 path_entropy=self.path_entropy(part.rollout),
             )
-            if last:  # the accuracy is known before the last gradients are
+            if last:  # how well it told them apart is known before the last gradients are
                 numbers = self.summed(totals)
-                found = Later(numbers["disc_accuracy"])
+                found = Later(numbers["disc_accuracy"], numbers["disc_sharpness"])
             self.critic.backward(loss, sync=last)
-        accuracy = found.read()
+        accuracy, sharpness = found.read()
         saturated = self._is_saturated()
         if saturated:
             # The remedy: it waits until the student has caught up.
@@ -118,14 +128,15 @@ class DiscriminatorTask(CriticTask):
         else:
             norm = self.critic_updater.update(step)
         numbers |= {"disc_grad_norm": norm, "disc_waits": self.number(saturated)}
-        return Taught(numbers, accuracy, states)
+        return Taught(numbers, accuracy, sharpness, states)
 
     def _is_saturated(self) -> bool:
-        """By batches before this one: to learn from those alone that it errs on were a bias.
+        """By positions, of which its loss is: whole texts are told apart long before it is sharp.
 
-        What it has not seen yet counts as one half, so that a few good batches are not enough.
+        And by batches before this one: to learn from those alone that it errs on were a bias. What
+        it has not seen yet counts as one half, so that a few good batches are not enough.
         """
-        before, weight = self.accuracy.state.tolist()
+        before, weight = self.sharpness.state.tolist()
         return bool(before + (1 - weight) / 2 > self.config.discriminator.saturation)
 
     def _log_ratio(
@@ -180,6 +191,12 @@ class DiscriminatorTask(CriticTask):
 def _told(margin: Tensor, written: Tensor) -> Tensor:
     """How many texts were told apart, margin (B,) above 0; half of those with nothing to see."""
     return torch.where(written.any(1), (margin > 0).float(), 0.5).sum()
+
+
+def _told_at(log_ratio: Tensor, where: Tensor) -> Tensor:
+    """The sum over texts of the share of positions told apart, (B, L) log-ratio above 0."""
+    shares = (where & (log_ratio > 0)).sum(1) / where.sum(1).clamp(min=1)
+    return torch.where(where.any(1), shares, 0.5).sum()
 
 
 def smooth_bce(log_ratio: Tensor, where: Tensor, target: float) -> Tensor:

@@ -28,9 +28,9 @@ class Watcher:
         if values.get("disc_waits", 0.0) > HALF:
             self._warn(
                 "saturated",
-                f"step {step}: the discriminator is saturated (accuracy "
-                f"{values['disc_accuracy']:.2f}), so it waits for the student. If that lasts: "
-                "lower discriminator.lr, or raise didi.rollout_steps or optim.lr.",
+                f"step {step}: the discriminator is saturated (right at "
+                f"{values['disc_sharpness']:.0%} of positions), so it waits for the student. If "
+                "that lasts: lower discriminator.lr, or raise didi.rollout_steps or optim.lr.",
             )
         if values.get("at_chance", 0.0) > HALF:
             self._warn(

@@ -58,7 +58,12 @@ class Group:
 
 GROUPS = (
     Group(title="reward", left=("reward_student", "reward_reference")),
-    Group(title="discriminator", left=("disc_loss",), right=("disc_accuracy",), guides=(0.5, 0.95)),
+    Group(
+        title="discriminator",
+        left=("disc_loss",),
+        right=("disc_accuracy", "disc_sharpness"),
+        guides=(0.5, 0.95),
+    ),
     Group(title="advantage", left=("advantage_std", "advantage_max"), right=("clip_fraction",)),
     Group(
         title="loss",

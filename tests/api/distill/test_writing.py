@@ -98,6 +98,7 @@ COMMON = {"loss", "grad_norm", "entropy", "path_entropy", "unique_4gram", "kl", 
 NUMBERS = {
     "didi": COMMON
     | {"policy_loss", "reward_student", "reward_reference", "disc_loss", "disc_accuracy"}
+    | {"disc_sharpness"}
     | {"disc_grad_norm", "advantage_std", "advantage_max", "clip_fraction"}
     | {"student_waits", "disc_waits"},
     "token-matching": COMMON
@@ -111,7 +112,13 @@ def test_the_log_holds_every_number(finished):
     for entry in (line for line in lines if line.get("lr", 0) > 0):
         assert NUMBERS[config.method] | SPEEDS | {"step"} <= entry.keys()
         assert entry["iterations_per_second"] > 0
-        shares = {"disc_accuracy", "clip_fraction", "unique_4gram", "ratio_clip_fraction"}
+        shares = {
+            "disc_accuracy",
+            "disc_sharpness",
+            "clip_fraction",
+            "unique_4gram",
+            "ratio_clip_fraction",
+        }
         assert all(0 <= entry[name] <= 1 for name in shares & entry.keys())
         assert 0 < entry["path_entropy"] < np.log(64)
     steps = [e for e in entries(result.folder) if "lr" in e]
