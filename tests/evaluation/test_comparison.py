@@ -183,7 +183,7 @@ def test_what_the_baseline_does_not_have_is_not_made_up():
     low, high = (measured(nats=generator.normal(3, 1, 20), entropy=np.full(20, h)) for h in (3, 5))
     (row,) = compare([high], [low])
     assert (row["vsf"], row["vsf_ci95"]) == (None, None)
-    assert row["vsf_note"] == "vsF needs a sweep of the baseline: add --frontier"
+    assert row["vsf_note"] == "vsF needs a sweep of the baseline (didi eval --frontier)"
     swept = measured(nats=generator.normal(3, 1, 20), entropy=np.full(20, 4))
     swept.row["temperature"] = 0.9
     (row,) = compare([high], [low, swept])
