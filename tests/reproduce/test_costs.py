@@ -4,7 +4,7 @@ import pytest
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.build import count_parameters
-from didi_instruct.reproduce.baselines import WAYS
+from didi_instruct.reproduce.baselines import settings_of
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.checks import plan
 from didi_instruct.reproduce.costs import (
@@ -57,25 +57,23 @@ def test_samples_cost_a_pass_a_step_and_an_exact_judge_nothing():
 
 
 def test_every_way_of_the_baselines_counts_with_its_own_passes():
-    """Each of three settings: 4 steps, a step per token (32), 16 more steps for the baseline.
+    """Those of all settings that are drawn; a step per token is 32.
 
     Of a guided step, half are a draw, a gradient and a second draw (5), half 4 candidates.
     """
-    ways = [way for way in WAYS if way.role == "teacher"]
-    guided = sum(way.sampler == "rgas" for way in WAYS)
-    options = {
-        "steps": [4], "most_steps": 16, "temperatures": [0.8], "top_ps": [0.9], "num": 5,
-    }  # fmt: skip
+    sweep = {"most_steps": 16, "temperatures": [0.8], "top_ps": [0.9], "few": [2]}
+    options = {"steps": [4], "num": 5, **sweep}
+    drawn = settings_of({"teacher": "t", "didi": "d"}, [4], **sweep)
     once = forward_flops(cost_model(TEACHER))
 
     def passes(role):
         job = Job(name="b", does="m:f", inputs={role: TEACHER, "judge": "oracle"}, options=options)
         return cost_of(job).sampling / once / 5
 
-    own = sum(way.own_steps for way in ways)
-    assert own == 1
-    assert passes("teacher") == pytest.approx(3 * ((len(ways) - own) * 4 + own * 32 + 16))
-    assert passes("didi") == pytest.approx(3 * (4 + guided * 4 * (5 + 4) / 2))
+    for role in ("teacher", "didi"):
+        mine = [setting for setting in drawn if setting.more["role"] == role]
+        each = [(s.steps or 32) * ((5 + 4) / 2 if s.sampler == "rgas" else 1) for s in mine]
+        assert passes(role) == pytest.approx(sum(each))
 
 
 def test_a_shared_bank_is_counted_once(tmp_path):

@@ -83,7 +83,7 @@ def sampling_flags(config: DistillConfig) -> str:
             return f"--steps {config.sdtt.steps // 2**rounds.count}"
         case "duo":
             rounds = config.duo.rounds(config.train.steps)
-            return f"--steps {int(1 / config.duo.delta(rounds.count - 1))}"
+            return f"--steps {config.duo.steps // 2 ** (rounds.count - 1)}"
         case "didi":
             # In an order, rollouts are whole paths; else z_τ may lie anywhere on one.
             return f"--steps {USUAL if config.order == 'random' else config.didi.rollout_steps}"

@@ -17,9 +17,9 @@ from torch import Tensor
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 
-FORMAT, VERSION = "didi-samples", 3
-"""Version 1 did not say with what options, in what batches and on what device it was drawn, and
-version 2 knew no texts with windows of their own."""
+FORMAT, VERSION = "didi-samples", 4
+"""Version 1 did not say with what options, in what batches and on what device it was drawn, version
+2 knew no texts with windows of their own, and in version 3 RGAS scored what fills a window too."""
 HEAD_BYTES = 1 << 16
 """More than the first line of a file of samples has."""
 LEFT_TO_RIGHT = "autoregressive"

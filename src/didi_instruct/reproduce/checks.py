@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,7 +156,10 @@ def _lent(scale: Scale) -> str:
         return ""
     source, words = str(teacher.inputs["model"]), teacher.inputs[WORDS]
     folder = here(source)
-    bare = folder is not None and locate(folder).tokenizer_folder is None
+    bare = False
+    if folder is not None:
+        with suppress(UserError):  # what lies there is told by the model's own check
+            bare = locate(folder).tokenizer_folder is None
     told = f"which {source} does not bring" if bare else f"unless {source} brings its own"
     return f" ({words}, {told})"
 

@@ -92,6 +92,7 @@ def _table(scale: Scale, results: Results) -> Table:
     rows = summary(sweep)
     count = 1 + len(scale.temperatures) + len(scale.top_ps)
     absent = [role for role in ROLES if not scale.has(role)]
+    beyond = [heat for heat in BEYOND if heat not in scale.temperatures]
     shown = SHOWN if scale.measures_mauve else tuple(s for s in SHOWN if s != MAUVE)
     return Table(
         title="Rivals on equal terms",
@@ -112,7 +113,7 @@ def _table(scale: Scale, results: Results) -> Table:
             "cost more of. It is that of the plain setting, nothing is chosen.",
             f"Best settings are the lowest of {count}, chosen on the samples they are reported on, "
             "everyone's alike: a minimum flatters (the baselines have more, temperatures of "
-            f"{', '.join(map(str, BEYOND))}, so that their frontiers reach beyond plain rows).",
+            f"{', '.join(map(str, beyond))}, so that their frontiers reach beyond plain rows).",
             f"Gap closed is the share of what few steps cost the teacher, beside "
             f"{scale.most_steps}; its interval chooses anew in each resample.",
             "Some students sample in streams order (`stories-path` and what follows from it), "

@@ -146,10 +146,6 @@ def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
         kept["data"] = kept["data"] | {"source": stored(source), "tokenizer": words}
     if kept.get("student"):
         kept["student"] = content(kept["student"])
-    for part in {"sdtt", "duo"} & kept.keys():
-        # Of a method that is not used. It was 10,000 where nobody said: names stay as they are.
-        if kept["method"] != part and kept[part]["iterations"] is None:
-            kept[part] = kept[part] | {"iterations": 10_000}
     if "reference" in kept and kept["reference"]["bank"]:
         kept["reference"] = kept["reference"] | {"bank": stored(kept["reference"]["bank"])}
     return kept

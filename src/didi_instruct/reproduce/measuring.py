@@ -54,7 +54,7 @@ def quality_job(
             "steps": list(steps),
             "metrics": list(metrics or usual),
             "sampler": sampler,
-            "options": {},  # of the sampler; a part of the keys of results that are there
+            "options": {},  # of the sampler
             **scale.drawing(seed, num),
         },
     )

@@ -153,7 +153,7 @@ def _schedule(training: Training, steps: int) -> tuple[str, ...]:
         return value
 
     if method in ROUNDS:
-        rounds = config.train.steps // usual(ROUNDS[method])
+        rounds = config.rounds.count
         each = max(1, steps // rounds)
         return f"train.steps={rounds * each}", f"{ROUNDS[method]}={each}"
     steps = max(2, steps)

@@ -43,7 +43,7 @@ class Guidance:
     split: float = 0.5
     """Fraction of the steps that tilt, rounded down; the others re-rank."""
     score: Score = "sum"
-    """Re-rank by log-ratios summed over all positions, or averaged over the masked ones."""
+    """Re-rank by log-ratios summed over all written positions, or averaged over masked ones."""
     select: Select = "sample"
     """Take a candidate with probability softmax(score), or the one of the best score."""
     clamp: float = 1.0
@@ -87,10 +87,10 @@ def check_vocabularies(known: int, tokens: int) -> None:
 def total_score(
     log_ratio: Tensor, z: Tensor, written: Tensor, mask_id: int, score: Score
 ) -> Tensor:
-    """Log-ratios, summed over all positions or averaged over the masked ones (0 without any).
+    """Log-ratios, summed over written positions or averaged over masked ones (0 without any).
 
-    Of those that the sampler writes: what is given, and what fills a window behind the end of its
-    text, a discriminator has not learnt to judge.
+    Written are those that the sampler fills: what is given, and what fills a window behind the end
+    of its text, a discriminator has not learnt to judge.
 
     Shapes: (B, L) each -> (B,) in float64.
     """

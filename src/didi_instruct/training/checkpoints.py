@@ -65,8 +65,8 @@ class Checkpoint:
         if set(holders) != set(tensors):
             odd = sorted(set(holders) ^ set(tensors))
             raise UserError(
-                f"{self.folder}: state of another model or optimizer "
-                f"({len(odd)} names differ, first `{odd[0]}`)."
+                f"{self.folder}: state of another model, optimizer or version of didi "
+                f"({len(odd)} names differ, first `{odd[0]}`): choose another --out."
             )
         for name, target in tensors.items():
             shapes = [f.get_slice(name).get_shape() for f in holders[name]]
