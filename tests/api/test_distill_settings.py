@@ -128,3 +128,9 @@ def test_what_another_method_would_read_does_not_hinder_resuming(run, tmp_path):
     old, _ = settings_for("oracle-didi", [*TINY, "sdtt.iterations=10000"], "didi")
     write_recipe(tmp_path / "run", old)
     assert run("didi", "train.steps=4", resume=True).outcome.step == 4
+
+
+def test_one_round_of_duo_ends_at_the_steps_it_began_with():
+    values = {"method": "duo", "duo": {"steps": 93, "iterations": 10}, "train": {"steps": 10}}
+    config = parse(DistillConfig, values | {"data": {"source": "text"}}, where="test")
+    assert sampling_flags(config) == "--steps 93", "1 / (1 / 93) is a little less"
