@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy import stats
 
-from didi_instruct.config.distill import DidiConfig, DistillConfig
+from didi_instruct.config.didi import DidiConfig
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.distillation.rewards import advantages, rewards
 from didi_instruct.distillation.rollout import Jump, revealed_shares

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from didi_instruct.benchmarking.naive import draw_dense
 from didi_instruct.benchmarking.timing import Case
-from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig
+from didi_instruct.config.didi import DiscriminatorConfig
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import Compile, TrainConfig
 from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.distillation.discriminating import Compared

@@ -101,7 +101,7 @@ def command(
     from didi_instruct.reproduce.catalogue import ITEMS
     from didi_instruct.reproduce.checks import check_given
     from didi_instruct.reproduce.items import find_item
-    from didi_instruct.reproduce.paces import ITEMS as LASTING
+    from didi_instruct.reproduce.paces import LASTING
     from didi_instruct.reproduce.scale import Given
     from didi_instruct.reproduce.scales import find_scale
 

@@ -136,8 +136,7 @@ class DiscriminatorTask(CriticTask):
         And by batches before this one: to learn from those alone that it errs on were a bias. What
         it has not seen yet counts as one half, so that a few good batches are not enough.
         """
-        before, weight = self.sharpness.state.tolist()
-        return bool(before + (1 - weight) / 2 > self.config.discriminator.saturation)
+        return self.sharpness.cautious(0.5) > self.config.discriminator.saturation
 
     def _log_ratio(
         self, part: Compared, *, first: bool, sync: bool

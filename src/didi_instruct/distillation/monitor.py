@@ -42,6 +42,11 @@ class RunningMean:
         self.state.mul_(self.memory).add_(now, alpha=1 - self.memory)
         return float(self.state[0] / self.state[1])
 
+    def cautious(self, prior: float) -> float:
+        """The mean where what has not been seen yet counts as `prior`."""
+        total, weight = self.state.tolist()
+        return float(total + (1 - weight) * prior)
+
 
 class Totals:
     """Sums of named numbers over the parts of a batch."""

@@ -13,8 +13,7 @@ from didi_instruct.reproduce.figures import can_draw
 from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job, in_order
-from didi_instruct.reproduce.paces import ITEMS as LASTING
-from didi_instruct.reproduce.paces import kept, measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.paces import LASTING, kept, measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table

@@ -19,7 +19,7 @@ from didi_instruct.reproduce.minutes import LOG
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import FIRST, Scale, Training
 
-ITEMS = ("baselines", "latency")
+LASTING = ("baselines", "latency")
 """Whose students may train equal minutes."""
 KEPT = "paces.json"
 """Iterations per second by the key of the job that measured them."""
