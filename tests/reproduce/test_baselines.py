@@ -90,6 +90,13 @@ def test_a_temperature_of_the_sweep_is_not_drawn_twice():
     assert sorted(heats) == sorted({1.0, 0.9, *BEYOND})
 
 
+def test_mauve_is_that_of_plain_settings():
+    found = settings_of({"teacher": "t"}, (4,), temperatures=(0.9,), top_ps=(0.9,))
+    for setting in found:
+        plain = (setting.temperature, setting.top_p) == (1.0, 1.0)
+        assert ("mauve" in setting.without) == (not plain)
+
+
 def test_a_student_of_dimo_starts_as_it_was_distilled(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"dimo": {"random": 0.25, "noise": 0.5}}))
     models = {"teacher": "t", "dimo": str(tmp_path)}

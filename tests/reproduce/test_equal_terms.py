@@ -1,5 +1,7 @@
 """Settings of many samplers are measured as `didi eval` measures one, each once."""
 
+from dataclasses import replace
+
 import pytest
 
 from didi_instruct.api import studio
@@ -56,6 +58,15 @@ def test_rows_are_those_of_an_evaluation_with_one_sampler(folder, tmp_path):
     assert [row["nfe"] for row in rows] == [4, 4, 2, 32]
     assert rows[2]["mark"] == 1
     assert not any(str(folder) in str(row) for row in rows), "paths of this machine"
+
+
+def test_a_setting_leaves_out_what_it_does_not_ask_for(folder, tmp_path):
+    plain, cool, *_ = settings_of(folder)
+    terms = terms_of(tmp_path, metrics=("ppl", "entropy", "self-bleu"))
+    rows = measure([plain, replace(cool, without=("self-bleu",))], terms).rows
+    assert rows[0]["self_bleu"] is not None
+    assert rows[1]["self_bleu"] is None
+    assert rows[1]["ppl"] is not None
 
 
 def test_nothing_is_drawn_or_judged_twice(folder, tmp_path, monkeypatch):

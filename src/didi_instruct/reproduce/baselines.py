@@ -30,6 +30,8 @@ from didi_instruct.reproduce.scale import FIRST
 from didi_instruct.reproduce.tables import Cell, over_seeds
 
 METRICS = ("ppl", "entropy", "path-kl", "self-bleu", "unique-4gram")
+PLAIN_ALONE = ("mauve",)
+"""Measured of plain settings alone, which tables show: k-means of each takes a second."""
 TEACHER = "teacher"
 PLAIN = (1.0, 1.0)
 """Temperature and top-p."""
@@ -140,6 +142,7 @@ def settings_of(
                         temperature=temperature,
                         top_p=top_p,
                         more={"role": way.role, "own_steps": way.own_steps, "loose": way.loose},
+                        without=() if (temperature, top_p) == PLAIN else PLAIN_ALONE,
                     )
                 )
     return found

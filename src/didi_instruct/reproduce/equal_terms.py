@@ -41,6 +41,8 @@ class Setting:
     top_p: float = 1.0
     more: Mapping[str, Any] = field(default_factory=dict)
     """What else the row says."""
+    without: tuple[str, ...] = ()
+    """Metrics of the terms that its row does not have."""
 
     def plan(self, terms: "Terms") -> Plan:
         """What to draw."""
@@ -132,7 +134,8 @@ def measure(settings: Sequence[Setting], terms: Terms) -> Found:
         metrics=terms.metrics,
         device=terms.device,
     )
-    return Found(settings, list(_measure(studio, sets, terms, yardstick)), yardstick.seed)
+    asked = [[m for m in terms.metrics if m not in setting.without] for setting in settings]
+    return Found(settings, list(_measure(studio, sets, asked, terms, yardstick)), yardstick.seed)
 
 
 def _check(setting: Setting, model: Candidate) -> None:
@@ -144,12 +147,16 @@ def _check(setting: Setting, model: Candidate) -> None:
 
 
 def _measure(
-    studio: Studio, sets: Sequence[SampleSet], terms: Terms, yardstick: Yardstick
+    studio: Studio,
+    sets: Sequence[SampleSet],
+    asked: Sequence[Sequence[str]],
+    terms: Terms,
+    yardstick: Yardstick,
 ) -> Iterator[Measured]:
-    for number, samples in enumerate(sets):
+    for number, (samples, metrics) in enumerate(zip(sets, asked, strict=True)):
         if terms.progress is not None:
             terms.progress("Measuring", number, len(sets))
-        yield studio.measure(samples, terms.metrics, yardstick)
+        yield studio.measure(samples, metrics, yardstick)
 
 
 def _row(setting: Setting, row: Row) -> Row:
