@@ -1,11 +1,13 @@
 """Timing: in turns, without the first time, medians; and beside the quality of the same."""
 
 import pytest
+import torch
 
 from didi_instruct.api.model import Model
 from didi_instruct.benchmarking import timing
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.reproduce import latency
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 from didi_instruct.reproduce.latency import latency_rows, time_settings, untimed
@@ -54,6 +56,26 @@ def test_all_take_turns_and_the_first_time_does_not_count(settings, monkeypatch)
     turns = [(kind, seed) for seed in (0, 1, 2) for kind in ("ar", "mdlm")]
     assert watched.drawn == [("ar", 0), ("mdlm", 0), *turns]
     assert [row["seconds_range"] for row in rows] == [[1, 3], [4, 7]]
+
+
+def test_models_that_compile_draw_every_batch_before_any_is_timed(settings, monkeypatch):
+    """As on a GPU, where a batch may bring shapes that are captured anew."""
+    watched = Watched(monkeypatch, [99, 50, 99, 50, 1, 4, 3, 4])
+    monkeypatch.setattr(latency, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(timing, "_kept", lambda case, timing, seed, device: case.run(seed) or 0)
+    monkeypatch.setattr(
+        timing, "_timed", lambda case, timing, seed, device: (_seconds(case, seed), 0)
+    )
+    rows = time_settings(settings, batch=2, rounds=2, device="cpu")
+    turns = [(kind, seed) for seed in (0, 1) for kind in ("ar", "mdlm")]
+    assert watched.drawn == [*turns, *turns]
+    assert [row["seconds_range"] for row in rows] == [[1, 3], [4, 4]]
+
+
+def _seconds(case, seed):
+    started = timing.time.perf_counter()
+    case.run(seed)
+    return timing.time.perf_counter() - started
 
 
 def test_numbers_of_a_row_follow_from_its_seconds(settings, monkeypatch):

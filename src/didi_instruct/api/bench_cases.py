@@ -108,8 +108,7 @@ def remark(model: Model, plan: BenchPlan) -> str | None:
     remarks = []
     left_to_right = model.config.kind == "ar"
     if model.device.type == "cuda" and plan.fast is not False and not model.is_accelerated:
-        beside = ", and its cache grows; the row `ar` is both" if left_to_right else ""
-        remarks.append(f"neither compiled nor captured ({why_not(model.network)}){beside}")
+        remarks.append(f"neither compiled nor captured ({why_not(model.network)})")
     if left_to_right and (model.config.end_id is not None or model.tokenizer is not None):
         remarks.append("texts that end early count in full")
     return "; ".join(remarks) or None

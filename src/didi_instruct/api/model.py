@@ -17,6 +17,7 @@ from didi_instruct.config.parse import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
+from didi_instruct.models.ar import ARModel
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, Trunk
@@ -30,6 +31,7 @@ from didi_instruct.models.remarks import say_once
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
 from didi_instruct.sampling.chunks import draw_by_chunks
+from didi_instruct.sampling.decoding import Decoders
 from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, NetworkGuide
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.world import pick_device
@@ -58,6 +60,7 @@ class Model:
         if isinstance(network, Trunk):
             network.fold_modulation()
         self._graphs: GraphedDiT | None = None
+        self._decoders: Decoders | None = None
         self._guide: NetworkGuide | None = None
 
     def use_float8(self) -> None:
@@ -85,6 +88,9 @@ class Model:
         if reason := why_not(self.network):
             say_once(f"Sampling is not accelerated: {reason}.")
             return False
+        if isinstance(self.network, ARModel):
+            self._decoders = Decoders(self.network)
+            return True
         assert isinstance(self.network, DiT)
         self._graphs, self._guide = GraphedDiT(self.network, draw_by_chunks), None
         return True
@@ -92,7 +98,7 @@ class Model:
     @property
     def is_accelerated(self) -> bool:
         """Whether `accelerate` succeeded."""
-        return self._graphs is not None
+        return self._graphs is not None or self._decoders is not None
 
     @property
     def mask_id(self) -> int | None:
@@ -197,6 +203,7 @@ class Model:
             self._as_guide(),
             eot_id,
             self.config.order,
+            self._decoders,
         )
         return generate(
             request, self.config, self.tokenizer, engine, device=self.device, callback=callback
@@ -215,7 +222,12 @@ class Model:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is laid out for the machine, which can neither be copied nor pickled."""
-        return self.__dict__ | {"_laid_out": None, "_graphs": None, "_guide": None}
+        return self.__dict__ | {
+            "_laid_out": None,
+            "_graphs": None,
+            "_decoders": None,
+            "_guide": None,
+        }
 
     def _as_denoiser(self) -> Denoiser:
         if isinstance(self.network, DiT) and suits(self.network):

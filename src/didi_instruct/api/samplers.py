@@ -18,6 +18,7 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.blocks import blocks
 from didi_instruct.sampling.chain import Callback, Canvas, Denoiser, Draw, Samples
+from didi_instruct.sampling.decoding import Decoders
 from didi_instruct.sampling.dimo import Start, dimo, reader_of
 from didi_instruct.sampling.first_hitting import first_hitting
 from didi_instruct.sampling.guidance import Guidance, Guide
@@ -41,6 +42,8 @@ class Engine:
     eot_id: int | None
     order: Order = "random"
     """In which positions are revealed, where nobody says."""
+    decoders: Decoders | None = None
+    """Captured passes of a left-to-right model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,8 @@ def _uniform_state(call: Call, options: TailOptions) -> Samples:
 def _autoregressive(call: Call, options: NoOptions) -> Samples:
     network = call.engine.network
     assert isinstance(network, ARModel)
-    return autoregressive(network, eot_id=call.engine.eot_id, **call.shared)
+    engine = call.engine
+    return autoregressive(network, eot_id=engine.eot_id, decoders=engine.decoders, **call.shared)
 
 
 @dataclass(frozen=True, slots=True)

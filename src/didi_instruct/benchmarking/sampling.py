@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from didi_instruct.benchmarking.apart import Apart
-from didi_instruct.benchmarking.decoding import StaticDecoder
 from didi_instruct.benchmarking.naive import naive_ancestral, naive_rgas
 from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.model import ModelConfig, Order
@@ -21,6 +20,7 @@ from didi_instruct.models.graphs import capture
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.decoding import Decoders
 from didi_instruct.sampling.guidance import Guidance
 from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
 from didi_instruct.seeding import mix
@@ -101,16 +101,11 @@ def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: boo
     model = ARModel(left_to_right(config))
     fill(model)
     model.to(start.device, dtype).eval()
-    decoders: list[StaticDecoder] = []
+    decoders = Decoders(model) if fast else None
 
     def run(seed: int) -> None:
-        if fast:
-            if not decoders:  # in the warm-up
-                decoders.append(StaticDecoder(model, batch, length))
-            decoders[0].sample(seed)
-        else:
-            canvas = Canvas.blank(batch, length, model.config.vocab_size - 1, device=start.device)
-            autoregressive(model, canvas, settings=Draw(seed=seed))
+        canvas = Canvas.blank(batch, length, model.config.vocab_size - 1, device=start.device)
+        autoregressive(model, canvas, settings=Draw(seed=seed), decoders=decoders)
 
     return _case("ar", run, start, length, model)
 

@@ -110,7 +110,7 @@ class WatchConfig:
     samples: int = 256
     min_entropy: float = 0.5
     """Stop when the entropy of the student's draws falls below this share of its start; 0: never.
-    """
+    For DiMO, whose chance is in what it starts from, that of distinct 4-grams in its place."""
 
     def __post_init__(self) -> None:
         """Refuse evaluations that cannot run."""

@@ -53,10 +53,10 @@ class CriticTask(DistillTask):
         self.accuracy = RunningMean()
 
     @abstractmethod
-    def drawn_entropy(self, turn: int) -> Tensor:
-        """Path entropy per token of a batch that nobody learns from."""
+    def drawn_variety(self, turn: int) -> Tensor:
+        """`shows_variety` of a batch that nobody learns from."""
 
-    def remember_entropy(self, step: int) -> None:
+    def remember_variety(self, step: int) -> None:
         """Measure how varied the student's draws are, before the first iteration."""
         if step > 0:
             return
@@ -64,8 +64,8 @@ class CriticTask(DistillTask):
         found = []
         for turn in range(batches):
             self.student.forget()
-            found.append(self.drawn_entropy(BEFORE + turn))
-        self.entropy_at_start.fill_(float(torch.stack(found).mean()))
+            found.append(self.drawn_variety(BEFORE + turn))
+        self.variety_at_start.fill_(float(torch.stack(found).mean()))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Both networks, the student's average, the moments, the memory of the gates."""
@@ -73,7 +73,7 @@ class CriticTask(DistillTask):
             **super().tensors(),
             **{f"{self.critic_name}/{n}": t for n, t in self.critic_updater.tensors().items()},
             "watch/accuracy": self.accuracy.state,
-            "watch/entropy_at_start": self.entropy_at_start,
+            "watch/variety_at_start": self.variety_at_start,
         }
 
     def prepare_to_load(self) -> None:

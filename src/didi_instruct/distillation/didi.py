@@ -62,7 +62,7 @@ class DidiTask(DiscriminatorTask):
     def iterate(self, step: int) -> Tensors:
         """One iteration of Algorithm 1."""
         didi = self.config.didi
-        self.remember_entropy(step)
+        self.remember_variety(step)
         for turn in range(self.config.discriminator.steps):
             parts = [self.compare(step, turn, indices) for indices in self.parts()]
             taught = self.teach_discriminator(step, parts)
@@ -141,7 +141,7 @@ class DidiTask(DiscriminatorTask):
         )
 
     @torch.no_grad()
-    def drawn_entropy(self, turn: int) -> Tensor:
+    def drawn_variety(self, turn: int) -> Tensor:
         """Path entropy per token of a batch that nobody learns from."""
         totals = Totals()
         for indices in self.parts():

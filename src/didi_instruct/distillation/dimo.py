@@ -94,6 +94,7 @@ class DiMOTask(AuxiliaryTask):
     """Student and auxiliary denoiser, in turns."""
 
     rates = "optim.lr or dimo.aux_lr"
+    shows_variety = "unique_4gram"  # entropy is that given the start, and may well end at 0
 
     @property
     def start(self) -> Start:
@@ -103,7 +104,7 @@ class DiMOTask(AuxiliaryTask):
     def iterate(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
         settings = self.config.dimo
-        self.remember_entropy(step)
+        self.remember_variety(step)
         for turn in range(settings.aux_steps):
             final = turn == settings.aux_steps - 1
             learns = self.learns(step) and final
@@ -217,10 +218,11 @@ class DiMOTask(AuxiliaryTask):
         return loss
 
     @torch.no_grad()
-    def drawn_entropy(self, turn: int) -> Tensor:
-        """Entropy per token, given the start, of a batch that nobody learns from."""
+    def drawn_variety(self, turn: int) -> Tensor:
+        """Distinct 4-grams of a batch that nobody learns from."""
         parts = [self.part(0, turn, indices) for indices in self.parts()]
-        return self._entropy([self.draw(part, learns=False, sync=False) for part in parts])
+        draws = [self.draw(part, learns=False, sync=False) for part in parts]
+        return self._variety(draws, parts)["unique_4gram"]
 
     def _entropy(self, draws: list[Drawn]) -> Tensor:
         return -self._sum([d.log_prob for d in draws]) / self._sum([d.last.sum() for d in draws])

@@ -106,6 +106,8 @@ class StudentTask(ABC):
     pads: bool = True
     """Whether laws may have more columns than there are tokens, of probability 0, where it pays:
     not where something counts columns."""
+    shows_variety: str = "path_entropy"
+    """The number of the log that a collapse is told from."""
 
     def __init__(
         self,
@@ -138,9 +140,8 @@ class StudentTask(ABC):
         self.sharded = (
             train.strategy == "fsdp" and world.size > 1 and train.checkpoints == "sharded"
         )
-        self.entropy_at_start = torch.zeros(1, dtype=torch.float64)
-        """Of the student's draws before it learns, nats per token: a collapse is told from it;
-        0 where nothing is drawn."""
+        self.variety_at_start = torch.zeros(1, dtype=torch.float64)
+        """`shows_variety` of the student's draws before it learns; 0 where nothing is drawn."""
         self._teacher_id = teacher.fingerprint
 
     def step(self, step: int) -> dict[str, Tensor]:

@@ -113,7 +113,7 @@ class TokenMatchingTask(AuxiliaryTask):
     def iterate(self, step: int) -> Tensors:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
         settings = self.config.token_matching
-        self.remember_entropy(step)
+        self.remember_variety(step)
         for turn in range(settings.aux_steps):
             learns = self.learns(step) and turn == settings.aux_steps - 1
             plans = [self.plan(step, turn, indices) for indices in self.parts()]
@@ -145,7 +145,7 @@ class TokenMatchingTask(AuxiliaryTask):
         }
 
     @torch.no_grad()
-    def drawn_entropy(self, turn: int) -> Tensor:
+    def drawn_variety(self, turn: int) -> Tensor:
         """Path entropy per token of a batch that nobody learns from."""
         plans = [self.plan(0, turn, indices) for indices in self.parts()]
         counts, totals = self._counts(plans), Totals()

@@ -13,6 +13,12 @@ HOLD = {
 }
 """What holds a student back: the weight of the KL to the teacher, the chance in its start."""
 
+COLLAPSES = {
+    "path_entropy": ("entropy", "nats per token"),
+    "unique_4gram": ("variety", "of the 4-grams distinct"),
+}
+"""What is said to collapse, by `shows_variety`, and what it is counted in."""
+
 
 class Watcher:
     """Sees every log entry: warns once of each trouble, and stops a run that has collapsed."""
@@ -21,7 +27,7 @@ class Watcher:
         self.task, self.say = task, say
         self._said: set[str] = set()
         self._step: int | None = None
-        self._texts, self._entropy = 0, 0.0
+        self._texts, self._variety = 0, 0.0
 
     def __call__(self, step: int, values: Mapping[str, float]) -> str | None:
         """Return why training must stop, or None."""
@@ -39,29 +45,30 @@ class Watcher:
                 f"{values['disc_accuracy']:.2f}), so the student waits. If that lasts: raise "
                 "discriminator.lr, discriminator.steps or discriminator.trainable_blocks.",
             )
-        if "path_entropy" not in values:  # a method that draws nothing
+        name = self.task.shows_variety
+        if name not in values:  # a method that draws nothing
             return None
-        self._average(step, values["path_entropy"])
+        self._average(step, values[name])
         return self._collapse(step)
 
-    def _average(self, step: int, entropy: float) -> None:
-        """Take the entropy of the texts since the last entry into an average that forgets."""
+    def _average(self, step: int, variety: float) -> None:
+        """Take that of the texts since the last entry into an average that forgets."""
         size = self.task.config.train.batch_size
         texts = size * (1 if self._step is None else step - self._step)
         self._step, self._texts = step, self._texts + texts
         weight = texts / min(self._texts, max(ENOUGH_TEXTS, texts))
-        self._entropy += weight * (entropy - self._entropy)
+        self._variety += weight * (variety - self._variety)
 
     def _collapse(self, step: int) -> str | None:
         """Compare averages of many texts: the entropy of a few swings by more than half."""
-        config, start = self.task.config, float(self.task.entropy_at_start)
+        config, start = self.task.config, float(self.task.variety_at_start)
         known = self._texts >= ENOUGH_TEXTS and step > config.warmup
-        if not known or self._entropy >= config.watch.min_entropy * start:
+        if not known or self._variety >= config.watch.min_entropy * start:
             return None
+        what, unit = COLLAPSES[self.task.shows_variety]
         return (
-            f"entropy collapse, {self._entropy:.3g} nats per token where it began with "
-            f"{start:.3g}. Try a lower optim.lr or a higher {HOLD[config.method]}; "
-            "watch.min_entropy=0 lets it go on."
+            f"{what} collapse, {self._variety:.3g} {unit} where it began with {start:.3g}. Try a "
+            f"lower optim.lr or a higher {HOLD[config.method]}; watch.min_entropy=0 lets it go on."
         )
 
     def _warn(self, cause: str, text: str) -> None:

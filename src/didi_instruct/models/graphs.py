@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.errors import first_line
+from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compiling import compiled
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.halves import begin, finish
@@ -43,8 +44,8 @@ class Chosen(NamedTuple):
 
 def why_not(network: nn.Module) -> str | None:
     """Why a network's passes cannot be captured; None: they can."""
-    if not isinstance(network, DiT):
-        return "only networks of the DiT family are compiled"
+    if not isinstance(network, (DiT, ARModel)):
+        return "only networks of the DiT family, and ours from left to right, are compiled"
     if network.vocab_embed.embedding.device.type != "cuda":
         return "CUDA graphs need a GPU, and the model is on the CPU"
     return None

@@ -160,6 +160,7 @@ def baseline_rows(
     few: Sequence[int] = (),
     timing_batch: int = 16,
     timing_rounds: int = 3,
+    fast: bool = True,
 ) -> list[Row]:
     """Every setting's row, with its place on the baselines' frontiers, costs and tokens/s.
 
@@ -190,6 +191,7 @@ def baseline_rows(
         rounds=timing_rounds,
         length=terms.length,
         device=terms.device,
+        fast=fast,
     )
     timed = dict(zip(plain, rates, strict=True))
     costs = {source: _costs(role, models) for role, source in models.items()}

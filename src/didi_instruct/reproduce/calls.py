@@ -117,13 +117,14 @@ def latency(
     batch: int,
     rounds: int,
     machine: str,
+    fast: bool,
     **common: Any,
 ) -> Rows:
     """Time and quality of the models in `steps`, which are inputs by role; `machine` is told only.
 
-    On a GPU bfloat16 is timed, as in the paper.
+    On a GPU bfloat16 is timed, as in the paper; with `fast`, of accelerated models.
     """
-    fast = pick_device(context.device).type == "cuda"
+    half = pick_device(context.device).type == "cuda"
     settings = [
         Setting(
             method=labels[role],
@@ -134,10 +135,9 @@ def latency(
         )
         for role, nfe in steps.items()
     ]
-    dtype = torch.bfloat16 if fast else None
-    return latency_rows(
-        settings, terms_of(context, **common), batch=batch, rounds=rounds, dtype=dtype
-    )
+    dtype = torch.bfloat16 if half else None
+    terms = terms_of(context, **common)
+    return latency_rows(settings, terms, batch=batch, rounds=rounds, dtype=dtype, fast=fast)
 
 
 def zero_shot(context: Context, **asked: Any) -> Rows:
@@ -185,13 +185,14 @@ def baselines(
     temperatures: Sequence[float],
     top_ps: Sequence[float],
     machine: str,
+    fast: bool,
     late_from: int | None = None,
     few: Sequence[int] = (),
     **common: Any,
 ) -> Rows:
     """All ways to sample all models that are inputs, over temperature and top-p.
 
-    `machine` is told only: speeds are of one.
+    `machine` is told only: speeds are of one, on a GPU of accelerated models if `fast`.
     """
     others = ("judge", "reference")
     models = {role: source for role, source in context.inputs.items() if role not in others}
@@ -204,5 +205,6 @@ def baselines(
         most_steps=most_steps,
         late_from=late_from,
         few=few,
+        fast=fast,
     )
     return [row | {"machine": machine} for row in rows]

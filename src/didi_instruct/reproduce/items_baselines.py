@@ -80,6 +80,7 @@ def _job(scale: Scale, seed: int) -> Job:
             "top_ps": list(scale.top_ps),
             "metrics": metrics,
             "machine": known.get("GPU", known["CPU"]),
+            "fast": True,
             **scale.drawing(seed),
         },
     )

@@ -1,9 +1,11 @@
 """How long samplers take: seconds of a batch, beside the quality of what they write.
 
-Every setting is drawn once before anything is timed; then all are timed in turns, so that a machine
-that warms up or is busy for a while slows all of them alike. A number is the median of the rounds;
-the range tells how steady it is. One that does not run, for want of memory say, has none, and
-`tokens_per_second_note` tells why.
+On a GPU models are accelerated, as by `didi generate --fast`: passes are compiled and captured, and
+a left-to-right model has a static cache. Every setting is drawn before anything is timed
+(on a GPU every batch, since each may bring shapes that are captured anew); then all are timed in
+turns, so that a machine that warms up or is busy for a while slows all of them alike. A number is
+the median of the rounds; the range tells how steady it is. One that does not run, for want of
+memory say, has none, and `tokens_per_second_note` tells why.
 """
 
 from collections.abc import Sequence
@@ -18,11 +20,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.samples import text_lengths
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
+from didi_instruct.training.world import pick_device
 
 TOKENS = 1024
 """Tokens of a text of the paper, which it tells the latency of."""
-WARM_UP = 1
-"""Batches of each setting that are drawn before any is timed."""
 QUALITY = ("ppl", "ppl_ci95", "entropy", "entropy_ci95", "path_kl", "num_samples", "seed")
 
 
@@ -34,6 +35,7 @@ def time_settings(
     length: int | None = None,
     device: str | None = None,
     dtype: torch.dtype | None = None,
+    fast: bool = True,
 ) -> list[Row]:
     """A row for each setting; `ratio_to_first` above 1 is faster than the first, per token.
 
@@ -45,15 +47,17 @@ def time_settings(
     if rounds < 1:
         raise UserError(f"Timing has {rounds} rounds: use 1 or more.")
     sources = dict.fromkeys(setting.source for setting in settings)
-    models = {source: load(source, device=device, dtype=dtype) for source in sources}
+    place = pick_device(device)
+    fast = fast and place.type == "cuda"
+    models = {source: load(source, device=device, dtype=dtype, fast=fast) for source in sources}
     written: list[list[int]] = [[] for _ in settings]
+    warm_up = rounds if fast else 1
     cases = [
-        _case(setting, models[setting.source], batch, length, tokens)
+        _case(setting, models[setting.source], batch, length, warm_up, tokens)
         for setting, tokens in zip(settings, written, strict=True)
     ]
-    place = models[settings[0].source].device
     with fast_products():
-        timed = time_cases(cases, rounds, place, warm_up=WARM_UP)
+        timed = time_cases(cases, rounds, place, warm_up=warm_up)
     if all(one.failure for one in timed):
         raise RuntimeError(f"no setting ran: {timed[0].failure}")
     rows = []
@@ -66,7 +70,8 @@ def time_settings(
                 "batch": batch,
                 "rounds": rounds,
                 "device": place.type,
-                **_numbers(one, tokens[WARM_UP:], batch),
+                "accelerated": models[setting.source].is_accelerated,
+                **_numbers(one, tokens[warm_up:], batch),
             }
         )
     first = rows[0]["tokens_per_second"]
@@ -107,6 +112,7 @@ def latency_rows(
     batch: int = 16,
     rounds: int = 5,
     dtype: torch.dtype | None = None,
+    fast: bool = True,
 ) -> list[Row]:
     """The same with perplexity, entropy and what ran, of samples drawn on the same terms.
 
@@ -114,7 +120,13 @@ def latency_rows(
     """
     quality = measure(settings, terms).rows
     speed = time_settings(
-        settings, batch=batch, rounds=rounds, length=terms.length, device=terms.device, dtype=dtype
+        settings,
+        batch=batch,
+        rounds=rounds,
+        length=terms.length,
+        device=terms.device,
+        dtype=dtype,
+        fast=fast,
     )
     kept = (*QUALITY, "nfe", "passes", "disc_calls", "sampler", "temperature", "top_p", "length")
     return [
@@ -124,7 +136,12 @@ def latency_rows(
 
 
 def _case(
-    setting: Setting, model: Model, batch: int, length: int | None, written: list[int]
+    setting: Setting,
+    model: Model,
+    batch: int,
+    length: int | None,
+    warm_up: int,
+    written: list[int],
 ) -> Case:
     """Draws batch after batch; how many tokens each has is added to `written`."""
 
@@ -138,7 +155,8 @@ def _case(
             options=setting.options,
             temperature=setting.temperature,
             top_p=setting.top_p,
-            seed=max(0, len(written) - WARM_UP),  # another for every round: texts differ in length
+            # Another for every round, since texts differ in length; those of the warm-up again.
+            seed=len(written) - warm_up if len(written) >= warm_up else len(written),
         ).cpu()  # waits for the device
         end = model.config.end_id
         written.append(int(text_lengths(tokens, end, end is not None).sum()))

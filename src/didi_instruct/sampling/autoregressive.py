@@ -7,6 +7,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
 from didi_instruct.sampling.categorical import draw
 from didi_instruct.sampling.chain import PAD, Callback, Canvas, Chain, Draw, Purpose, Samples
+from didi_instruct.sampling.decoding import Decoders
 
 
 @torch.no_grad()
@@ -17,6 +18,7 @@ def autoregressive(
     settings: Draw | None = None,
     eot_id: int | None = None,
     callback: Callback | None = None,
+    decoders: Decoders | None = None,
 ) -> Samples:
     """Draw token after token, x^l ~ p(x^l | x^1 .. x^(l-1)), after the start symbol.
 
@@ -27,13 +29,18 @@ def autoregressive(
     A sample that draws `eot_id` is over: its later positions are filled with that token, at no cost
     in `log_prob`, and sampling stops when all samples are over. `nfe` is the number of tokens drawn
     in the longest sample; `passes` counts each reading of new positions as one.
+
+    By `decoders` texts are written that have no prompt, as the model has them and unwatched.
     """
     _check(model, canvas, eot_id)
+    settings = settings or Draw()
+    if decoders is not None and settings.as_it_is and callback is None and canvas.open.all():
+        return _decoded(decoders, model, canvas, settings, eot_id)
     columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
     to_write = columns[canvas.open.any(0)].tolist()
     start, end = (to_write[0], to_write[-1] + 1) if to_write else (0, 0)
     # The chain keeps the books; the model is called here, for its cache.
-    chain = Chain(model, canvas, settings or Draw(), steps=max(1, end - start), callback=callback)
+    chain = Chain(model, canvas, settings, steps=max(1, end - start), callback=callback)
     runs = chain.open.any(1)
     cache = KVCache(model.config, batch=int(runs.sum()), length=end)
     # A position is drawn once, so all can share a stream, whatever the other prompts are.
@@ -60,6 +67,25 @@ def autoregressive(
         last = chain.z[:, column]
         unread = torch.where((last == PAD) | (last == canvas.mask_id), 0, last)[:, None]
     return chain.samples(nfe=max(drawn.tolist(), default=0))
+
+
+def _decoded(
+    decoders: Decoders, model: ARModel, canvas: Canvas, settings: Draw, eot_id: int | None
+) -> Samples:
+    """The same by captured passes, of texts without prompts."""
+    batch, length = canvas.tokens.shape
+    chain = Chain(model, canvas, settings, steps=length)
+    drawn, log_p = decoders.find(batch, length).decode(chain.uniforms(Purpose.TOKEN, 0), eot_id)
+    columns = drawn.shape[1]
+    counts = torch.ones_like(drawn, dtype=torch.bool)
+    if eot_id is not None:
+        end = (drawn == eot_id).long()
+        counts = end.cumsum(1) - end == 0  # up to the first one, and that as well
+        chain.z.fill_(eot_id)
+    chain.z[:, :columns] = drawn.where(counts, chain.z[:, :columns])
+    chain.log_prob += log_p.where(counts, 0.0).sum(1)
+    chain.passes = float(columns)
+    return chain.samples(nfe=int(counts.sum(1).max()))
 
 
 def _fill(chain: Chain, here: Tensor, eot_id: int) -> None:

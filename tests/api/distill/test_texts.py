@@ -102,7 +102,7 @@ def test_token_matching_continues_the_prompts_of_the_data(run, monkeypatch):
         return drawn
 
     monkeypatch.setattr(TokenMatchingTask, "_draw", watched)
-    monkeypatch.setattr(TokenMatchingTask, "drawn_entropy", lambda *_: torch.ones(()))
+    monkeypatch.setattr(TokenMatchingTask, "drawn_variety", lambda *_: torch.ones(()))
     matching = {"contexts": 2, "aux_steps": 2}
     run(recipe("token-matching", prompt=8, data={"source": "oracle"}, token_matching=matching))
     # A prompt for each state, two contexts of each; every one is used once.

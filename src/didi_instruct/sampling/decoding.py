@@ -1,7 +1,7 @@
 """Left-to-right decoding at its best: static cache, one captured pass per token.
 
-The rival that few-step samplers are told against. Every pass has one shape, attends to the whole
-cache behind a mask and draws its tokens exactly, so that it is one CUDA graph.
+Every pass has one shape, attends to the whole cache behind a mask and draws its tokens exactly, so
+that it is one CUDA graph. The numbers, and so the tokens, are those of `autoregressive`.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.graphs import capture, pad_output
-from didi_instruct.models.layers import Block
+from didi_instruct.models.layers import Block, versions
 from didi_instruct.models.precision import upcast
-from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.chunks import draw_by_chunks
-from didi_instruct.sampling.noise import uniforms
 
-STREAM = (int(Purpose.TOKEN), 0)
-"""The random numbers of `sampling.autoregressive`, so that both draw the same tokens."""
+MOST_KEPT = 4
+"""Sizes of batches, and lengths, whose decoders are kept."""
+LOOKS = 32
+"""Tokens after which a decoder looks whether all texts are over, and waits for the GPU."""
 
 
 def _drawn(logits: Tensor, numbers: Tensor) -> Tensor:
-    return draw_by_chunks(logits, numbers)[0]
+    return torch.stack([found.double() for found in draw_by_chunks(logits, numbers)], 1)
 
 
 _draw: Callable[[Tensor, Tensor], Tensor] = torch.compiler.disable(_drawn)  # type: ignore[no-untyped-call]
@@ -52,20 +52,31 @@ class StaticDecoder:
         self._step = capture(self._next, (tokens, numbers, position))
 
     @torch.no_grad()
-    def sample(self, seed: int) -> Tensor:
-        """Draw (batch, length) tokens."""
-        samples = torch.arange(self.batch, device=self._columns.device)
-        numbers = uniforms(seed, samples, STREAM, self.length)
+    def decode(self, numbers: Tensor, eot_id: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probabilities, drawn by numbers (batch, length): (batch, L) each.
+
+        L is the length, or less where all texts have drawn `eot_id` before. What a text has drawn
+        after it counts for nothing.
+        """
         tokens, drawn = self._begin, []
+        over = torch.zeros_like(tokens, dtype=torch.bool)
         for column in range(self.length):
             # A copy: the next pass writes its result to the same place.
             position = self._columns[column : column + 1]
-            tokens = self._step(tokens, numbers[:, column], position).clone()
-            drawn.append(tokens)
-        return torch.stack(drawn, 1)
+            drawn.append(self._step(tokens, numbers[:, column], position).clone())
+            tokens = drawn[-1][:, 0].long()
+            if eot_id is not None:
+                over |= tokens == eot_id
+                if column % LOOKS == LOOKS - 1 and bool(over.all()):
+                    break
+        token, log_p = torch.stack(drawn, 1).unbind(2)
+        return token.long(), log_p
 
     def _next(self, tokens: Tensor, numbers: Tensor, position: Tensor) -> Tensor:
-        """Tokens (B,) after `tokens` (B,), which stand at `position` (1,)."""
+        """What follows `tokens` (B,), which stand at `position` (1,), and its log-probability.
+
+        As columns (B, 2) in float64.
+        """
         return _draw(self._logits(tokens, position), numbers)
 
     def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -103,3 +114,26 @@ class StaticDecoder:
 
         out: Tensor = block(x, cos, sin, mask=seen, extend=extend)
         return out
+
+
+class Decoders:
+    """Decoders of a model, each made when it is asked for; dropped when weights have changed."""
+
+    def __init__(self, model: ARModel) -> None:
+        self.model = model
+        self._made: dict[tuple[int, int], StaticDecoder] = {}
+        self._state: tuple[int, tuple[int, ...]] = (0, ())
+
+    def find(self, batch: int, length: int) -> StaticDecoder:
+        """The decoder for batches of one size and texts of one length."""
+        layer = self.model.output_layer.linear  # of which a decoder has a copy
+        state = (self.model.vocab_embed.embedding.data_ptr(), versions(layer.parameters()))
+        if state != self._state:
+            self._made.clear()
+            self._state = state
+        key = batch, length
+        if key not in self._made:
+            if len(self._made) >= MOST_KEPT:
+                del self._made[next(iter(self._made))]
+            self._made[key] = StaticDecoder(self.model, batch, length)
+        return self._made[key]

@@ -1,0 +1,128 @@
+"""Captured decoding writes what plain decoding writes."""
+
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from tests.devices import DEVICES
+
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.models.ar import ARModel
+from didi_instruct.models.compiling import compiled
+from didi_instruct.sampling import autoregressive as plain
+from didi_instruct.sampling.autoregressive import autoregressive
+from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.decoding import LOOKS, MOST_KEPT, Decoders, StaticDecoder
+
+EOT = 5
+
+
+def make(device="cpu", **changes):
+    settings = {"kind": "ar", "layers": 2, "hidden": 32, "heads": 2, "vocab_size": 20}
+    torch.manual_seed(0)
+    model = ARModel(ModelConfig(**(settings | {"length": 2 * LOOKS + 8} | changes)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.to(device).double().eval()
+
+
+def blank(model, batch, length, device="cpu"):
+    return Canvas.blank(batch, length, model.config.vocab_size - 1, first=3, device=device)
+
+
+def same(one, other):
+    assert torch.equal(one.tokens, other.tokens)
+    torch.testing.assert_close(one.log_prob, other.log_prob, rtol=1e-9, atol=1e-9)
+    assert one.nfe == other.nfe
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("changes", [{}, {"learned_positions": True}])
+@pytest.mark.parametrize("eot_id", [None, EOT])
+def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, eot_id, device):
+    """In float64, from the same numbers; twice, so that nothing is left of the first time."""
+    model = make(device, **changes)
+    decoders = Decoders(model)
+    for seed in (3, 4):
+        canvas, settings = blank(model, 5, 2 * LOOKS + 8, device), Draw(seed=seed)
+        expected = autoregressive(model, canvas, settings=settings, eot_id=eot_id)
+        found = autoregressive(model, canvas, settings=settings, eot_id=eot_id, decoders=decoders)
+        same(found, expected)
+        assert len(found.tokens.unique()) > 5
+        if eot_id is not None:
+            ended = (found.tokens == EOT).any(1)
+            assert ended.any(), "no text ended"
+    assert len(decoders._made) == 1
+
+
+def test_it_stops_when_all_texts_are_over():
+    """Every token is the end: one is drawn, and no more passes run than until the next look."""
+    model = make()
+    with torch.no_grad():
+        model.output_layer.linear.bias[EOT] = 1e4
+    canvas = blank(model, 3, 2 * LOOKS + 8)
+    expected = autoregressive(model, canvas, eot_id=EOT)
+    found = autoregressive(model, canvas, eot_id=EOT, decoders=Decoders(model))
+    same(found, expected)
+    assert (found.nfe, found.passes, expected.passes) == (1, LOOKS, 1)
+    assert (found.tokens == EOT).all()
+
+
+def test_what_it_cannot_do_is_left_to_plain_decoding(monkeypatch):
+    """Prompts, other laws, and steps that somebody watches."""
+    model = make()
+    decoders = Decoders(model)
+    monkeypatch.setattr(plain, "_decoded", lambda *_: pytest.fail("decoded"))
+    canvas = blank(model, 2, 8)
+    prompted = canvas.tokens.clone()
+    prompted[0, 0] = 1
+    given = Canvas(prompted, canvas.mask_id, canvas.samples)
+    autoregressive(model, given, decoders=decoders)
+    autoregressive(model, canvas, settings=Draw(temperature=0.5), decoders=decoders)
+    autoregressive(model, canvas, callback=lambda _: None, decoders=decoders)
+
+
+def test_weights_that_change_are_noticed():
+    model = make()
+    decoders, canvas = Decoders(model), blank(model, 3, 6)
+    before = autoregressive(model, canvas, decoders=decoders)
+    with torch.no_grad():
+        model.output_layer.linear.bias.copy_(torch.linspace(-3, 3, 20))
+    after = autoregressive(model, canvas, decoders=decoders)
+    assert not torch.equal(before.tokens, after.tokens)
+    same(after, autoregressive(model, canvas))
+
+
+def test_few_decoders_are_kept():
+    decoders = Decoders(make())
+    first = decoders.find(1, 4)
+    assert decoders.find(1, 4) is first
+    for batch in range(2, MOST_KEPT + 2):
+        decoders.find(batch, 4)
+    assert len(decoders._made) == MOST_KEPT
+    assert decoders.find(1, 4) is not first
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor asks for a C++ compiler")
+@torch.no_grad()
+def test_compiled_code_never_copies_the_cache():
+    """No buffer that it takes is as large as the keys of one layer."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+    from torch._inductor.utils import get_code
+
+    model = make(layers=1, length=256).float()
+    decoder = StaticDecoder(model, batch=3, length=256)
+    keys = 3 * 256 * 32
+    assert decoder._cache[0][0].numel() == keys
+    inputs = torch.full((3,), 19), torch.tensor([5])
+    # Code is written but not built, so nothing of it may be remembered; and not for one CPU.
+    fresh = inductor.patch({"fx_graph_cache": False, "cpp.simdlen": 1})
+    with fresh, functorch.patch(enable_autograd_cache=False):
+        code = "".join(get_code(compiled(decoder._logits, dynamic=False), *inputs))
+    shapes = re.findall(r"= empty_strided_\w+\(\(([\d, ]+)\)", code)
+    sizes = [math.prod(int(n) for n in text.split(",") if n.strip()) for text in shapes]
+    assert 3 * 32 in sizes
+    assert max(sizes) < keys
