@@ -1,0 +1,132 @@
+"""What `didi reproduce baselines --scale small` trains, in as little time as one GPU needs for it.
+
+    python experiments/rivals.py compile --data prepared --judge stories15m --out OUT --minutes 1
+    python experiments/rivals.py train   (the same)
+    didi reproduce baselines --scale small --data prepared --judge stories15m ... --out OUT
+
+`compile` runs a few steps of every training, all beside each other, and throws them away: what they
+compiled stays in the compiler's cache, so that paces and trainings after it do not wait for it.
+`train` measures paces and trains one after the other, in one process, DUO's models last. The table
+then finds all of them. `--scale toy` needs neither data nor judge, to see that it runs.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from didi_instruct.reproduce.grid import Grid, Standing
+from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.jobs import Job, in_order
+from didi_instruct.reproduce.making import lasting
+from didi_instruct.reproduce.paces import SHORT, pace_jobs
+from didi_instruct.reproduce.scale import Given, Scale, Training
+from didi_instruct.reproduce.scales import find_scale
+
+JUDGED = {"temperature": 0.8, "collapse_spaces": True, "end": "<s>", "beyond": "uniform"}
+"""How `stories15m` tells stories, and so how it judges them."""
+PRETRAINED = ("ar", "duo-teacher")
+LAST = "duo"
+
+
+class Told:
+    """A line for every job that begins or ends."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, str] | None = None
+
+    def show(self, standings: Sequence[Standing], changed: Standing) -> None:
+        """One of them has changed."""
+        now = changed.job.name, changed.state
+        if now != self._last:
+            self._last = now
+            why = changed.note if changed.state == "failed" else ""
+            print(time.strftime("%H:%M:%S"), *now, f"{changed.seconds:.0f} s", why, flush=True)
+
+
+def scale_of(asked: argparse.Namespace) -> Scale:
+    """The scale, as the command line makes it."""
+    given = Given(
+        data=asked.data,
+        judge=asked.judge,
+        judge_options=JUDGED if asked.judge else {},
+        seeds=asked.seeds,
+    )
+    return find_scale(asked.scale, given)
+
+
+def brief(scale: Scale) -> dict[str, Job]:
+    """A short run of everything that is trained."""
+    found = pace_jobs(scale)
+    for role in PRETRAINED:
+        training = scale.models[role]
+        shortened = Training(training.recipe, (*training.overrides, *SHORT))
+        found[role] = replace(scale, models={**scale.models, role: shortened}).model(role)
+    return found
+
+
+def compile_all(asked: argparse.Namespace) -> None:
+    """All short runs at once, each in a process and a folder of its own."""
+    scratch, started = asked.out / "compiling", time.monotonic()
+    running = {}
+    for role in brief(scale_of(asked)):
+        words = [sys.executable, __file__, "one", *sys.argv[2:], "--role", role]
+        running[role] = subprocess.Popen(words, start_new_session=True)
+    while running and time.monotonic() < started + asked.limit:
+        for role, process in list(running.items()):
+            if process.poll() is not None:
+                seconds = time.monotonic() - started
+                print(f"{role}: {seconds:.0f} s, exit {running.pop(role).returncode}", flush=True)
+        time.sleep(0.2)
+    for role, process in running.items():
+        print(f"{role}: stopped")
+        os.killpg(process.pid, signal.SIGKILL)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def compile_one(asked: argparse.Namespace) -> None:
+    """One of them."""
+    folder = asked.out / "compiling" / asked.role
+    folder.mkdir(parents=True, exist_ok=True)
+    Grid([brief(scale_of(asked))[asked.role]], folder).run()
+
+
+def train(asked: argparse.Namespace) -> None:
+    """Everything that the table samples, one after the other."""
+    scale = scale_of(asked)
+    if asked.minutes is not None:
+        scale = lasting(scale, asked.minutes, asked.out, board=Told())
+    (item,) = BASELINE_ITEMS
+    assert item.jobs is not None
+    trained = [job for job in in_order(item.jobs(scale)) if job.trains]
+    grid = Grid(sorted(trained, key=lambda job: job.name.startswith(LAST)), asked.out, board=Told())
+    grid.run()
+    for failure in grid.failures:
+        print(f"{failure.job.name} failed: {failure.note}")
+
+
+def main() -> None:
+    """Read what is asked for, and do it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("stage", choices=("compile", "train", "one"))
+    parser.add_argument("--scale", default="small")
+    parser.add_argument("--data")
+    parser.add_argument("--judge")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, help="of every student; else steps as recipes say")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=150, help="seconds of compiling")
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    {"compile": compile_all, "train": train, "one": compile_one}[asked.stage](asked)
+
+
+if __name__ == "__main__":
+    main()
