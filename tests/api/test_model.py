@@ -1,13 +1,17 @@
+import copy
+
 import pytest
 import torch
 from tests.models import masked_folders
 from tests.random_models import add_noise
 
-import didi_instruct as didi
+import didi_instruct
+from didi_instruct.api import model as api
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.models.build import build_model
+from didi_instruct.sampling import autoregressive
 
 
 def make(kind="mdlm", **changes):
@@ -18,13 +22,13 @@ def make(kind="mdlm", **changes):
         vocab_size=64 if kind == "duo" else 65, schedule=ScheduleConfig(eps=1e-3), **changes,
     )  # fmt: skip
     network = add_noise(build_model(config))
-    return didi.Model(network, config, language.tokenizer)
+    return didi_instruct.Model(network, config, language.tokenizer)
 
 
 def test_a_saved_model_is_the_same_model(tmp_path):
     model = make()
     model.save(tmp_path)
-    loaded = didi.load(tmp_path, device="cpu")
+    loaded = didi_instruct.load(tmp_path, device="cpu")
     tokens = torch.randint(64, (2, 32))
     ours, theirs = model.network.state_dict(), loaded.network.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
@@ -48,7 +52,8 @@ def test_the_denoiser_speaks_of_real_tokens_at_any_time():
 def test_the_real_time_can_be_told_to_a_model_trained_without(tmp_path):
     make().save(tmp_path)
     tokens = torch.full((1, 32), 64)
-    plain, timed = didi.load(tmp_path), didi.load(tmp_path, time_conditioning=True)
+    plain = didi_instruct.load(tmp_path)
+    timed = didi_instruct.load(tmp_path, time_conditioning=True)
     assert torch.equal(plain.denoiser(tokens, 0.3), plain.denoiser(tokens, 0.9))
     assert not torch.allclose(timed.denoiser(tokens, 0.3), timed.denoiser(tokens, 0.9))
     # At t = 0 sigma is 0, which is what a model without time conditioning is always told.
@@ -67,6 +72,39 @@ def test_a_seed_and_an_index_give_a_sample_whatever_the_batch():
     assert [len(text.split()) for text in texts] == [32, 32]
 
 
+@pytest.fixture
+def decoded(monkeypatch):
+    """Batches that captured decoding wrote, on a CPU that may have it."""
+    seen, real = [], autoregressive._decoded
+    monkeypatch.setattr(autoregressive, "_decoded", lambda *given: seen.append(1) or real(*given))
+    monkeypatch.setattr(api, "why_not", lambda network: None)
+    return seen
+
+
+def test_an_accelerated_left_to_right_model_writes_the_same(decoded):
+    model = make("ar")
+    plain = model.sample(num=5, seed=3, batch_size=2)
+    assert not decoded
+    assert model.accelerate()
+    assert model.is_accelerated
+    assert torch.equal(model.sample(num=5, seed=3, batch_size=2), plain)
+    assert len(decoded) == 3
+    other = copy.deepcopy(model)
+    assert not other.is_accelerated, "what is laid out for a machine cannot be copied"
+    assert torch.equal(other.sample(num=5, seed=3), plain)
+
+
+def test_the_command_decodes_by_captured_passes_unless_steps_are_traced(decoded, didi, tmp_path):
+    make("ar").save(tmp_path / "ar")
+    words = ("generate", tmp_path / "ar", "--num", 3, "--device", "cpu")
+    code, plain, _ = didi(*words)
+    assert (code, decoded) == (0, [])
+    assert didi(*words, "--fast")[:2] == (0, plain)
+    assert len(decoded) == 1
+    assert didi(*words, "--fast", "--trace", tmp_path / "t.json")[:2] == (0, plain)
+    assert len(decoded) == 1
+
+
 @pytest.mark.parametrize("kind", ["mdlm", "duo", "ar"])
 def test_nelbo_is_a_number_that_the_seed_fixes(kind):
     model = make(kind, time_conditioning=kind == "duo")
@@ -79,7 +117,7 @@ def test_nelbo_is_a_number_that_the_seed_fixes(kind):
 
 def test_text_that_a_masked_lm_never_writes_has_no_likelihood(tmp_path):
     masked_folders.bert(tmp_path)
-    model = didi.load(tmp_path, device="cpu")
+    model = didi_instruct.load(tmp_path, device="cpu")
     words = torch.tensor([[7, 8, 9], [9, 8, 7]])
     assert float(model.nelbo(words)) < 50
     words[1, 1] = tokenizer_id = model.tokenizer.vocabulary["[SEP]"]

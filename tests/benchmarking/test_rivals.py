@@ -16,6 +16,7 @@ from didi_instruct.benchmarking.sampling import (
 from didi_instruct.benchmarking.timing import time_cases
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT
+from didi_instruct.sampling.decoding import StaticDecoder
 
 
 def shape(**changes):
@@ -90,10 +91,15 @@ def test_the_floor_runs_as_many_passes_as_there_are_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_rival_takes_a_step_per_token(fast):
+def test_a_rival_takes_a_step_per_token(fast, monkeypatch):
+    decoded, decode = [], StaticDecoder.decode
+    monkeypatch.setattr(
+        StaticDecoder, "decode", lambda *given: decoded.append(given) or decode(*given)
+    )
     case = ar_case(shape(), torch.full((3, 12), 37), torch.float32, fast=fast)
     assert (case.name, case.steps, case.batch) == ("ar", 12, 3)
     case.run(0)
+    assert bool(decoded) == fast
 
 
 def test_no_weights_are_left_at_zero():

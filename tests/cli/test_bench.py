@@ -182,7 +182,6 @@ def test_what_cannot_be_captured_on_a_gpu_is_remarked():
     )  # fmt: skip
     plan = BenchPlan(source="x")
     assert "neither compiled nor captured" in remark(model, plan)
-    assert "the row `ar` is both" in remark(model, plan)
     assert remark(model, BenchPlan(source="x", fast=False)) is None
     model.is_accelerated = True
     assert remark(model, plan) is None

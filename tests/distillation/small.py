@@ -130,8 +130,8 @@ def moved(before, network):
 
 
 def check_numbers(numbers):
-    """What the loop needs: 0-d and finite, and the entropy that is watched among them."""
-    assert "path_entropy" in numbers
+    """What the loop needs: 0-d and finite, and what shows variety among them."""
+    assert {"path_entropy", "unique_4gram"} <= set(numbers)
     for name, value in numbers.items():
         assert value.ndim == 0, name
         assert value.isfinite(), name

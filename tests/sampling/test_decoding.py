@@ -28,8 +28,10 @@ def make(device="cpu", **changes):
     return model.to(device).double().eval()
 
 
-def blank(model, batch, length, device="cpu"):
-    return Canvas.blank(batch, length, model.config.vocab_size - 1, first=3, device=device)
+def blank(model, batch, length, device="cpu", stream=(7,)):
+    tokens = torch.full((batch, length), model.config.vocab_size - 1, device=device)
+    samples = torch.arange(3, 3 + batch, device=device)
+    return Canvas(tokens, model.config.vocab_size - 1, samples, stream=stream)
 
 
 def same(one, other):
@@ -50,6 +52,7 @@ def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, eot_id, devic
         expected = autoregressive(model, canvas, settings=settings, eot_id=eot_id)
         found = autoregressive(model, canvas, settings=settings, eot_id=eot_id, decoders=decoders)
         same(found, expected)
+        assert found.passes == expected.passes or eot_id is not None
         assert len(found.tokens.unique()) > 5
         if eot_id is not None:
             ended = (found.tokens == EOT).any(1)
@@ -71,7 +74,7 @@ def test_it_stops_when_all_texts_are_over():
 
 
 def test_what_it_cannot_do_is_left_to_plain_decoding(monkeypatch):
-    """Prompts, other laws, and steps that somebody watches."""
+    """Prompts, other laws, other types than the weights', nothing, and steps that are watched."""
     model = make()
     decoders = Decoders(model)
     monkeypatch.setattr(plain, "_decoded", lambda *_: pytest.fail("decoded"))
@@ -82,27 +85,63 @@ def test_what_it_cannot_do_is_left_to_plain_decoding(monkeypatch):
     autoregressive(model, given, decoders=decoders)
     autoregressive(model, canvas, settings=Draw(temperature=0.5), decoders=decoders)
     autoregressive(model, canvas, callback=lambda _: None, decoders=decoders)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autoregressive(model, canvas, decoders=decoders)
+    nothing = autoregressive(model, blank(model, 0, 8), decoders=decoders)
+    assert nothing.tokens.shape == (0, 8)
 
 
-def test_weights_that_change_are_noticed():
+def other_bias(model):
+    with torch.no_grad():
+        model.output_layer.linear.bias.copy_(torch.linspace(-3, 3, 20))
+
+
+def other_place(model):
+    weight = model.output_layer.linear.weight
+    weight.data = weight.data.flip(0).clone()
+
+
+@pytest.mark.parametrize("change", [other_bias, other_place])
+def test_weights_that_change_are_noticed(change):
     model = make()
     decoders, canvas = Decoders(model), blank(model, 3, 6)
     before = autoregressive(model, canvas, decoders=decoders)
-    with torch.no_grad():
-        model.output_layer.linear.bias.copy_(torch.linspace(-3, 3, 20))
+    change(model)
     after = autoregressive(model, canvas, decoders=decoders)
     assert not torch.equal(before.tokens, after.tokens)
     same(after, autoregressive(model, canvas))
 
 
-def test_few_decoders_are_kept():
+def test_a_move_drops_what_was_captured():
+    """The tables of the positions are made anew by any move, and a graph would read the old."""
+    model = make()
+    decoders = Decoders(model)
+    first = decoders.find(2, 4)
+    assert decoders.find(2, 4) is first
+    model.to("cpu")
+    assert decoders.find(2, 4) is not first
+
+
+def test_few_decoders_are_kept_and_serve_smaller_batches():
     decoders = Decoders(make())
-    first = decoders.find(1, 4)
-    assert decoders.find(1, 4) is first
-    for batch in range(2, MOST_KEPT + 2):
-        decoders.find(batch, 4)
+    first = decoders.find(4, 4)
+    assert decoders.find(2, 4) is decoders.find(4, 4) is first
+    assert decoders.find(1, 4) is not first, "much too large"
+    for length in range(5, 5 + MOST_KEPT - 1):
+        assert decoders.find(4, 4) is first
+        decoders.find(4, length)
     assert len(decoders._made) == MOST_KEPT
-    assert decoders.find(1, 4) is not first
+    assert decoders.find(4, 4) is first, "what is used stays"
+
+
+def test_a_smaller_batch_is_written_by_a_larger_decoder():
+    model = make()
+    decoders = Decoders(model)
+    for batch in (5, 3):
+        canvas = blank(model, batch, 12)
+        found = autoregressive(model, canvas, eot_id=EOT, decoders=decoders)
+        same(found, autoregressive(model, canvas, eot_id=EOT))
+    assert len(decoders._made) == 1
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor asks for a C++ compiler")

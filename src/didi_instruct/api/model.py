@@ -83,7 +83,8 @@ class Model:
 
         The first passes of each shape then take some seconds longer, all later ones are faster, and
         samples have the same law. Weights that change later are noticed; the discriminator's take
-        no gradients any more.
+        no gradients any more. Of a left-to-right model it is for texts without a prompt, at
+        temperature 1, whose steps nobody watches.
         """
         if reason := why_not(self.network):
             say_once(f"Sampling is not accelerated: {reason}.")

@@ -116,8 +116,9 @@ def _latency_table(scale: Scale, results: Results) -> Table:
         ],
         notes=[
             f"Batches of {scale.latency_batch}, after a warm-up the median of five rounds in which "
-            "all take turns. On a GPU all are compiled and captured, AR with a static cache, as "
-            "`--fast` does. RGAS counts with its discriminator.",
+            "all take turns. On a GPU models are accelerated (`--fast`): passes are compiled and "
+            "captured, AR has a static cache; RGAS counts with its discriminator, which is "
+            "compiled alone.",
             "The paper compares at matched perplexity, on an H100 in bfloat16. Speeds of two "
             "machines or two sizes do not compare: read rows of one table.",
             *untimed(rows),

@@ -30,11 +30,12 @@ def autoregressive(
     in `log_prob`, and sampling stops when all samples are over. `nfe` is the number of tokens drawn
     in the longest sample; `passes` counts each reading of new positions as one.
 
-    By `decoders` texts are written that have no prompt, as the model has them and unwatched.
+    By `decoders` texts are written that have no prompt, as the model has them and unwatched; the
+    others as without.
     """
     _check(model, canvas, eot_id)
     settings = settings or Draw()
-    if decoders is not None and settings.as_it_is and callback is None and canvas.open.all():
+    if decoders is not None and callback is None and _can_decode(canvas, settings):
         return _decoded(decoders, model, canvas, settings, eot_id)
     columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
     to_write = columns[canvas.open.any(0)].tolist()
@@ -67,6 +68,13 @@ def autoregressive(
         last = chain.z[:, column]
         unread = torch.where((last == PAD) | (last == canvas.mask_id), 0, last)[:, None]
     return chain.samples(nfe=max(drawn.tolist(), default=0))
+
+
+def _can_decode(canvas: Canvas, settings: Draw) -> bool:
+    """Whether texts begin with nothing, and passes have the type of the weights."""
+    device = canvas.tokens.device.type
+    blank = canvas.tokens.numel() > 0 and bool(canvas.open.all())
+    return blank and settings.as_it_is and not torch.is_autocast_enabled(device)
 
 
 def _decoded(

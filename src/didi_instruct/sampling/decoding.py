@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.graphs import capture, pad_output
+from didi_instruct.models.graphs import capture, grown, pad_output
 from didi_instruct.models.layers import Block, versions
 from didi_instruct.models.precision import upcast
 from didi_instruct.sampling.chunks import draw_by_chunks
@@ -53,11 +53,12 @@ class StaticDecoder:
 
     @torch.no_grad()
     def decode(self, numbers: Tensor, eot_id: int | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens and their log-probabilities, drawn by numbers (batch, length): (batch, L) each.
+        """Tokens and their log-probabilities, drawn by numbers (B, length): (B, L) each.
 
-        L is the length, or less where all texts have drawn `eot_id` before. What a text has drawn
-        after it counts for nothing.
+        B is the batch, or less. L is the length, or less where all texts have drawn `eot_id`
+        before. What a text has drawn after it counts for nothing.
         """
+        texts, numbers = len(numbers), grown(numbers, self.batch)
         tokens, drawn = self._begin, []
         over = torch.zeros_like(tokens, dtype=torch.bool)
         for column in range(self.length):
@@ -69,7 +70,7 @@ class StaticDecoder:
                 over |= tokens == eot_id
                 if column % LOOKS == LOOKS - 1 and bool(over.all()):
                     break
-        token, log_p = torch.stack(drawn, 1).unbind(2)
+        token, log_p = torch.stack(drawn, 1)[:texts].unbind(2)
         return token.long(), log_p
 
     def _next(self, tokens: Tensor, numbers: Tensor, position: Tensor) -> Tensor:
@@ -122,18 +123,25 @@ class Decoders:
     def __init__(self, model: ARModel) -> None:
         self.model = model
         self._made: dict[tuple[int, int], StaticDecoder] = {}
-        self._state: tuple[int, tuple[int, ...]] = (0, ())
+        self._state: tuple[object, ...] = ()
+        self._rotary: Tensor | None = None
 
     def find(self, batch: int, length: int) -> StaticDecoder:
-        """The decoder for batches of one size and texts of one length."""
-        layer = self.model.output_layer.linear  # of which a decoder has a copy
-        state = (self.model.vocab_embed.embedding.data_ptr(), versions(layer.parameters()))
-        if state != self._state:
+        """A decoder for so many texts, or up to twice as many, of one length."""
+        self._forget_if_changed()
+        there = [b for b, size in self._made if size == length and batch <= b <= 2 * batch]
+        key = min(there, default=batch), length
+        if key not in self._made and len(self._made) >= MOST_KEPT:
+            del self._made[next(iter(self._made))]
+        made = self._made.pop(key, None) or StaticDecoder(self.model, *key)
+        self._made[key] = made  # what was not used for longest is the first to go
+        return made
+
+    def _forget_if_changed(self) -> None:
+        """Drop what reads weights where they no longer are, or has a copy of other ones."""
+        model, layer = self.model, self.model.output_layer.linear
+        places = [p.data_ptr() for p in (model.vocab_embed.embedding, *layer.parameters())]
+        state = (*places, versions(layer.parameters()))
+        if state != self._state or model.rotary_emb.cos is not self._rotary:
             self._made.clear()
-            self._state = state
-        key = batch, length
-        if key not in self._made:
-            if len(self._made) >= MOST_KEPT:
-                del self._made[next(iter(self._made))]
-            self._made[key] = StaticDecoder(self.model, batch, length)
-        return self._made[key]
+            self._state, self._rotary = state, model.rotary_emb.cos
