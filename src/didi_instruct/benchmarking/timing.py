@@ -81,13 +81,15 @@ def time_cases(
     *,
     warm_up: int | None = None,
     busy: bool = False,
+    weigh: bool = True,
 ) -> list[Timing]:
     """Warm each case up, then time rounds of all of them.
 
     What compiles does so in the warm-up; by default twice on a GPU, since the shapes of a second
     run may be new, and once elsewhere. A case that fails (memory, most of the time) is left out of
     what follows, and says why; only what the user can mend ends all. With `busy` a last, untimed
-    run of each tells how long a GPU worked.
+    run of each tells how long a GPU worked. Without `weigh` nobody asks what a case keeps in
+    memory, for which memory is emptied around it.
     """
     timings = [Timing() for _ in cases]
     warm_up = warm_up or (2 if device.type == "cuda" else 1)
@@ -98,7 +100,7 @@ def time_cases(
                 progress(case.name, done, total)
             done += 1
             if timing.failure is None:
-                _take_turn(case, timing, turn, device)
+                _take_turn(case, timing, turn, device, weigh)
     if busy and device.type == "cuda":
         for case, timing in zip(cases, timings, strict=True):
             if timing.failure is None:
@@ -109,10 +111,10 @@ def time_cases(
     return timings
 
 
-def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device) -> None:
+def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device, weigh: bool) -> None:
     """Run a case once; turns below 0 are the warm-up."""
     try:
-        if turn < -1:
+        if turn < -1 and weigh:
             timing.held = max(0, timing.held + _kept(case, timing, turn % SEEDS, device))
             return
         seconds, peak = _timed(case, timing, turn % SEEDS, device)
