@@ -23,6 +23,7 @@ from didi_instruct.api.open import find, fingerprint, open_source
 from didi_instruct.api.runs import (
     Change,
     check_folder,
+    check_held,
     nothing_to_do,
     only_run,
     start_of,
@@ -104,8 +105,7 @@ def distill(
         check_fit(config, loaded.config, processes=world.size)
         with only_run(folder, world):
             shown = reporter if world.is_main and reporter else SilentReporter()
-            # Once more: another run may have begun here before this one held the folder.
-            changes = check_folder(folder, config, resume, verb=verb)
+            changes = check_held(folder, config, resume, world, verb=verb)
             for line in said:
                 shown.say(line)
             if nothing_to_do(folder, config.train.steps, resume, shown.say):

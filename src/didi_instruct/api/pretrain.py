@@ -11,6 +11,7 @@ import torch
 from didi_instruct import __version__
 from didi_instruct.api.runs import (
     check_folder,
+    check_held,
     configure,
     nothing_to_do,
     only_run,
@@ -68,8 +69,7 @@ def pretrain(
     vocab_size = config.model.vocab_size
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
     with open_world(device) as world, only_run(folder, world):
-        # Once more: another run may have begun here before this one held the folder.
-        changes = check_folder(folder, config, resume, verb="didi pretrain RECIPE")
+        changes = check_held(folder, config, resume, world, verb="didi pretrain RECIPE")
         shown = reporter if world.is_main and reporter else SilentReporter()
         if nothing_to_do(folder, config.train.steps, resume, shown.say):
             outcome = Outcome(config.train.steps, None, None)

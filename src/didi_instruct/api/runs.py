@@ -116,6 +116,16 @@ def check_folder(folder: Path, config: Any, resume: bool, *, verb: str) -> list[
     return []
 
 
+def check_held(folder: Path, config: Any, resume: bool, world: World, *, verb: str) -> list[Change]:
+    """`check_folder` once the folder is held: another run may have begun there before that.
+
+    All processes call, and none writes before all have looked.
+    """
+    changes = check_folder(folder, config, resume, verb=verb)
+    world.wait()
+    return changes
+
+
 def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
     """Refuse what cannot go on, or not like this; return what changes."""
     recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.train.steps

@@ -3,6 +3,9 @@
 import os
 import shutil
 import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from tests.runs import contents, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api.runs import only_run
+from didi_instruct.api.runs import check_held, only_run
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.quick import QuickTest
@@ -191,3 +194,25 @@ def test_a_second_run_in_one_folder_waits_its_turn(run, tmp_path):
         run(recipe())
     assert not (tmp_path / "run").exists()
     assert run(recipe()).finished
+
+
+def test_no_process_writes_before_all_have_looked(tmp_path):
+    """The second one comes late: it would find what the first has written meanwhile."""
+    folder, meet = tmp_path / "run", threading.Barrier(2, timeout=20)
+
+    class Both(World):
+        def wait(self):
+            meet.wait()
+
+    def first():
+        check_held(folder, recipe(), False, Both(torch.device("cpu"), 0, 2), verb="didi distill")
+        folder.mkdir()
+        (folder / "curves.png").touch()
+
+    def second():
+        time.sleep(0.2)
+        check_held(folder, recipe(), False, Both(torch.device("cpu"), 1, 2), verb="didi distill")
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in [pool.submit(first), pool.submit(second)]:
+            found.result()
