@@ -248,9 +248,8 @@ def _uniform_state(call: Call, options: TailOptions) -> Samples:
 
 
 def _autoregressive(call: Call, options: NoOptions) -> Samples:
-    network = call.engine.network
+    engine, network = call.engine, call.engine.network
     assert isinstance(network, ARModel)
-    engine = call.engine
     return autoregressive(network, eot_id=engine.eot_id, decoders=engine.decoders, **call.shared)
 
 

@@ -354,6 +354,16 @@ class GraphedDiT:
             self._weights_at, self._pool = weights_at, None
 
 
+def keep_few(there: dict[Any, Any], key: object, make: Callable[[], Any], most: int) -> Any:
+    """What is there by a key, or made; of more than `most`, what was not used for longest goes."""
+    if key not in there:
+        if len(there) >= most:
+            del there[next(iter(there))]
+        there[key] = make()
+    there[key] = there.pop(key)
+    return there[key]
+
+
 def pad_output(
     weight: Tensor, bias: Tensor, num: int, never: int | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,14 @@ that it is one CUDA graph. The numbers, and so the tokens, are those of `autoreg
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.graphs import capture, grown, pad_output
+from didi_instruct.models.graphs import capture, grown, keep_few, pad_output
 from didi_instruct.models.layers import Block, versions
 from didi_instruct.models.precision import upcast
 from didi_instruct.sampling.chunks import draw_by_chunks
@@ -131,10 +132,9 @@ class Decoders:
         self._forget_if_changed()
         there = [b for b, size in self._made if size == length and batch <= b <= 2 * batch]
         key = min(there, default=batch), length
-        if key not in self._made and len(self._made) >= MOST_KEPT:
-            del self._made[next(iter(self._made))]
-        made = self._made.pop(key, None) or StaticDecoder(self.model, *key)
-        self._made[key] = made  # what was not used for longest is the first to go
+        made: StaticDecoder = keep_few(
+            self._made, key, partial(StaticDecoder, self.model, *key), MOST_KEPT
+        )
         return made
 
     def _forget_if_changed(self) -> None:

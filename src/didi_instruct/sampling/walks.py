@@ -21,6 +21,7 @@ from didi_instruct.models.graphs import (
     Captured,
     GraphedDiT,
     capture,
+    keep_few,
     round_up,
 )
 from didi_instruct.models.streams import beside
@@ -46,7 +47,7 @@ def walk(denoiser: Denoiser, chain: Chain, reveals: Reveals) -> Samples | None:
     if not graphs.is_folded():
         return None
     length, device = chain.z.shape[1], chain.z.device
-    one = _kept(graphs.kept, length, partial(Walk, graphs, length, device))
+    one = keep_few(graphs.kept, length, partial(Walk, graphs, length, device), MOST_KEPT)
     if one.fails:
         return None
     torch.clamp(chain.z[0], min=0, out=one.tokens[:-1])  # padding has no embedding
@@ -112,7 +113,8 @@ class Walk:
             stream = [seed_key(chain.settings.seed), chain.canvas.mask_id, *chain.canvas.stream]
             given = z, chain.open[0], chain.canvas.samples, torch.tensor(stream), chances
             make = partial(_make_settling, *given)
-            settled = _kept(self._settling, (len(stream), chain.steps), make)(*given)
+            key = len(stream), chain.steps
+            settled = keep_few(self._settling, key, make, MOST_KEPT)(*given)
         size = chain.steps + 2
         counts: list[int] = settled[0, :size].tolist()
         return counts, settled[0, size:].view(3, -1)
@@ -122,7 +124,8 @@ class Walk:
         there = [size for size in self._writing if count <= size <= 2 * count]
         usual = max(SMALLEST, round_up(count))
         size = min(there, default=min(usual, len(self.tokens) - 1))
-        run = _kept(self._writing, size, partial(self._make_writing, graphs, size))
+        make = partial(self._make_writing, graphs, size)
+        run = keep_few(self._writing, size, make, MOST_KEPT)
         run(table[:, :size])
 
     def _make_writing(self, graphs: GraphedDiT, size: int) -> Callable[..., Tensor]:
@@ -195,13 +198,3 @@ def _arranged(z: Tensor, turns: Tensor, numbers: Tensor) -> Tensor:
     ranked, order = torch.sort(turns, stable=True)
     table = F.pad(torch.stack([order, own[order], ranked + 2]), (0, len(z)))
     return torch.cat([padded, counts, table.flatten()])[None]
-
-
-def _kept(there: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
-    """What is there by a key, or made; what was not used for longest goes first."""
-    if key not in there:
-        if len(there) >= MOST_KEPT:
-            del there[next(iter(there))]
-        there[key] = make()
-    there[key] = there.pop(key)
-    return there[key]
