@@ -1,0 +1,118 @@
+"""Other settings of every rival's training: as many steps as in the table, on the same terms.
+
+    python experiments/rival_settings.py --data prepared --judge stories15m --out OUT --minutes 1
+
+`OUT` is the folder of `didi reproduce baselines`, whose students are found there and not trained
+again; beside them stand the same with one setting changed. What is compared is path KL, where the
+method has one. `--scale toy` needs neither data nor judge, to see that it runs.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rivals import Told, scale_of
+
+from didi_instruct.evaluation.curves import read_log
+from didi_instruct.reproduce.asking import ALL_TRICKS
+from didi_instruct.reproduce.grid import Grid
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.making import lasting
+from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.running import RUN, folder_of
+from didi_instruct.reproduce.scale import Scale
+
+TRIED = {
+    "sdtt": ("optim.lr=3e-4", "sdtt.steps=64", "sdtt.divergence=forward", "optim.lr=1e-3"),
+    "dimo": ("optim.lr=2e-4", "dimo.beta=-0.2", "dimo.aux_lr=5e-4"),
+    "duo": ("optim.lr=5e-4", "duo.steps=32", "duo.kl=forward", "optim.lr=1e-4"),
+    "didi": ("optim.lr=3e-4", "optim.lr=3e-5", "discriminator.saturation=1.0"),
+    "jump": ("optim.lr=3e-4", "didi.kl_weight=0.01"),
+    "path": ("optim.lr=1e-3", "optim.lr=2e-4"),
+    "token-matching": ("token_matching.anchor=0.5",),
+}
+"""One at a time, beside what the recipe says."""
+USUAL = ""
+SAMPLERS = {"dimo": "dimo"}
+WITHOUT_PATH_KL = ("duo",)
+TOLD = ("ppl", "ppl_ci95", "entropy", "path_kl", "path_kl_ci95", "unique_4gram", "num_samples")
+
+
+def students(scale: Scale, roles: list[str], seed: int) -> dict[tuple[str, str], Job]:
+    """Every student by role and changed setting, roles in turns: a first answer about all first."""
+    found = {}
+    for number in range(1 + max(map(len, TRIED.values()))):
+        for role in roles:
+            changes = (USUAL, *TRIED[role])
+            if number < len(changes):
+                found[role, changes[number]] = _student(scale, role, changes[number], seed)
+    return found
+
+
+def _student(scale: Scale, role: str, change: str, seed: int) -> Job:
+    usual = scale.ablated(ALL_TRICKS, seed) if role == "didi" else scale.model(role, seed)
+    if change == USUAL:
+        return usual
+    name = f"{role}-{change.partition('.')[2].replace('=', '-')}-seed{seed}"
+    return replace(usual, name=name, overrides=(*usual.overrides, change))
+
+
+def measure(scale: Scale, role: str, student: Job, seed: int) -> Job:
+    """Its rows at the budgets it is made for."""
+    steps = [*scale.few, *scale.budgets][:3] if role == "dimo" else scale.budgets
+    metrics = ["ppl", "entropy", "unique-4gram"]
+    return quality_job(
+        scale,
+        f"measure-{student.name}",
+        student,
+        steps=steps,
+        seed=seed,
+        metrics=metrics if role in WITHOUT_PATH_KL else [*metrics, "path-kl"],
+        sampler=SAMPLERS.get(role),
+    )
+
+
+def main() -> None:
+    """Train, measure, and print a line for each student and budget."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--scale", default="small")
+    parser.add_argument("--data")
+    parser.add_argument("--judge")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, help="of every student, as the table's were made")
+    parser.add_argument("--roles", default=",".join(TRIED))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=6)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    scale = scale_of(asked)
+    if asked.minutes is not None:
+        scale = lasting(scale, asked.minutes, asked.out, board=Told())
+    roles = [role for role in asked.roles.split(",") if role == "didi" or scale.has(role)]
+    trained = {
+        (*which, seed): student
+        for seed in scale.seeds
+        for which, student in students(scale, roles, seed).items()
+    }
+    measured = {
+        (role, change, seed): measure(scale, role, student, seed)
+        for (role, change, seed), student in trained.items()
+    }
+    grid = Grid(list(measured.values()), asked.out, board=Told())
+    grid.run(["0"] * asked.at_once if scale.name != "toy" else ())
+    found = []
+    for which, job in measured.items():
+        log = read_log(folder_of(trained[which], asked.out) / RUN / "log.jsonl")
+        waits = [round(record["disc_waits"], 2) for record in log if "disc_waits" in record]
+        role, change, seed = which
+        for row in grid.results.get(job.key, ()):
+            told = {name: row.get(name) for name in TOLD}
+            line = {"role": role, "changed": change, "seed": seed, "nfe": row["nfe"], **told}
+            found.append(line | ({"waits": waits} if waits else {}))
+            print(json.dumps(line))
+    (asked.out / "settings.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
