@@ -235,6 +235,7 @@ MADE = [
     made("sdtt", 8, 0.9, 30.0, 0.8, 7.5),
     made("rgas", 8, 1.0, 20.0, None, None) | {"vsf_note": BELOW},
     made("ar", 256, 1.0, 10.0, 0.1, 0.1, own_steps=True),
+    made("ar", 251, 0.9, 9.0, 0.1, 0.05, own_steps=True),
 ]
 
 
@@ -246,6 +247,14 @@ def test_the_lowest_path_kl_stands_beside_the_plain_setting():
     assert rows["base"]["lowest_path_kl_at"] == [0.9, 1.0]
     assert (rows["sdtt"]["ppl"], rows["sdtt"]["vsf"]) == (45.0, 1.1)
     assert rows["rgas"]["lowest_path_kl"] is None
+
+
+def test_a_step_per_token_is_one_row_however_long_its_texts_are():
+    """At another temperature texts are shorter: 251 steps, where plain ones took 256."""
+    (row,) = [row for row in summary(MADE) if row["method"] == "ar"]
+    assert (row["nfe"], row["temperature"], row["lowest_path_kl"]) == (256, 1.0, 0.05)
+    other = MADE[-1] | {"seed": 1, "temperature": 1.0}
+    assert [row["nfe"] for row in summary([*MADE, other])][-2:] == [256, 251], "one a seed"
 
 
 def test_winners_are_told_apart_by_intervals():

@@ -249,10 +249,13 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
     `lowest_path_kl` is a minimum over settings, on the samples they are chosen by, so it flatters;
     the baseline's as everyone's. `lowest_path_kl_ci95` is the interval of that setting alone.
+    Those of a step per token are one row, of how many steps its plain texts took: others are
+    shorter or longer.
     """
-    groups: dict[tuple[str, int, int], list[Row]] = {}
+    groups: dict[tuple[str, int | None, int], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["method"], row["nfe"], row["seed"]), []).append(row)
+        nfe = None if row["own_steps"] else row["nfe"]
+        groups.setdefault((row["method"], nfe, row["seed"]), []).append(row)
     return [_summary(group) for group in groups.values()]
 
 

@@ -144,7 +144,7 @@ def _legend(
 ) -> None:
     from matplotlib.lines import Line2D
 
-    steps = {row["method"]: row["nfe"] for row in rows if row["own_steps"]}
+    steps = {row["method"]: row["nfe"] for row in rows if row["own_steps"] and _is_plain(row)}
     handles = [
         Line2D(
             [], [], linestyle="none", color=colour, marker=marker, markersize=7,
