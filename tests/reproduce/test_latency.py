@@ -1,10 +1,13 @@
 """Timing: in turns, without the first time, medians; and beside the quality of the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from didi_instruct.api.model import Model
 from didi_instruct.benchmarking import timing
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.reproduce import latency
@@ -109,6 +112,62 @@ def test_a_setting_that_does_not_fit_is_told_and_the_others_are_timed(
     table = ITEMS["latency"].table(scale, {job.key: rows})
     assert told in table.notes
     assert [row["ratio_to_ar"] for row in table.rows] == [None, None]
+
+
+def test_networks_of_one_shape_that_are_sampled_alike_share_a_timing(
+    settings, monkeypatch, tmp_path
+):
+    """AR, the teacher and its student as one, streams, and by confidence each for itself."""
+    other = save(tmp_path / "student", config_of(), seed=1)
+    teacher = settings[1].source
+    asked = [
+        *settings,
+        Setting(method="student", source=other, steps=4),
+        Setting(method="streams", source=other, steps=4, options={"order": "streams"}),
+        Setting(method="confidence", source=teacher, steps=4, sampler="confidence"),
+        Setting(method="confidence too", source=other, steps=4, sampler="confidence"),
+        Setting(method="cooler", source=other, steps=4, temperature=0.9),
+    ]
+    watched = Watched(monkeypatch, [99] * 6 + [1, 2, 3, 4, 5, 6])
+    rows = time_settings(asked, batch=2, rounds=1, device="cpu")
+    assert [row["seconds_median"] for row in rows] == [1, 2, 2, 3, 4, 5, 6]
+    assert [row["method"] for row in rows] == [setting.method for setting in asked]
+    assert next(watched.left, None) is None, "each way was drawn once to warm up and once timed"
+
+
+def test_a_model_that_is_its_order_shares_with_one_that_is_told_to(settings, monkeypatch, tmp_path):
+    """And not with one of random order, whose settings are the same otherwise."""
+    streams = save(tmp_path / "streams", replace(config_of(), order="streams"))
+    asked = [
+        settings[1],
+        Setting(method="told", source=settings[1].source, steps=4, options={"order": "streams"}),
+        Setting(method="own", source=streams, steps=4),
+    ]
+    Watched(monkeypatch, [99, 99, 1, 2])
+    rows = time_settings(asked, batch=2, rounds=1, device="cpu")
+    assert [row["seconds_median"] for row in rows] == [1, 2, 2]
+
+
+def test_what_follows_the_end_of_a_text_counts_for_nobody(tmp_path, monkeypatch):
+    """Windows of 8 tokens whose texts end after 3 and 5: of 16 tokens, 8 are text.
+
+    Weights decide where these end, so that two such models are timed apart.
+    """
+    words = Tokenizer.load("bytes")
+    config = config_of("duo", vocab_size=258, length=8)
+    sources = [save(tmp_path / str(n), config, tokenizer=words, seed=n) for n in (0, 1)]
+    rows = torch.full((2, 8), 65)
+    rows[0, 3:], rows[1, 5] = words.eot_id, words.eot_id
+    drawn = []
+    monkeypatch.setattr(Model, "sample", lambda model, **wish: drawn.append(model) or rows)
+    asked = [Setting(method=source, source=source, steps=2) for source in sources]
+    ticks = iter(range(99))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    found = time_settings(asked, batch=2, rounds=1, device="cpu", until_eot=True)
+    assert [row["tokens_per_second"] for row in found] == [8, 8]
+    assert len(drawn) == 4, "both warm up, both are timed"
+    found = time_settings(asked, batch=2, rounds=1, device="cpu")
+    assert [row["tokens_per_second"] for row in found] == [16, 16], "whole windows are text"
 
 
 def test_where_nothing_runs_there_is_no_result(settings, monkeypatch):

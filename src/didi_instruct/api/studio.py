@@ -16,6 +16,7 @@ from didi_instruct.api.model import Model
 from didi_instruct.api.open import digests, find
 from didi_instruct.api.plan import Plan, plan_of_baseline
 from didi_instruct.api.samplers import Sampler, find_sampler
+from didi_instruct.config.model import Order
 from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.describing import describe
@@ -65,7 +66,7 @@ class Studio:
             # The batch size changes no token, but what the tokens cost, which is kept with them.
             settings = asdict(wish) | {
                 "sampler": sampler.name,
-                "options": _options(sampler, wish.options, model),
+                "options": all_options(sampler, wish.options, model.config.order),
                 "device": model.device.type,  # GPUs round otherwise
                 "measure_path": wish.measure_path or model.config.masks == 1,  # free with one
             }
@@ -126,6 +127,11 @@ def sampling_fingerprint(source: str) -> str:
     return key(digests(source), asdict(manifest.model), other)
 
 
+def end_of_text(tokenizer: Tokenizer | None, end_id: int | None) -> int | None:
+    """What ends a text: the model's own `end_id`, else its tokenizer's end-of-text."""
+    return tokenizer.eot_id if end_id is None and tokenizer is not None else end_id
+
+
 def texts_of(
     tokenizer: Tokenizer | None, tokens: Tensor, until_eot: bool, end_id: int | None = None
 ) -> tuple[tuple[str, ...], Tensor]:
@@ -133,9 +139,7 @@ def texts_of(
 
     `end_id` ends a text where the model has one; else the tokenizer's end-of-text does.
     """
-    if end_id is None and tokenizer is not None:
-        end_id = tokenizer.eot_id
-    lengths = text_lengths(tokens, end_id, until_eot)
+    lengths = text_lengths(tokens, end_of_text(tokenizer, end_id), until_eot)
     if tokenizer is None:
         return ("",) * len(tokens), lengths
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
@@ -167,7 +171,7 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
         length=tokens.shape[1],
         until_eot=until_eot,
         seconds=seconds,
-        options=_options(sampler, wish.options, model),
+        options=all_options(sampler, wish.options, config.order),
         batch_size=wish.batch_size,
         device=_name(model.device),
         dtype=model.cast,
@@ -192,11 +196,14 @@ def fast_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _options(sampler: Sampler, given: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """All options of a sampler, those that nobody gave too, as JSON has them."""
+def all_options(sampler: Sampler, given: Mapping[str, Any], order: Order) -> dict[str, Any]:
+    """All options of a sampler, those that nobody gave too, as JSON has them.
+
+    `order` is that of the model, for where nobody says.
+    """
     options: Any = parse(sampler.options, dict(given), where=f"sampler {sampler.name}")
     if hasattr(options, "resolve"):
-        options = options.resolve(model.config.order)
+        options = options.resolve(order)
     told: dict[str, Any] = json.loads(json.dumps(asdict(options)))
     return told
 

@@ -192,6 +192,7 @@ def baseline_rows(
         length=terms.length,
         device=terms.device,
         fast=fast,
+        until_eot=terms.until_eot,
     )
     timed = dict(zip(plain, rates, strict=True))
     costs = {source: _costs(role, models) for role, source in models.items()}

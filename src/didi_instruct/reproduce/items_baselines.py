@@ -130,8 +130,9 @@ def _table(scale: Scale, results: Results) -> Table:
             "teacher that all share: steps, the bank of the teacher's texts that a student reads "
             "(drawn once for all; `bank_minutes` in the CSV; --minutes are of steps alone), DUO's "
             "own teacher, token matching's first student. Texts are those of the last training.",
-            "Tokens/s are those of batches of 16 plain texts; on a GPU models are accelerated "
-            "(`--fast`).",
+            "Tokens/s are those of batches of 16 plain texts, without what follows their end; on a "
+            "GPU models are accelerated (`--fast`). Networks of one shape that are sampled in the "
+            "same way share one timing.",
             *untimed(rows),
             *without_mauve(scale),
             *([f"Not at this scale: {', '.join(absent)}."] if absent else []),
