@@ -8,6 +8,12 @@
 compiled stays in the compiler's cache, so that paces and trainings after it do not wait for it.
 `train` measures paces and trains one after the other, in one process, DUO's models last. The table
 then finds all of them. `--scale toy` needs neither data nor judge, to see that it runs.
+
+    python experiments/rivals.py train --scale oracle --out OUT --minutes 4 --seeds 2
+    python experiments/rivals.py table (the same)
+
+is the same comparison on the oracle language, with the networks and batches of its recipes, on a
+CPU (with OMP_NUM_THREADS=1; two processes may train `--roles` of their own beside each other).
 """
 
 import argparse
@@ -24,7 +30,7 @@ from pathlib import Path
 from didi_instruct.reproduce.grid import Grid, Standing
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import Job, in_order
-from didi_instruct.reproduce.making import lasting
+from didi_instruct.reproduce.making import lasting, make
 from didi_instruct.reproduce.paces import SHORT, pace_jobs
 from didi_instruct.reproduce.scale import Given, Scale, Training
 from didi_instruct.reproduce.scales import find_scale
@@ -33,6 +39,23 @@ JUDGED = {"temperature": 0.8, "collapse_spaces": True, "end": "<s>", "beyond": "
 """How `stories15m` tells stories, and so how it judges them."""
 PRETRAINED = ("ar", "duo-teacher")
 LAST = "duo"
+ORACLE = "oracle"
+PRETRAINING = ("train.steps=2000", "train.batch_size=128", "train.ema=0.995")
+STUDENT = ("train.batch_size=128", "train.eval_every=0", "watch.budgets=[]", "train.ema=0.98")
+BANK = ("reference.rows=4096", "reference.steps=64")
+LITERAL = (
+    *STUDENT,
+    *BANK,
+    "train.log_every=10",
+    "optim.lr=1e-4",
+    "optim.beta2=0.98",
+    "discriminator.lr=3e-4",
+    "discriminator.warmup=50",
+    "discriminator.trainable_blocks=1",
+    "train.steps=1000",
+    "watch.min_entropy=0",
+)
+"""DiDi-Instruct as the paper has it, with rates that were good in earlier runs (docs/log.md)."""
 
 
 class Told:
@@ -52,6 +75,8 @@ class Told:
 
 def scale_of(asked: argparse.Namespace) -> Scale:
     """The scale, as the command line makes it."""
+    if asked.scale == ORACLE:
+        return oracle_scale(asked.seeds)
     given = Given(
         data=asked.data,
         judge=asked.judge,
@@ -59,6 +84,31 @@ def scale_of(asked: argparse.Namespace) -> Scale:
         seeds=asked.seeds,
     )
     return find_scale(asked.scale, given)
+
+
+def oracle_scale(seeds: int) -> Scale:
+    """The oracle language with models of its recipes' size, where `toy` has networks of seconds."""
+    students = ("sdtt", "dimo", "duo", "token-matching")
+    return replace(
+        find_scale("toy", Given(seeds=seeds)),
+        says="The oracle language with models of its recipes, judged by the language itself.",
+        teacher=Job(
+            name="teacher", does="pretrain", recipe="oracle-teacher", overrides=PRETRAINING
+        ),
+        models={
+            **{role: Training(f"oracle-{role}", PRETRAINING) for role in PRETRAINED},
+            **{role: Training(f"oracle-{role}", STUDENT) for role in students},
+            "jump": Training("oracle-didi", (*STUDENT, *BANK)),
+        },
+        ablation=LITERAL,
+        few=(1, 2),
+        most_steps=64,
+        samples=1024,
+        batch_size=256,
+        temperatures=(0.9, 0.8, 0.7),
+        top_ps=(0.95, 0.9),
+        parts=1,
+    )
 
 
 def brief(scale: Scale) -> dict[str, Job]:
@@ -105,16 +155,29 @@ def train(asked: argparse.Namespace) -> None:
     (item,) = BASELINE_ITEMS
     assert item.jobs is not None
     trained = [job for job in in_order(item.jobs(scale)) if job.trains]
+    if asked.roles:
+        wanted = [job for job in trained if job.name.rpartition("-seed")[0] in asked.roles]
+        wanted += [job for job in trained if job.name in asked.roles]
+        trained = in_order(wanted)
     grid = Grid(sorted(trained, key=lambda job: job.name.startswith(LAST)), asked.out, board=Told())
     grid.run()
     for failure in grid.failures:
         print(f"{failure.job.name} failed: {failure.note}")
 
 
+def table(asked: argparse.Namespace) -> None:
+    """The table of what was trained, which `didi reproduce` makes of its own scales."""
+    scale = scale_of(asked)
+    if asked.minutes is not None:
+        scale = lasting(scale, asked.minutes, asked.out, board=Told())
+    outcome = make(BASELINE_ITEMS, scale, asked.out, board=Told())
+    print(*(path for made in outcome.made for path in made.files), sep="\n")
+
+
 def main() -> None:
     """Read what is asked for, and do it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("stage", choices=("compile", "train", "one"))
+    parser.add_argument("stage", choices=("compile", "train", "table", "one"))
     parser.add_argument("--scale", default="small")
     parser.add_argument("--data")
     parser.add_argument("--judge")
@@ -122,10 +185,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of every student; else steps as recipes say")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--limit", type=float, default=150, help="seconds of compiling")
+    parser.add_argument("--roles", type=lambda words: words.split(","), help="train these alone")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    {"compile": compile_all, "train": train, "one": compile_one}[asked.stage](asked)
+    stages = {"compile": compile_all, "train": train, "table": table, "one": compile_one}
+    stages[asked.stage](asked)
 
 
 if __name__ == "__main__":

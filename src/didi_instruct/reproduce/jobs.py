@@ -23,7 +23,7 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.models.manifest import is_ours
 
-VERSION = 3
+VERSION = 4
 """Raised where a function behind a job changes its numbers, so that old results are made again."""
 Does = Literal["pretrain", "distill"] | str
 """What a job does: train a model, or call a function by name, `package.module:function`."""
