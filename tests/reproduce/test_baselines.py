@@ -25,6 +25,8 @@ from didi_instruct.reproduce.baselines import (
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.equal_terms import Terms
 from didi_instruct.reproduce.figures import PALETTE
+from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.making import command
 from didi_instruct.reproduce.minutes import (
     SHARED,
     bank_minutes,
@@ -32,6 +34,9 @@ from didi_instruct.reproduce.minutes import (
     training_minutes,
     training_texts,
 )
+from didi_instruct.reproduce.paces import DIDI, STUDENTS, with_minutes
+from didi_instruct.reproduce.scale import Given
+from didi_instruct.reproduce.scales import find_scale
 
 from .small_models import LANGUAGE, config_of, save
 
@@ -82,6 +87,35 @@ def test_what_learns_to_take_few_steps_is_measured_there():
     trained = {way.method for way in WAYS if way.role != "teacher" and not way.own_steps}
     assert at_one == trained | {WAYS[0].method, STREAMS}
     assert sorted(s.steps for s in found if s.method == "DiMO") == [1, 2, 4]
+
+
+def test_some_rivals_alone_bring_what_they_start_from(tmp_path):
+    """DUO its teacher, token matching the student before it, with equal minutes too."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b"}\n')
+    whole = find_scale("small", Given(data=str(text), teacher="somewhere", judge="other"))
+    some = whole.with_rivals(["duo", "token-matching"])
+    assert set(some.rivals) == {"duo", "duo-teacher", "path", "token-matching"}
+    assert set(some.left_out) == {"ar", "sdtt", "dimo", "jump"}
+    assert some.model("duo").key == whole.model("duo").key
+    assert some.model("token-matching").key == whole.model("token-matching").key
+    (item,) = BASELINE_ITEMS
+    for scale in (some, with_minutes(some, 1, dict.fromkeys((*STUDENTS, DIDI), 2.0))):
+        inputs = item.jobs(scale)[0].inputs
+        assert {"teacher", "didi", "judge", "duo", "duo-teacher"} <= set(inputs)
+        assert not set(inputs) & set(some.left_out)
+        (words,) = [note for note in item.table(scale, {}).notes if "--rivals" in note]
+        assert words == "Left out by --rivals: ar, jump, sdtt, dimo."
+        told = command(item, scale)
+        assert told.endswith("--rivals duo-teacher,path,token-matching,duo"), told
+        assert whole.with_rivals(told.rpartition(" ")[2].split(",")) == some
+    assert command(item, whole).find("--rivals") == -1
+
+
+@pytest.mark.parametrize(("names", "words"), [(["sdt"], "--rivals sdt: at"), ([], "--rivals : at")])
+def test_a_rival_that_nobody_knows_is_refused_with_those_there_are(names, words):
+    with pytest.raises(UserError, match=f"{words}.* there are ar, duo-teacher, jump"):
+        find_scale("toy", Given()).with_rivals(names)
 
 
 def test_a_temperature_of_the_sweep_is_not_drawn_twice():

@@ -106,6 +106,8 @@ def test_the_list_names_what_is_planned(didi):
         (("proteins",), "planned, not made yet"),
         (("figure-1", "--scale", "huge"), "choose one of toy, small, paper"),
         (("figure-1", "--scale", "small"), "--scale small needs text"),
+        (("figure-1", "--rivals", "sdtt"), "--rivals is for baselines"),
+        (("baselines", "--rivals", "sdtt,dom"), "--rivals dom: at scale toy there are ar, duo"),
     ],
 )
 def test_mistakes_are_told_in_one_line(didi, arguments, words):
@@ -182,6 +184,15 @@ def test_minutes_change_the_scale_that_is_run(didi, tiny, tmp_path, monkeypatch)
     code, _, err = didi("reproduce", "baselines", "--minutes", 1.5, "--out", tmp_path / "out")
     assert (code, asked) == (2, [1.5])
     assert "enough" in err
+
+
+def test_a_dry_run_lists_the_rivals_that_were_asked_for(didi, tmp_path):
+    arguments = ("--rivals", "ar, sdtt", "--out", tmp_path / "new", "--dry-run")
+    code, out, _ = didi("reproduce", "baselines", *arguments)
+    assert code == 0
+    trained = {line.split()[0] for line in out.splitlines() if "  to do  " in line}
+    assert {"teacher", "ar", "sdtt-seed0", "ablation-all-tricks-seed0"} <= trained
+    assert not {name for name in trained if name.startswith(("duo", "dimo", "jump"))}
 
 
 def test_a_dry_run_counts_the_minutes_that_were_asked_for(didi, tmp_path):

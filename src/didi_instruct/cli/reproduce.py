@@ -85,6 +85,14 @@ def command(
             "(default: the steps of its recipe)."
         ),
     ] = None,
+    rivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Of baselines: these models alone beside the teacher and DiDi-Instruct, by role "
+            "(ar, sdtt, dimo, duo, ...; default: all).",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="List the jobs, check what they need, estimate GPU-hours."),
@@ -130,6 +138,10 @@ def command(
     folder = out or Path("reproduce") / scale
     if minutes is not None and (item not in LASTING or not minutes > 0):
         raise UserError(f"--minutes is for {' and '.join(LASTING)}, and more than 0: leave it out.")
+    if rivals is not None:
+        if item != "baselines":
+            raise UserError("--rivals is for baselines: leave it out.")
+        chosen = chosen.with_rivals([role.strip() for role in rivals.split(",") if role.strip()])
     _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder, minutes))

@@ -92,7 +92,7 @@ def _table(scale: Scale, results: Results) -> Table:
     sweep = [row for one in found for row in one]
     rows = summary(sweep)
     count = 1 + len(scale.temperatures) + len(scale.top_ps)
-    absent = [role for role in ROLES if not scale.has(role)]
+    absent = [role for role in ROLES if not (scale.has(role) or role in scale.left_out)]
     beyond = [heat for heat in BEYOND if heat not in scale.temperatures]
     shown = SHOWN if scale.measures_mauve else tuple(s for s in SHOWN if s != MAUVE)
     return Table(
@@ -136,6 +136,7 @@ def _table(scale: Scale, results: Results) -> Table:
             *untimed(rows),
             *without_mauve(scale),
             *([f"Not at this scale: {', '.join(absent)}."] if absent else []),
+            *([f"Left out by --rivals: {', '.join(scale.left_out)}."] if scale.left_out else []),
         ],
     )
 

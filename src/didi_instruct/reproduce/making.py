@@ -222,6 +222,8 @@ def command(item: Item, scale: Scale) -> str:
         words += flag if option is True else f"{flag} {shlex.quote(str(option))}"
     if scale.minutes is not None and item.name in LASTING:
         words += f" --minutes {scale.minutes:g}"
+    if scale.left_out:
+        words += f" --rivals {','.join(scale.rivals)}"
     return words if scale.mauve else f"{words} --no-mauve"
 
 

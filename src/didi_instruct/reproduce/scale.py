@@ -1,11 +1,12 @@
 """What a scale says: which models there are, on what they learn, how they are drawn and judged."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
+from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import Job
 
 ScaleName = Literal["toy", "small", "paper"]
@@ -14,8 +15,14 @@ EARLY, LATE = (2, 5), "didi.pi=[5,2]"
 """The paper's law of τ for few steps, and its law for 32 and more."""
 
 
+LARGE = "-large"
+"""Ends the role of a model of the larger size, which the baselines do not have."""
 FIRST = "path-first"
 """The student that token matching starts from, where it is not `path` itself."""
+
+
+STARTS = {"duo": "duo-teacher", "token-matching": "path"}
+"""Models that start from another one, where a scale has that."""
 
 
 class Training(NamedTuple):
@@ -73,6 +80,8 @@ class Scale:
     """Whether MAUVE is wanted, where it can be had."""
     minutes: float | None = None
     """That every student of the baselines trains, where that was asked for."""
+    left_out: tuple[str, ...] = ()
+    """Models of the baselines that the user does not want."""
     causal_judge: bool = False
     """Whether the judge is a causal LM, whose features MAUVE compares."""
     corpora: str | None = None
@@ -125,6 +134,24 @@ class Scale:
             "until_eot": self.until_eot,
             "judging": dict(self.judge_options),
         }
+
+    @property
+    def rivals(self) -> list[str]:
+        """Models of the baselines by role, beside the teacher and DiDi-Instruct."""
+        return [role for role in self.models if not (role.endswith(LARGE) or role == FIRST)]
+
+    def with_rivals(self, roles: Sequence[str]) -> "Scale":
+        """The same with these models of the baselines alone, and those that they start from."""
+        unknown = [role for role in roles if role not in self.rivals]
+        if unknown or not roles:
+            raise UserError(
+                f"--rivals {','.join(unknown)}: at scale {self.name} there are "
+                f"{', '.join(self.rivals)}."
+            )
+        wanted = {*roles, *(STARTS[role] for role in roles if role in STARTS)}
+        left_out = tuple(role for role in self.rivals if role not in wanted)
+        models = {role: of for role, of in self.models.items() if role not in left_out}
+        return replace(self, models=models, left_out=left_out)
 
     def has(self, role: str) -> bool:
         """Whether the scale has such a model."""
