@@ -4,15 +4,17 @@
 
 `OUT` is the folder of `didi reproduce baselines`, whose students are found there and not trained
 again; beside them stand the same with one setting changed. What is compared is path KL, where the
-method has one. `--scale toy` needs neither data nor judge, to see that it runs.
+method has one. `--scale toy` needs neither data nor judge, to see that it runs; nor does `--scale
+oracle`, the oracle language on a CPU (rivals.py), whose rows say what the language says of them.
 """
 
 import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from rivals import Told, scale_of
+from rivals import ORACLE, Told, scale_of, truth
 
 from didi_instruct.evaluation.curves import read_log
 from didi_instruct.reproduce.asking import ALL_TRICKS
@@ -23,7 +25,7 @@ from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import Scale
 
-TRIED = {
+STORIES = {
     "sdtt": ("optim.lr=3e-4", "sdtt.steps=64", "sdtt.divergence=forward", "optim.lr=1e-3"),
     "dimo": ("optim.lr=2e-4", "dimo.beta=-0.2", "dimo.aux_lr=5e-4"),
     "duo": ("optim.lr=5e-4", "duo.steps=32", "duo.kl=forward", "optim.lr=1e-4"),
@@ -33,18 +35,28 @@ TRIED = {
     "token-matching": ("token_matching.anchor=0.5",),
 }
 """One at a time, beside what the recipe says."""
+ON_ORACLE = {
+    "sdtt": ("optim.lr=1e-4", "optim.lr=1e-3", "sdtt.steps=16", "sdtt.divergence=forward"),
+    "dimo": ("optim.lr=3e-4", "dimo.beta=-0.2", "dimo.random=0.7", "dimo.aux_lr=1e-3"),
+    "duo": ("optim.lr=2e-4", "optim.lr=1e-3", "duo.steps=32", "duo.kl=forward"),
+    "didi": ("optim.lr=3e-4", "discriminator.lr=1e-3"),
+    "jump": ("optim.lr=3e-4",),
+    "token-matching": ("token_matching.anchor=0.2",),
+}
 USUAL = ""
 SAMPLERS = {"dimo": "dimo"}
 WITHOUT_PATH_KL = ("duo",)
 TOLD = ("ppl", "ppl_ci95", "entropy", "path_kl", "path_kl_ci95", "unique_4gram", "num_samples")
 
 
-def students(scale: Scale, roles: list[str], seed: int) -> dict[tuple[str, str], Job]:
+def students(
+    scale: Scale, tried: dict[str, tuple[str, ...]], seed: int
+) -> dict[tuple[str, str], Job]:
     """Every student by role and changed setting, roles in turns: a first answer about all first."""
     found = {}
-    for number in range(1 + max(map(len, TRIED.values()))):
-        for role in roles:
-            changes = (USUAL, *TRIED[role])
+    for number in range(1 + max(map(len, tried.values()))):
+        for role in tried:
+            changes = (USUAL, *tried[role])
             if number < len(changes):
                 found[role, changes[number]] = _student(scale, role, changes[number], seed)
     return found
@@ -73,6 +85,11 @@ def measure(scale: Scale, role: str, student: Job, seed: int) -> Job:
     )
 
 
+def _place(folder: str, row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells samples of a folder apart here."""
+    return (folder, *(row[name] for name in ("sampler", "nfe", "temperature", "top_p", "seed")))
+
+
 def main() -> None:
     """Train, measure, and print a line for each student and budget."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -81,7 +98,7 @@ def main() -> None:
     parser.add_argument("--judge")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, help="of every student, as the table's were made")
-    parser.add_argument("--roles", default=",".join(TRIED))
+    parser.add_argument("--roles", help="these alone, with commas between them")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=6)
     asked = parser.parse_args()
@@ -89,11 +106,13 @@ def main() -> None:
     scale = scale_of(asked)
     if asked.minutes is not None:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
-    roles = [role for role in asked.roles.split(",") if role == "didi" or scale.has(role)]
+    changes = ON_ORACLE if asked.scale == ORACLE else STORIES
+    known = [role for role in changes if role == "didi" or scale.has(role)]
+    tried = {role: changes[role] for role in (asked.roles.split(",") if asked.roles else known)}
     trained = {
         (*which, seed): student
         for seed in scale.seeds
-        for which, student in students(scale, roles, seed).items()
+        for which, student in students(scale, tried, seed).items()
     }
     measured = {
         (role, change, seed): measure(scale, role, student, seed)
@@ -101,17 +120,24 @@ def main() -> None:
     }
     grid = Grid(list(measured.values()), asked.out, board=Told())
     grid.run(["0"] * asked.at_once if scale.name != "toy" else ())
+    facts = {}
+    if asked.scale == ORACLE:
+        facts = {_place(fact["model"], fact): fact for fact in truth(asked.out)}
     found = []
     for which, job in measured.items():
         log = read_log(folder_of(trained[which], asked.out) / RUN / "log.jsonl")
         waits = [round(record["disc_waits"], 2) for record in log if "disc_waits" in record]
         role, change, seed = which
+        folder = folder_of(trained[which], asked.out).name
         for row in grid.results.get(job.key, ()):
             told = {name: row.get(name) for name in TOLD}
             line = {"role": role, "changed": change, "seed": seed, "nfe": row["nfe"], **told}
+            fact = facts.get(_place(folder, row), {})
+            line |= {name: fact[name] for name in ("mistakes", "latent_share") if fact}
             found.append(line | ({"waits": waits} if waits else {}))
             print(json.dumps(line))
-    (asked.out / "settings.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    name = "-".join(["settings", *(asked.roles or "").split(",")]).strip("-")
+    (asked.out / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ then finds all of them. `--scale toy` needs neither data nor judge, to see that 
     python experiments/rivals.py table (the same)
 
 is the same comparison on the oracle language, with the networks and batches of its recipes, on a
-CPU (with OMP_NUM_THREADS=1; two processes may train `--roles` of their own beside each other).
+CPU (with OMP_NUM_THREADS=1; two processes may train `--roles` of their own beside each other). What
+the language itself says of all samples, models without a path KL included, is in `truth.json`.
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -26,11 +28,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from didi_instruct.evaluation.quick import oracle_facts
+from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.reproduce.grid import Grid, Standing
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import lasting, make
+from didi_instruct.reproduce.measuring import EVALS
 from didi_instruct.reproduce.paces import SHORT, pace_jobs
 from didi_instruct.reproduce.scale import Given, Scale, Training
 from didi_instruct.reproduce.scales import find_scale
@@ -172,6 +178,20 @@ def table(asked: argparse.Namespace) -> None:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
     outcome = make(BASELINE_ITEMS, scale, asked.out, board=Told())
     print(*(path for made in outcome.made for path in made.files), sep="\n")
+    if asked.scale == ORACLE:
+        (asked.out / "truth.json").write_text(json.dumps(truth(asked.out), indent=1))
+
+
+def truth(out: Path) -> list[dict[str, Any]]:
+    """Broken sentences and variety of all samples in a folder of the oracle language."""
+    found = []
+    for path in sorted((out / EVALS / "samples").glob("*.jsonl")):
+        samples = read_samples(path)
+        told = ("sampler", "nfe", "temperature", "top_p", "seed", "options")
+        whose = {"model": Path(samples.origin.model).parent.name}
+        settings = {name: getattr(samples.origin, name) for name in told}
+        found.append(whose | settings | oracle_facts(samples.tokens))
+    return found
 
 
 def main() -> None:

@@ -378,6 +378,18 @@ def test_minutes_of_a_distillation(tmp_path):
     assert training_minutes(tmp_path) is None
 
 
+def test_minutes_do_not_hold_what_compiles(tmp_path):
+    """Ten steps in 50 s, most of them for kernels, then twenty at 2/s: 15 s. Fast ones count."""
+    write_log(
+        tmp_path,
+        {"step": 10, "iterations_per_second": 0.2},
+        {"step": 30, "iterations_per_second": 2.0},
+    )
+    assert training_minutes(tmp_path) == pytest.approx(15 / 60)
+    write_log(tmp_path, {"step": 10, "iterations_per_second": 0.2})
+    assert training_minutes(tmp_path) == pytest.approx(50 / 60), "nothing to tell it by"
+
+
 def test_minutes_of_a_pretraining(tmp_path):
     """Batches of 8 rows of 16 tokens, 12 steps at 64 tokens per second: 24 s."""
     recipe = {"model": {"length": 16}, "train": {"batch_size": 8, "steps": 12}}

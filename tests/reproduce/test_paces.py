@@ -18,6 +18,7 @@ from didi_instruct.reproduce.paces import (
     AFTER,
     DIDI,
     STEPS,
+    STUDENTS,
     expected,
     kept,
     measured,
@@ -73,6 +74,20 @@ def test_a_student_waits_for_no_larger_a_share_of_its_steps(small, minutes):
         assert after.warmup < after.train.steps
         most = before.warmup / before.train.steps
         assert after.warmup == 1 or after.warmup / after.train.steps <= most
+
+
+@pytest.mark.parametrize("minutes", [0.02, 0.5, 30])
+def test_rates_rise_for_no_larger_a_share_of_the_steps(small, minutes):
+    """Else short runs of those that warm up, SDTT, DUO and path, learn less than others do."""
+    scale, warmed = with_minutes(small, minutes, PACES), 0
+    usual = replace(small, models={**small.models, FIRST: small.models["path"]})
+    for role in (*STUDENTS, FIRST):
+        before, after = (each.model(role).settings() for each in (usual, scale))
+        most = before.optim.warmup / before.train.steps
+        assert after.optim.warmup <= before.optim.warmup
+        assert after.optim.warmup <= 1 or after.optim.warmup / after.train.steps <= most
+        warmed += after.optim.warmup > 0
+    assert warmed == 4
 
 
 def test_a_chain_of_two_students_takes_no_longer(small):

@@ -23,8 +23,9 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.models.manifest import is_ours
 
-VERSION = 4
-"""Raised where a function behind a job changes its numbers, so that old results are made again."""
+VERSION, TRAINED = 4, 3
+"""Raised where a function behind a job changes its numbers, so that old results are made again; and
+where trainings change theirs."""
 Does = Literal["pretrain", "distill"] | str
 """What a job does: train a model, or call a function by name, `package.module:function`."""
 SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig}
@@ -86,7 +87,8 @@ class Job:
             for role, given in self.inputs.items()
         }
         settings = _deciding(asdict(self.settings())) if self.trains else {}
-        return digest(VERSION, __version__, self.does, settings, dict(self.options), inputs)
+        version = TRAINED if self.trains else VERSION
+        return digest(version, __version__, self.does, settings, dict(self.options), inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,8 @@ def training_minutes(folder: Path) -> float | None:
     """Minutes of the steps of a run; None where the folder has no log of one, or shared its GPU.
 
     Wall-clock time of steps alone: evaluations, checkpoints and the drawing of a bank are not in a
-    log's rates. Of steps that were made again after an interruption, the last time counts.
+    log's rates, and the first steps, in which kernels are compiled, count as no slower than those
+    after them. Of steps that were made again after an interruption, the last time counts.
     """
     if not (folder / LOG).is_file() or (folder.parent / SHARED).exists():
         return None
@@ -27,12 +28,9 @@ def training_minutes(folder: Path) -> float | None:
     rated = [r for r in records if r.get("iterations_per_second") or r.get("tokens_per_second")]
     if not rated:
         return None
-    tokens = None
-    for record in rated:
-        rate = record.get("iterations_per_second")
-        if rate is None:
-            tokens = tokens or _tokens_per_step(folder)
-            rate = record["tokens_per_second"] / tokens
+    size = None if "iterations_per_second" in rated[0] else _tokens_per_step(folder)
+    rates = [r["tokens_per_second"] / size if size else r["iterations_per_second"] for r in rated]
+    for record, rate in zip(rated, [max(rates[:2]), *rates[1:]], strict=True):
         seconds += (record["step"] - before) / rate
         before = record["step"]
     return seconds / 60

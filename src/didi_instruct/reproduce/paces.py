@@ -153,13 +153,15 @@ def _schedule(training: Training, steps: int) -> tuple[str, ...]:
         value: int = getattr(getattr(config, section), key)
         return value
 
+    rounds = config.rounds.count if method in ROUNDS else 1
+    each = max(1 if method in ROUNDS else 2, steps // rounds)
+    found = [f"train.steps={rounds * each}"]
     if method in ROUNDS:
-        rounds = config.rounds.count
-        each = max(1, steps // rounds)
-        return f"train.steps={rounds * each}", f"{ROUNDS[method]}={each}"
-    steps = max(2, steps)
-    if method not in WARM_UPS:
-        return (f"train.steps={steps}",)
-    wait = usual(WARM_UPS[method])
-    wait = min(wait, max(1, wait * steps // config.train.steps))
-    return f"train.steps={steps}", f"{WARM_UPS[method]}={wait}"
+        found.append(f"{ROUNDS[method]}={each}")
+    waits = ["optim.warmup", *([WARM_UPS[method]] if method in WARM_UPS else [])]
+    for name in waits:
+        wait = usual(name)
+        if wait:
+            share = max(1, wait * rounds * each // config.train.steps)
+            found.append(f"{name}={min(wait, share)}")
+    return tuple(found)
