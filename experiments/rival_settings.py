@@ -66,7 +66,8 @@ def _student(scale: Scale, role: str, change: str, seed: int) -> Job:
     usual = scale.ablated(ALL_TRICKS, seed) if role == "didi" else scale.model(role, seed)
     if change == USUAL:
         return usual
-    name = f"{role}-{change.partition('.')[2].replace('=', '-')}-seed{seed}"
+    words = change.partition(".")[2].replace("=", "-").replace("_", "-")
+    name = f"{role}-{words}-seed{seed}"
     return replace(usual, name=name, overrides=(*usual.overrides, change))
 
 

@@ -132,6 +132,10 @@ def test_the_best_setting_is_chosen_in_every_resample():
     assert found[0]["gap_closed_ci95"] == pytest.approx(
         reflected(found[0]["gap_closed"], (teacher - (d - 1)) / gap)
     )
+    lowest = min(row["path_kl"] for row in found)
+    for row in found:
+        assert row["path_kl_best"] == lowest
+        assert row["path_kl_best_ci95"] == pytest.approx(reflected(lowest, best))
     difference = found[1]["path_kl_vs_baseline"]
     assert difference == pytest.approx(gaps[4].mean() - 1 - chosen)
     assert found[1]["path_kl_vs_baseline_ci95"] == pytest.approx(
@@ -242,6 +246,26 @@ def test_the_best_setting_is_one_of_the_same_sampler():
     assert [row["gap_closed"] for row in found[:2]] == pytest.approx([0.25, 0.5])
     assert [row["gap_closed_best"] for row in found[:2]] == pytest.approx([0.5, 0.5])
     assert [row["gap_closed_best"] for row in found[2:7]] == pytest.approx([0.75] * 5)
+    assert [row["path_kl_best"] for row in found] == pytest.approx(
+        [3, 3, 2, 2, 2, 2, rows[6].row["path_kl"], 2]
+    )
+    assert [row["path_kl_best_at"] for row in found[:3]] == [[0.9, 1.0], [0.9, 1.0], [1.0, 1.0]]
+
+
+def test_passes_that_the_baseline_does_not_come_near_do_not_compare():
+    """A guided row of 36 passes beside a baseline of 16: no; beside one of 32: yes."""
+    generator = np.random.default_rng(0)
+    row, few, enough = (
+        measured(nats=generator.normal(2, 0.1, 20), entropy=np.full(20, 5.0), passes=passes)
+        for passes in (36.0, 16.0, 32.0)
+    )
+    (found,) = compare([row], [few])
+    assert found["vsf"] is not None
+    assert (found["vsf_passes"], found["vsf_passes_ci95"]) == (None, None)
+    assert "took 36 passes" in found["vsf_passes_note"]
+    enough.row["nfe"] = 32
+    (found,) = compare([row], [few, enough])
+    assert found["vsf_passes"] == pytest.approx(row.row["ppl"] / enough.row["ppl"])
 
 
 def test_bounds_of_another_order_have_a_note():

@@ -11,18 +11,22 @@ from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.reproduce.baselines import (
-    BEYOND,
+    ABOVE,
     METRICS,
     STREAMS,
     WAYS,
     baseline_rows,
-    gains,
     settings_of,
+)
+from didi_instruct.reproduce.baselines_figure import draw_baselines
+from didi_instruct.reproduce.baselines_findings import (
+    at_the_edge,
+    gains,
+    of_other_lengths,
     summary,
     winners,
     without_vsf,
 )
-from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.equal_terms import Terms
 from didi_instruct.reproduce.figures import PALETTE
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
@@ -65,18 +69,19 @@ def test_a_model_that_another_one_began_as_is_not_sampled():
 
 
 def test_all_have_the_same_budgets_and_the_same_sweep():
+    """The baselines have many steps too, and the plain one those that guidance takes in passes."""
     found = settings_of(
-        {role: role for role in ROLES}, (4, 8), temperatures=(0.9,), top_ps=(0.8,), most_steps=32
-    )
+        {role: role for role in ROLES}, (4, 8), temperatures=(0.9,), top_ps=(0.8,), most_steps=32,
+        costly=(18,),
+    )  # fmt: skip
     sweep = [(1.0, 1.0), (0.9, 1.0), (1.0, 0.8)]
+    more = {WAYS[0].method: [18, 32], STREAMS: [32]}
     for way in WAYS:
         mine = [s for s in found if s.method == way.method]
-        budgets = [None] if way.own_steps else [4, 8, *([32] if way is WAYS[0] else [])]
-        beyond = BEYOND if way.method in (WAYS[0].method, STREAMS) else ()
+        budgets = [None] if way.own_steps else [4, 8, *more.get(way.method, ())]
+        above = [(ABOVE, 1.0)] if way.method in more else []
         assert sorted((s.steps or 0, (s.temperature, s.top_p)) for s in mine) == sorted(
-            (nfe or 0, point)
-            for nfe in budgets
-            for point in (*sweep, *((heat, 1.0) for heat in beyond))
+            (nfe or 0, point) for nfe in budgets for point in (*sweep, *above)
         )
 
 
@@ -118,10 +123,10 @@ def test_a_rival_that_nobody_knows_is_refused_with_those_there_are(names, words)
         find_scale("toy", Given()).with_rivals(names)
 
 
-def test_a_temperature_of_the_sweep_is_not_drawn_twice():
-    found = settings_of({"teacher": "t"}, (4,), temperatures=(0.9, 0.7))
-    heats = [s.temperature for s in found if s.method == WAYS[0].method]
-    assert sorted(heats) == sorted({1.0, 0.9, *BEYOND})
+def test_a_budget_is_not_drawn_twice():
+    found = settings_of({"teacher": "t"}, (4, 8), few=(2,), costly=(8, 16), most_steps=16)
+    for method, budgets in ((WAYS[0].method, [2, 4, 8, 16]), (STREAMS, [2, 4, 8, 16])):
+        assert [s.steps for s in found if s.method == method] == budgets
 
 
 def test_mauve_is_that_of_plain_settings():
@@ -154,6 +159,8 @@ def test_without_a_teacher_there_is_nothing_to_compare_with():
 
 # Numbers
 
+HEATS = (0.7, 0.6, 0.5)
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
@@ -171,7 +178,7 @@ def rows(tmp_path_factory):
         out=folder / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=8, device="cpu"
     )
     return baseline_rows(
-        masked | others, (2, 4), terms, temperatures=(0.7,), top_ps=(), most_steps=16,
+        masked | others, (2, 4), terms, temperatures=HEATS, top_ps=(), most_steps=16, costly=(6,),
         timing_batch=2, timing_rounds=1,
     )  # fmt: skip
 
@@ -188,7 +195,7 @@ def test_a_student_that_is_its_teacher_gains_nothing(rows):
         for name in ("ppl", "entropy", "path_kl", "self_bleu", "unique_4gram"):
             assert copy[name] == own[name]
         assert copy["path_kl_vs_baseline"] == own["path_kl_vs_baseline"] >= 0
-    assert [row["vsf"] for row in of(rows, "SDTT")] == pytest.approx([1] * 4)
+    assert [row["vsf"] for row in of(rows, "SDTT")] == pytest.approx([1] * 2 * (1 + len(HEATS)))
     for nfe in (2, 4):
         assert min(row["path_kl_vs_baseline"] for row in of(rows, WAYS[0].method, nfe)) == 0
     assert all(row["is_baseline"] == (row["method"] == "MDLM, ancestral") for row in rows)
@@ -199,7 +206,7 @@ def test_every_row_stands_beside_the_teacher_in_streams_too(rows):
     for nfe in (2, 4):
         streams = of(rows, "MDLM, streams order", nfe)
         assert [row["streams_vsf"] for row in streams] == pytest.approx([1] * len(streams))
-        assert len(streams) == len({1.0, *BEYOND}), "0.7 is in both sweeps"
+        assert len(streams) == 1 + len({*HEATS, ABOVE})
         best = min(row["path_kl"] for row in streams)
         plain = of(rows, "MDLM, ancestral", nfe)
         for row in (*streams, *plain):
@@ -218,14 +225,14 @@ def by_hand(rows, nfe, row):
 
 
 @pytest.mark.parametrize("method", ["DiDi-Instruct", "DiDi-Instruct, h 10"])
-@pytest.mark.parametrize(("nfe", "rival"), [(2, 4), (4, 16)])
+@pytest.mark.parametrize(("nfe", "rival"), [(2, 6), (4, 16)])
 def test_guidance_is_paid_at_equal_passes(rows, method, nfe, rival):
-    """Two guided steps cost more than four of the baseline, and four more than sixteen do.
+    """Two guided steps cost more than six of the baseline, and four more than sixteen do.
 
     (Of its steps the last ones reveal nothing of some texts, and are not run.)
     """
     row = of(rows, method, nfe)[0]
-    costs = {n: max(r["passes"] for r in of(rows, WAYS[0].method, n)) for n in (2, 4, 16)}
+    costs = {n: max(r["passes"] for r in of(rows, WAYS[0].method, n)) for n in (2, 4, 6, 16)}
     assert max(n for n, cost in costs.items() if cost <= row["passes"]) == rival
     assert (row["temperature"], row["path_kl"]) == (1.0, None)
     assert row["vsf"] == pytest.approx(by_hand(rows, nfe, row))
@@ -257,7 +264,8 @@ def made(method, nfe, temperature, ppl, vsf, path_kl, own_steps=False, seed=0, w
         "method": method, "nfe": nfe, "temperature": temperature, "top_p": 1.0, "ppl": ppl,
         "entropy": 5.0 - 1 / ppl, "vsf": vsf, "path_kl": path_kl, "own_steps": own_steps,
         "role": "teacher" if method == "base" else method, "is_baseline": method == "base",
-        "seed": seed, **ends,
+        "path_kl_best": path_kl, "path_kl_best_ci95": ends["path_kl_ci95"],
+        "path_kl_best_at": [temperature, 1.0], "seed": seed, **ends,
     }  # fmt: skip
 
 
@@ -276,30 +284,75 @@ MADE = [
 def test_the_lowest_path_kl_stands_beside_the_plain_setting():
     """The plain setting keeps its own vsF: a best one would be chosen on its own samples."""
     rows = {row["method"]: row for row in summary(MADE)}
-    assert (rows["base"]["path_kl"], rows["base"]["lowest_path_kl"]) == (9.0, 8.0)
-    assert rows["base"]["lowest_path_kl_ci95"] == [7.8, 8.2]
-    assert rows["base"]["lowest_path_kl_at"] == [0.9, 1.0]
+    assert (rows["base"]["path_kl"], rows["base"]["path_kl_best"]) == (9.0, 8.0)
+    assert rows["base"]["path_kl_best_ci95"] == [7.8, 8.2]
+    assert rows["base"]["path_kl_best_at"] == [0.9, 1.0]
     assert (rows["sdtt"]["ppl"], rows["sdtt"]["vsf"]) == (45.0, 1.1)
-    assert rows["rgas"]["lowest_path_kl"] is None
+    assert rows["rgas"]["path_kl_best"] is None
 
 
 def test_a_step_per_token_is_one_row_however_long_its_texts_are():
     """At another temperature texts are shorter: 251 steps, where plain ones took 256."""
     (row,) = [row for row in summary(MADE) if row["method"] == "ar"]
-    assert (row["nfe"], row["temperature"], row["lowest_path_kl"]) == (256, 1.0, 0.05)
+    assert (row["nfe"], row["temperature"], row["path_kl_best"]) == (256, 1.0, 0.05)
     other = MADE[-1] | {"seed": 1, "temperature": 1.0}
-    assert [row["nfe"] for row in summary([*MADE, other])][-2:] == [256, 251], "one a seed"
+    found = [(row["nfe"], row["seed"]) for row in summary([*MADE, other])][-2:]
+    assert found == [(256, 0), (256, 1)], "one line, which the longest text names"
 
 
 def test_winners_are_told_apart_by_intervals():
     """Ends 0.2 away part 7 from 8; ends 0.6 away do not."""
-    begin = "Lowest path KL at 8 NFE, of 2, each at its best setting: sdtt 7.00"
+    begin = "Lowest path KL at 8 NFE in random order, of 2, each at its best setting: sdtt 7.00"
     assert winners(MADE) == [f"{begin} (6.80 to 7.20), below all others."]
     wide = [made(r["method"], 8, r["temperature"], 9.0, 1.0, r["path_kl"], wide=0.6) for r in MADE]
     assert winners(wide[:4]) == [
         f"{begin} (6.40 to 7.60), not told apart by intervals from base 8.00."
     ]
     assert winners(MADE[:2]) == [], "nothing to win against"
+
+
+def test_orders_are_ranked_apart():
+    """The bound of a random order is looser: streams would always win."""
+    streams = {"options": {"order": "streams"}}
+    other = [made(m, 8, 1.0, 9.0, 1.0, kl) | streams for m, kl in (("a", 1.0), ("b", 2.0))]
+    told = winners([*MADE, *other])
+    assert [words.partition(":")[0] for words in told] == [
+        f"Lowest path KL at 8 NFE in {order} order, of 2, each at its best setting"
+        for order in ("random", "streams")
+    ]
+    assert "sdtt 7.00" in told[0]
+    assert "a 1.00" in told[1]
+    assert winners([*MADE, other[0]]) == told[:1], "nothing to win against in streams"
+
+
+def test_three_seeds_are_no_surer_than_one():
+    """The range of three points is no interval: that of their samples counts."""
+    rows = [
+        made(method, 8, 1.0, 30.0, vsf, kl, seed=seed)
+        for seed in range(3)
+        for method, vsf, kl in (("base", 1.0, 8.0), ("sdtt", 0.9, 7.9))
+    ]
+    assert gains(rows)[0].endswith(": none.")
+    assert "not told apart by intervals from base" in winners(rows)[0]
+
+
+def test_a_best_at_the_end_of_the_sweep_is_told():
+    """Of MADE, whose lowest temperature is 0.9: the baseline and AR; nobody has a top-p."""
+    (told,) = at_the_edge(MADE)
+    assert told == "Best at the lowest temperature of the sweep, 0.9 (NFE): base (8); ar (256)."
+    assert at_the_edge([row for row in MADE if row["temperature"] == 1]) == []
+
+
+def test_texts_of_another_length_are_told():
+    """20% longer, by intervals that do not meet; not where they do."""
+    long = {"mean_length": 120.0, "mean_length_ci95": [118.0, 122.0]}
+    usual = {"mean_length": 100.0, "mean_length_ci95": [98.0, 102.0]}
+    near = {"mean_length": 103.0, "mean_length_ci95": [101.0, 105.0]}
+    rows = [MADE[0] | usual, MADE[2] | long, MADE[4] | near]
+    (told,) = of_other_lengths(rows)
+    assert told.endswith("not at equal terms: sdtt (+20%).")
+    assert of_other_lengths([rows[0], rows[2]]) == []
+    assert of_other_lengths(MADE) == [], "nobody counted"
 
 
 def test_winners_are_those_of_all_seeds():

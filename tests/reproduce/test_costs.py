@@ -61,7 +61,7 @@ def test_every_way_of_the_baselines_counts_with_its_own_passes():
 
     Of a guided step, half are a draw, a gradient and a second draw (5), half 4 candidates.
     """
-    sweep = {"most_steps": 16, "temperatures": [0.8], "top_ps": [0.9], "few": [2]}
+    sweep = {"most_steps": 16, "temperatures": [0.8], "top_ps": [0.9], "few": [2], "costly": [9]}
     options = {"steps": [4], "num": 5, **sweep}
     drawn = settings_of({"teacher": "t", "didi": "d"}, [4], **sweep)
     once = forward_flops(cost_model(TEACHER))

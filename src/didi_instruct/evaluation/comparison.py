@@ -14,6 +14,7 @@ import torch
 
 from didi_instruct.evaluation.frontier import (
     Point,
+    cost,
     equal_nfe,
     equal_passes,
     log_vsf_resampled,
@@ -36,6 +37,8 @@ OTHER_ORDER = (
 )
 """Of samplers that reveal positions by chance, path KL is a looser bound than of those that do
 not: KL plus the information between text and order."""
+NEARLY = 0.8
+"""Share of a row's passes that a baseline of equal passes has at least."""
 ONE_SAMPLER = ("fingerprint", "sampler", "options", "seed", "num_samples", "nfe")
 """What rows have in common that differ in temperature and top-p alone."""
 
@@ -51,7 +54,8 @@ def compare(
     `vsf` is at equal NFE, `vsf_passes` at equal forward passes. `path_kl_vs_baseline` is against
     the baseline's best setting of equal NFE, below 0 a gain; `gap_closed` is the share of what few
     steps cost the baseline, its best settings with few and with `most_steps`. `gap_closed_best`
-    is that of the row's sampler at the best temperature and top-p of that NFE.
+    is that of the row's sampler at the best temperature and top-p of that NFE, whose path KL is
+    `path_kl_best`: a minimum, which flatters, and whose interval allows for that.
     """
     resampling = Resampling(seed)
     ours, theirs = ([_Entry.of(m, resampling) for m in side] for side in (rows, baseline))
@@ -61,8 +65,9 @@ def compare(
         if entry.point is not None:
             row |= _places(entry, theirs)
         if row.get("path_kl") is not None:
-            row |= _against(entry, theirs)
-            if most_steps is not None and theirs:
+            if theirs:
+                row |= _best(_kin(entry, ours)) | _against(entry, theirs)
+            if theirs and most_steps is not None:
                 row |= _share(entry, ours, theirs, most_steps)
         elif row.get("path_kl_note") and theirs:
             shares = () if most_steps is None else ("gap_closed", "gap_closed_best")
@@ -123,6 +128,9 @@ def _places(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
         if name == "vsf_passes" and not alike:
             row |= _nothing(name, _other_batches(size, rivals[0].row.get("batch_size")))
             continue
+        if name == "vsf_passes" and equals and cost(equals) < NEARLY * point.passes:
+            row |= _nothing(name, _cheaper(cost(equals), point.passes))
+            continue
         if len(equals) == 1 and equals[0].entropy != point.entropy:
             row |= _nothing(name, "vsF needs a sweep of the baseline (didi eval --frontier)")
             continue
@@ -153,8 +161,26 @@ def _other_batches(ours: int | None, theirs: int | None) -> str:
     )
 
 
+def _cheaper(theirs: float, ours: float) -> str:
+    return (
+        f"the row took {ours:.3g} passes, and the nearest number of steps of the baseline that is "
+        f"no dearer {theirs:.3g}: draw it with more steps"
+    )
+
+
 def _nothing(name: str, note: str) -> Row:
     return {name: None, f"{name}_ci95": None, f"{name}_note": note}
+
+
+def _best(entries: Sequence[_Entry]) -> Row:
+    """Lowest path KL of one sampler over temperature and top-p, chosen anew in each resample."""
+    best, name = min(entries, key=_path_kl), "path_kl_best"
+    lowest = _lowest(entries)
+    return {
+        name: _path_kl(best),
+        f"{name}_ci95": None if lowest is None else reflected(_path_kl(best), lowest),
+        f"{name}_at": [best.row["temperature"], best.row["top_p"]],
+    }
 
 
 def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
@@ -188,9 +214,8 @@ def _share(
     """
     few = _with_path(baseline, nfe=entry.row["nfe"])
     many = _with_path(baseline, steps=most_steps)
-    kin = {name: entry.row.get(name) for name in ONE_SAMPLER}
     row: Row = {}
-    for name, own in (("gap_closed", [entry]), ("gap_closed_best", _with_path(rows, **kin))):
+    for name, own in (("gap_closed", [entry]), ("gap_closed_best", _kin(entry, rows))):
         row |= {name: None, f"{name}_ci95": None}
         if not few or not many:
             missing = f"{most_steps} steps" if few else f"{entry.row['nfe']} NFE"
@@ -227,6 +252,11 @@ def _with_path(entries: Sequence[_Entry], **same: object) -> list[_Entry]:
         if entry.row.get("path_kl") is not None
         and all(entry.row.get(name) == value for name, value in same.items())
     ]
+
+
+def _kin(entry: _Entry, entries: Sequence[_Entry]) -> list[_Entry]:
+    """Those with a path KL that differ in temperature and top-p alone."""
+    return _with_path(entries, **{name: entry.row.get(name) for name in ONE_SAMPLER})
 
 
 def _order(entry: _Entry) -> str:

@@ -89,8 +89,8 @@ def equal_passes(points: Iterable[Point], passes: float) -> list[Point]:
     for point in points:
         budgets[point.nfe].append(point)
     limit = passes + max(SHARE_OF_PASSES * passes, PART_OF_A_PASS)
-    affordable = [found for found in budgets.values() if _cost(found) <= limit]
-    return max(affordable, key=_cost, default=[])
+    affordable = [found for found in budgets.values() if cost(found) <= limit]
+    return max(affordable, key=cost, default=[])
 
 
 def curves(points: Iterable[Point]) -> list[list[Point]]:
@@ -140,7 +140,8 @@ def log_vsf_resampled(point: Point, baseline: Sequence[Point]) -> NDArray[np.flo
     return ratio
 
 
-def _cost(points: Sequence[Point]) -> float:
+def cost(points: Sequence[Point]) -> float:
+    """Passes of the dearest point."""
     return max(point.passes for point in points)
 
 

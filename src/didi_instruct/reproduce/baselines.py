@@ -8,9 +8,8 @@ all rows stand beside the teacher in that order too. On the oracle language mist
 entropy, so that vsF punishes repairs: there path KL is the measure to choose by.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from didi_instruct.reproduce.minutes import (
     training_texts,
 )
 from didi_instruct.reproduce.scale import FIRST
-from didi_instruct.reproduce.tables import Cell, over_seeds
 
 METRICS = ("ppl", "entropy", "path-kl", "self-bleu", "unique-4gram")
 PLAIN_ALONE = ("mauve",)
@@ -37,14 +35,13 @@ PLAIN = (1.0, 1.0)
 """Temperature and top-p."""
 STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
 """The second baseline, and how the columns of numbers against it begin."""
-BEYOND = (1.1, 0.7, 0.6, 0.5)
-"""Temperatures of the baselines alone: without them their frontiers end where plain rows lie, so
-that rows of less entropy, and half of the resamples of one that differs in nothing, had no vsF."""
+ABOVE = 1.1
+"""A temperature of the baselines alone, nobody's best: without it their frontiers end where plain
+rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
 CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
 """Students whose teacher is not the teacher of all, and that teacher's role, or roles in turn."""
-SIDES = ("below", "above", "in a gap of")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +102,14 @@ def settings_of(
     most_steps: int | None = None,
     late_from: int | None = None,
     few: Sequence[int] = (),
+    costly: Sequence[int] = (),
 ) -> list[Setting]:
     """All rows of the table; `models` are SOURCEs by role.
 
-    With `most_steps` the baseline is drawn with so many too, for the gap that others close. From
-    `late_from` NFE on, the model of a role is that of ROLE-late, where there is one. `few` are NFE
-    of what was trained, and of the baselines, alone: some learn to take one or two steps.
+    With `most_steps` the baselines are drawn with so many too, for the gap that others close, and
+    the first with `costly` NFE, about as many as guidance takes passes. From `late_from` NFE on,
+    the model of a role is that of ROLE-late, where there is one. `few` are NFE of what was trained,
+    and of the baselines, alone: some learn to take one or two steps.
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
@@ -119,19 +118,12 @@ def settings_of(
     assert not unknown, f"nothing samples {unknown}"
     found = []
     for way in (way for way in WAYS if way.role in models):
-        budgets: list[int | None] = [None] if way.own_steps else [*steps]
-        if not way.own_steps and (way.role != TEACHER or way.is_baseline):
-            budgets = [*few, *budgets]
-        if way is WAYS[0] and most_steps is not None and most_steps not in steps:
-            budgets.append(most_steps)
-        for nfe in budgets:
+        for nfe in budgets_of(way, steps, most_steps=most_steps, few=few, costly=costly):
             late = late_from is not None and nfe is not None and nfe >= late_from
             role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
             source = models[role]
             options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
-            beyond = BEYOND if temperatures and way.is_baseline else ()
-            heats = dict.fromkeys((*temperatures, *beyond))
-            for temperature, top_p in sweep(tuple(heats), top_ps):
+            for temperature, top_p in sweep(heats_of(way, temperatures), top_ps):
                 found.append(
                     Setting(
                         method=way.method,
@@ -148,6 +140,30 @@ def settings_of(
     return found
 
 
+def heats_of(way: Way, temperatures: Sequence[float]) -> tuple[float, ...]:
+    """Temperatures that a model is sampled with in one way, beside 1."""
+    return (*temperatures, *((ABOVE,) if temperatures and way.is_baseline else ()))
+
+
+def budgets_of(
+    way: Way,
+    steps: Sequence[int],
+    *,
+    most_steps: int | None,
+    few: Sequence[int],
+    costly: Sequence[int],
+) -> list[int | None]:
+    """NFE that a model is sampled with in one way; None: a step per token."""
+    if way.own_steps:
+        return [None]
+    found = [*(few if way.role != TEACHER or way.is_baseline else ()), *steps]
+    if way is WAYS[0]:
+        found += costly
+    if way.is_baseline and most_steps is not None:
+        found.append(most_steps)
+    return list(dict.fromkeys(found))
+
+
 def baseline_rows(
     models: Mapping[str, str],
     steps: Sequence[int],
@@ -158,6 +174,7 @@ def baseline_rows(
     most_steps: int | None = None,
     late_from: int | None = None,
     few: Sequence[int] = (),
+    costly: Sequence[int] = (),
     timing_batch: int = 16,
     timing_rounds: int = 3,
     fast: bool = True,
@@ -177,13 +194,14 @@ def baseline_rows(
         most_steps=most_steps,
         late_from=late_from,
         few=few,
+        costly=costly,
     )
     found = measure(settings, terms)
     if terms.part != WHOLE:
         return found.rows
     baseline = [number for number, s in enumerate(settings) if s.method == WAYS[0].method]
     rows = found.compared(baseline, most_steps)
-    beside = _beside_streams(found, (*few, *steps), most_steps)
+    beside = _beside_streams(found, most_steps)
     plain = [number for number, s in enumerate(settings) if _plain(s)]
     rates = time_settings(
         [settings[number] for number in plain],
@@ -206,23 +224,15 @@ def baseline_rows(
     return rows
 
 
-def _beside_streams(found: Found, steps: Sequence[int], most_steps: int | None) -> list[Row]:
-    """What sets every row apart from the teacher in streams order, at its own best settings.
-
-    What it could reach with many steps is what the plain baseline does: the law is the same.
-    """
-    rivals = [
-        number
-        for number, s in enumerate(found.settings)
-        if s.method == STREAMS
-        or (s.method == WAYS[0].method and s.steps == most_steps and most_steps not in steps)
-    ]
+def _beside_streams(found: Found, most_steps: int | None) -> list[Row]:
+    """What sets every row apart from the teacher in streams order, at its own best settings."""
+    rivals = [number for number, s in enumerate(found.settings) if s.method == STREAMS]
     names = ("vsf", "path_kl_vs_baseline", "gap_closed", "gap_closed_best")
     return [
         {
             f"{BESIDE_STREAMS}{name}": value
             for name, value in row.items()
-            if name.startswith(names) and not name.startswith("vsf_passes")
+            if name.startswith(names) and not name.startswith(("vsf_passes", "vsf_best"))
         }
         for row in found.compared(rivals, most_steps)
     ]
@@ -243,108 +253,6 @@ def _costs(role: str, models: Mapping[str, str]) -> Row:
         "chain_minutes": sum(known) if len(known) == len(chain) else None,
         **learning(folder),
     }
-
-
-def summary(rows: Sequence[Row]) -> list[Row]:
-    """One row for each method, NFE and seed: plain, with the lowest path KL of its sweep beside it.
-
-    `lowest_path_kl` is a minimum over settings, on the samples they are chosen by, so it flatters;
-    the baseline's as everyone's. `lowest_path_kl_ci95` is the interval of that setting alone.
-    Those of a step per token are one row, of how many steps its plain texts took: others are
-    shorter or longer.
-    """
-    groups: dict[tuple[str, int | None, int], list[Row]] = {}
-    for row in rows:
-        nfe = None if row["own_steps"] else row["nfe"]
-        groups.setdefault((row["method"], nfe, row["seed"]), []).append(row)
-    return [_summary(group) for group in groups.values()]
-
-
-def _summary(group: Sequence[Row]) -> Row:
-    plain = next(row for row in group if (row["temperature"], row["top_p"]) == PLAIN)
-    known = [row for row in group if row.get("path_kl") is not None]
-    if not known:
-        return plain | {"lowest_path_kl": None}
-    best = min(known, key=itemgetter("path_kl"))
-    return plain | {
-        "lowest_path_kl": best["path_kl"],
-        "lowest_path_kl_ci95": best.get("path_kl_ci95"),
-        "lowest_path_kl_at": [best["temperature"], best["top_p"]],
-    }
-
-
-def winners(rows: Sequence[Row]) -> list[str]:
-    """Which method has the lowest path KL at which NFE, over all seeds, as far as intervals tell.
-
-    Those without the number have no part in it, nor have those of a step per token, which share no
-    budget with the others, nor those whose number is a looser bound.
-    """
-    told, tight = [], [row for row in rows if not row.get("loose")]
-    for nfe, found in _by_method(tight, "lowest_path_kl"):
-        if len(found) > 1:
-            words = f"Lowest path KL at {nfe} NFE, of {len(found)}, each at its best setting"
-            told.append(f"{words}: {_ranked(found)}.")
-    return told
-
-
-def gains(rows: Sequence[Row]) -> list[str]:
-    """Which methods have a vsF below 1 by their interval, over all seeds; the baseline has 1."""
-    told = []
-    for nfe, found in _by_method([row for row in rows if not row["is_baseline"]], "vsf"):
-        below = sorted(
-            (cell.mean, f"{method} {cell.mean:.3f} ({cell.low:.3f} to {cell.high:.3f})")
-            for method, cell in found.items()
-            if cell.mean is not None and cell.high is not None and cell.high < 1
-        )
-        words = "; ".join(text for _, text in below) or "none"
-        known = sum(cell.high is not None for cell in found.values())
-        told.append(f"VsF below 1 by its interval at {nfe} NFE, of {known} that have one: {words}.")
-    return told
-
-
-def _by_method(rows: Sequence[Row], column: str) -> Iterator[tuple[int, dict[str, Cell]]]:
-    """A number of every method that has it, over seeds, at each NFE."""
-    plain = [r for r in summary(rows) if not r["own_steps"] and r.get(column) is not None]
-    for nfe in sorted({row["nfe"] for row in plain}):
-        of: dict[str, list[Row]] = {}
-        for row in (row for row in plain if row["nfe"] == nfe):
-            of.setdefault(row["method"], []).append(row)
-        yield nfe, {method: over_seeds(kin, column) for method, kin in of.items()}
-
-
-def _ranked(found: Mapping[str, Cell]) -> str:
-    """The lowest, and those whose interval meets its own."""
-    ranked = sorted(found, key=lambda method: found[method].mean or 0.0)
-    first, words = found[ranked[0]], f"{ranked[0]} {found[ranked[0]].mean:.2f}"
-    if first.low is None or first.high is None:
-        return f"{words}, without an interval: whether it is lower than the others is not known"
-    words += f" ({first.low:.2f} to {first.high:.2f})"
-    near = [m for m in ranked[1:] if (low := found[m].low) is None or low <= first.high]
-    if not near:
-        return f"{words}, below all others"
-    close = "; ".join(f"{method} {found[method].mean:.2f}" for method in near)
-    return f"{words}, not told apart by intervals from {close}"
-
-
-def without_vsf(rows: Sequence[Row]) -> list[str]:
-    """Which plain rows have no vsF, and why, a sentence for each NFE and reason."""
-    told = []
-    lacking = [row for row in summary(rows) if row.get("vsf") is None and not row["own_steps"]]
-    for nfe in sorted({row["nfe"] for row in lacking}):
-        why: dict[str, list[str]] = {}
-        for row in lacking:
-            if row["nfe"] == nfe and row["method"] not in why.setdefault(_reason(row), []):
-                why[_reason(row)].append(row["method"])
-        told += [f"No vsF at {nfe} NFE, {reason}: {'; '.join(of)}." for reason, of in why.items()]
-    return told
-
-
-def _reason(row: Row) -> str:
-    note = row.get("vsf_note") or "it was not measured"
-    for side in SIDES:
-        if note.startswith("entropy") and side.removesuffix(" of") in note:
-            return f"entropy {side} what the baseline's sweep reaches"
-    return str(note)
 
 
 def _plain(setting: Setting) -> bool:

@@ -188,6 +188,7 @@ def baselines(
     fast: bool,
     late_from: int | None = None,
     few: Sequence[int] = (),
+    costly: Sequence[int] = (),
     **common: Any,
 ) -> Rows:
     """All ways to sample all models that are inputs, over temperature and top-p.
@@ -205,6 +206,7 @@ def baselines(
         most_steps=most_steps,
         late_from=late_from,
         few=few,
+        costly=costly,
         fast=fast,
     )
     return [row | {"machine": machine} for row in rows]

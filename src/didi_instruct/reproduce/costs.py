@@ -19,7 +19,7 @@ from didi_instruct.models.build import count_parameters
 from didi_instruct.models.foreign.reading import recognise
 from didi_instruct.models.manifest import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
-from didi_instruct.reproduce.baselines import BEYOND, TEACHER, WAYS
+from didi_instruct.reproduce.baselines import WAYS, budgets_of, heats_of
 from didi_instruct.reproduce.equal_terms import WHOLE
 from didi_instruct.reproduce.jobs import Job
 
@@ -148,17 +148,12 @@ def _swept(
     role: str, model: ModelConfig, budgets: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[float, int]:
     """The same where every way to sample a model is drawn over temperature and top-p."""
-    heats, passes, rows = options["temperatures"], 0.0, 0
+    passes, rows = 0.0, 0
+    more = {name: options[name] for name in ("most_steps", "few", "costly")}
+    own = 1 if model.kind == "ar" else model.length
     for way in (way for way in WAYS if way.role == role):
-        steps = list(budgets)
-        if way.own_steps:
-            steps = [1 if model.kind == "ar" else model.length]
-        elif role != TEACHER or way.is_baseline:
-            steps += options["few"]
-        if way is WAYS[0] and options["most_steps"] not in steps:
-            steps.append(options["most_steps"])
-        wider = BEYOND if heats and way.is_baseline else ()
-        sweep = 1 + len({*heats, *wider}) + len(options["top_ps"])
+        steps = [own if nfe is None else nfe for nfe in budgets_of(way, budgets, **more)]
+        sweep = 1 + len(heats_of(way, options["temperatures"])) + len(options["top_ps"])
         passes += sweep * sum(steps) * (_guided(4) if way.sampler == "rgas" else 1)
         rows += sweep * len(steps)
     return passes, rows

@@ -1,0 +1,97 @@
+"""The best temperature and top-p of a sampler by vsF, chosen on some samples and told of others.
+
+A sampler without a path KL (one that rewrites tokens, is guided, or has no masks) has vsF alone to
+choose a setting by. The lowest of many ratios, told of the samples that chose it, is low by luck,
+of one that gains nothing too. So half of the samples choose, and the other half say how good it is.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from didi_instruct.evaluation.comparison import ONE_SAMPLER, compare
+from didi_instruct.evaluation.likelihood import perplexity
+from didi_instruct.evaluation.rows import Measured, Row
+
+NAME = "vsf_best"
+NEEDED = ("nats", "tokens", "entropy")
+"""Per-sample numbers that vsF is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """Every second sample of all rows: perplexity, entropy and vsF of those alone."""
+
+    rows: Sequence[Row | None]
+    """None where a row lacks what vsF is made of."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Measured], baseline: Sequence[Measured], first: int, seed: int
+    ) -> "_Half":
+        usable = [number for number, each in enumerate(rows) if _usable(each)]
+        ours = [_every_second(rows[number], first) for number in usable]
+        theirs = [_every_second(each, first) for each in baseline if _usable(each)]
+        found = dict(zip(usable, compare(ours, theirs, seed=seed), strict=True))
+        return cls([found.get(number) for number in range(len(rows))])
+
+
+def best_by_vsf(rows: Sequence[Measured], baseline: Sequence[Measured], seed: int = 0) -> list[Row]:
+    """`vsf_best` of every row: of its sampler at the temperature and top-p that one half chooses.
+
+    It is told of the other half, with an interval over that, and `vsf_best_at` is the choice. Rows
+    that differ in temperature and top-p alone have the same. Null where no setting has a vsF in the
+    first half, or the chosen one has none in the second.
+    """
+    choosing, telling = (_Half.of(rows, baseline, first, seed) for first in (0, 1))
+    found: list[Row] = []
+    for each in rows:
+        kin = [number for number, other in enumerate(rows) if _one_sampler(each, other)]
+        found.append(_told(kin, choosing, telling))
+    return found
+
+
+def _told(kin: Iterable[int], choosing: _Half, telling: _Half) -> Row:
+    values = [
+        (row["vsf"], number)
+        for number in kin
+        if (row := choosing.rows[number]) is not None and row.get("vsf") is not None
+    ]
+    if not values:
+        note = "no setting has a vsF on the half of the samples that chooses"
+        return {NAME: None, f"{NAME}_ci95": None, f"{NAME}_note": note}
+    row = telling.rows[min(values)[1]]
+    assert row is not None
+    return {
+        NAME: row.get("vsf"),
+        f"{NAME}_ci95": row.get("vsf_ci95"),
+        f"{NAME}_at": [row["temperature"], row["top_p"]],
+        **({f"{NAME}_note": row["vsf_note"]} if row.get("vsf_note") else {}),
+    }
+
+
+def _usable(each: Measured) -> bool:
+    """Whether vsF can be computed of half of it."""
+    values = [each.values.get(name) for name in NEEDED]
+    return all(v is not None and len(v) > 1 and np.isfinite(v).all() for v in values)
+
+
+def _every_second(each: Measured, first: int) -> Measured:
+    """Samples `first`, `first` + 2, ... with the perplexity and entropy of those alone."""
+    count = len(each.values["nats"]) // 2  # as many in both halves
+    values = {name: each.values[name][first : 2 * count : 2] for name in NEEDED}
+    row = {
+        **{name: each.row.get(name) for name in (*ONE_SAMPLER, "passes", "batch_size")},
+        "temperature": each.row["temperature"],
+        "top_p": each.row["top_p"],
+        "num_samples": count,
+        "ppl": perplexity(values["nats"].sum() / values["tokens"].sum()),
+        "entropy": values["entropy"].mean(),
+    }
+    return Measured(row, values)
+
+
+def _one_sampler(one: Measured, other: Measured) -> bool:
+    """Whether two rows differ in temperature and top-p alone."""
+    return all(one.row.get(name) == other.row.get(name) for name in ONE_SAMPLER)

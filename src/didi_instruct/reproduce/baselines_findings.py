@@ -1,0 +1,158 @@
+"""What the rows of the baselines say, in sentences: who wins where, and what not to trust."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+
+from didi_instruct.evaluation.rows import Row
+from didi_instruct.reproduce.baselines import PLAIN
+from didi_instruct.reproduce.tables import Cell, over_seeds
+
+ORDERS = ("random", "streams")
+"""Of revealing positions; where a row does not say, the first."""
+SIDES = ("below", "above", "in a gap of")
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """One row for each method, NFE and seed: the plain one, which tells of the best settings too.
+
+    Those of a step per token are one row, since texts of other temperatures are shorter or longer;
+    it tells the lowest path KL of all, and the steps of the longest plain text of any seed.
+    """
+    groups: dict[tuple[str, int | None, int], list[Row]] = {}
+    for row in rows:
+        nfe = None if row["own_steps"] else row["nfe"]
+        groups.setdefault((row["method"], nfe, row["seed"]), []).append(row)
+    found = [_summary(group) for group in groups.values()]
+    longest: dict[str, int] = {}
+    for row in (row for row in found if row["own_steps"]):
+        longest[row["method"]] = max(row["nfe"], longest.get(row["method"], 0))
+    return [row | {"nfe": longest.get(row["method"], row["nfe"])} for row in found]
+
+
+def _summary(group: Sequence[Row]) -> Row:
+    plain = next(row for row in group if (row["temperature"], row["top_p"]) == PLAIN)
+    known = [row for row in group if row.get("path_kl_best") is not None]
+    if not known:
+        return plain
+    best = min(known, key=itemgetter("path_kl_best"))
+    return plain | {name: value for name, value in best.items() if name.startswith("path_kl_best")}
+
+
+def winners(rows: Sequence[Row]) -> list[str]:
+    """Which method has the lowest path KL at which NFE, over all seeds, as far as intervals tell.
+
+    Those without the number have no part in it, nor have those of a step per token, which share no
+    budget with the others, nor those whose number is a looser bound. Orders are ranked apart: in
+    random order the bound holds what a text tells of its order, in streams it does not.
+    """
+    told = []
+    for order in ORDERS:
+        tight = [row for row in rows if _order(row) == order and not row.get("loose")]
+        for nfe, found in _by_method(tight, "path_kl_best"):
+            if len(found) > 1:
+                words = f"Lowest path KL at {nfe} NFE in {order} order, of {len(found)}"
+                told.append(f"{words}, each at its best setting: {_ranked(found)}.")
+    return told
+
+
+def _order(row: Row) -> str:
+    return str((row.get("options") or {}).get("order") or ORDERS[0])
+
+
+def at_the_edge(rows: Sequence[Row]) -> list[str]:
+    """Which methods have their lowest path KL at the end of the sweep: beyond it may be lower."""
+    told = []
+    for place, (name, column) in enumerate((("temperature", "temperature"), ("top-p", "top_p"))):
+        end = min((row[column] for row in rows), default=PLAIN[place])
+        found: dict[str, list[str]] = {}
+        for row in summary(rows):
+            best = row.get("path_kl_best_at")
+            if best and end < PLAIN[place] and best[place] == end:
+                found.setdefault(row["method"], []).append(f"{row['nfe']}")
+        if found:
+            words = "; ".join(f"{m} ({', '.join(dict.fromkeys(n))})" for m, n in found.items())
+            told.append(f"Best at the lowest {name} of the sweep, {end:g} (NFE): {words}.")
+    return told
+
+
+def of_other_lengths(rows: Sequence[Row]) -> list[str]:
+    """Which plain rows have texts of another length than the baseline's, as their intervals say.
+
+    Entropy grows with length, so that of these vsF is not at equal terms.
+    """
+    plain = summary(rows)
+    usual = {(r["nfe"], r["seed"]): r for r in plain if r["is_baseline"]}
+    found: dict[str, float] = {}
+    for row in plain:
+        beside = usual.get((row["nfe"], row["seed"]))
+        own, other = (each and each.get("mean_length_ci95") for each in (row, beside))
+        if beside is not None and own and other and (own[0] > other[1] or own[1] < other[0]):
+            ratio = row["mean_length"] / beside["mean_length"] - 1
+            found[row["method"]] = max(ratio, found.get(row["method"], 0.0), key=abs)
+    if not found:
+        return []
+    words = "; ".join(f"{method} ({ratio:+.0%})" for method, ratio in found.items())
+    return [
+        f"Texts of another length than the baseline's, where vsF is not at equal terms: {words}."
+    ]
+
+
+def gains(rows: Sequence[Row]) -> list[str]:
+    """Which methods have a vsF below 1 by their interval, over all seeds; the baseline has 1."""
+    told = []
+    for nfe, found in _by_method([row for row in rows if not row["is_baseline"]], "vsf"):
+        below = sorted(
+            (cell.mean, f"{method} {cell.mean:.3f} ({cell.low:.3f} to {cell.high:.3f})")
+            for method, cell in found.items()
+            if cell.mean is not None and cell.high is not None and cell.high < 1
+        )
+        words = "; ".join(text for _, text in below) or "none"
+        known = sum(cell.high is not None for cell in found.values())
+        told.append(f"VsF below 1 by its interval at {nfe} NFE, of {known} that have one: {words}.")
+    return told
+
+
+def _by_method(rows: Sequence[Row], column: str) -> Iterator[tuple[int, dict[str, Cell]]]:
+    """A number of every method that has it, at each NFE, with the intervals of all its seeds."""
+    plain = [r for r in summary(rows) if not r["own_steps"] and r.get(column) is not None]
+    for nfe in sorted({row["nfe"] for row in plain}):
+        of: dict[str, list[Row]] = {}
+        for row in (row for row in plain if row["nfe"] == nfe):
+            of.setdefault(row["method"], []).append(row)
+        yield nfe, {m: over_seeds(kin, column, enough=math.inf) for m, kin in of.items()}
+
+
+def _ranked(found: Mapping[str, Cell]) -> str:
+    """The lowest, and those whose interval meets its own."""
+    ranked = sorted(found, key=lambda method: found[method].mean or 0.0)
+    first, words = found[ranked[0]], f"{ranked[0]} {found[ranked[0]].mean:.2f}"
+    if first.low is None or first.high is None:
+        return f"{words}, without an interval: whether it is lower than the others is not known"
+    words += f" ({first.low:.2f} to {first.high:.2f})"
+    near = [m for m in ranked[1:] if (low := found[m].low) is None or low <= first.high]
+    if not near:
+        return f"{words}, below all others"
+    close = "; ".join(f"{method} {found[method].mean:.2f}" for method in near)
+    return f"{words}, not told apart by intervals from {close}"
+
+
+def without_vsf(rows: Sequence[Row]) -> list[str]:
+    """Which plain rows have no vsF, and why, a sentence for each NFE and reason."""
+    told = []
+    lacking = [row for row in summary(rows) if row.get("vsf") is None and not row["own_steps"]]
+    for nfe in sorted({row["nfe"] for row in lacking}):
+        why: dict[str, list[str]] = {}
+        for row in lacking:
+            if row["nfe"] == nfe and row["method"] not in why.setdefault(_reason(row), []):
+                why[_reason(row)].append(row["method"])
+        told += [f"No vsF at {nfe} NFE, {reason}: {'; '.join(of)}." for reason, of in why.items()]
+    return told
+
+
+def _reason(row: Row) -> str:
+    note = row.get("vsf_note") or "it was not measured"
+    for side in SIDES:
+        if note.startswith("entropy") and side.removesuffix(" of") in note:
+            return f"entropy {side} what the baseline's sweep reaches"
+    return str(note)
