@@ -108,11 +108,22 @@ def test_the_start_of_dimo_is_told_where_it_is_not_the_published_one():
 
 def test_an_order_is_left_out_where_a_method_may_not_know_it_but_refused_where_it_is_asked_for():
     config, said = settings_for("stories-token-matching", method="sdtt")
-    assert (config.order, len(said)) == ("random", 1)
-    assert "order=streams is left out" in said[0]
+    assert (config.order, len(said)) == ("random", 2)
+    assert "order=streams is left out" in said[1]
     assert settings_for("stories-token-matching", TEXT, "mixture")[0].order == "streams"
     with pytest.raises(UserError, match="order is streams, which method=sdtt does not know"):
         settings_for("stories-token-matching", ["order=streams"], "sdtt")
+
+
+def test_what_stays_of_a_recipe_for_another_method_is_told_and_what_it_reproduces_does_not():
+    config, said = settings_for("stories-didi", method="sdtt")
+    assert (config.reproduces, config.expect) == ("", "")
+    assert "method=sdtt has the learning rate, batch and steps of a recipe for didi" in said[0]
+    own, said = settings_for("stories-sdtt", method="sdtt")
+    assert (own, said) == (settings_for("stories-sdtt")[0], [])
+    assert own.reproduces
+    named, _ = settings_for("stories-didi", ["expect=a number"], "sdtt")
+    assert named.expect == "a number"
 
 
 def test_rounds_that_follow_from_the_steps_stay_with_them(run):

@@ -25,12 +25,20 @@ def settings_for(
     """Settings in force, and what is to be said of those that do not fit the method.
 
     With `method` a recipe is carried over to it: its own order is left out where the method may not
-    know it. What `overrides` say is never left out, but refused where it does not fit.
+    know it, and what it reproduces. What `overrides` say is never left out, but refused where it
+    does not fit.
     """
     said = []
     if method is not None and not isinstance(overrides, str):
-        order = _order_to_leave(recipe, method)
-        if order is not None:
+        values = _values(recipe)
+        own, order = values.get("method", "didi"), values.get("order", "random")
+        if method != own:
+            overrides = ["reproduces=''", "expect=''", *overrides]
+            said.append(
+                f"method={method} has the learning rate, batch and steps of a recipe for {own}: "
+                "give others with --set, or begin from a recipe of its own."
+            )
+        if method not in (*ANY_ORDER, own) and order != "random":
             overrides = ["order=random", *overrides]
             said.append(f"order={order} is left out: method={method} learns in random order.")
         overrides = [*overrides, f"method={method}"]
@@ -45,17 +53,14 @@ def settings_for(
     return config, said
 
 
-def _order_to_leave(recipe: str | Mapping[str, Any] | DistillConfig, method: Method) -> str | None:
-    """The order of a recipe for another method, where `method` cannot be expected to know it."""
+def _values(recipe: str | Mapping[str, Any] | DistillConfig) -> Mapping[str, Any]:
+    """What a recipe says, before anything is checked."""
     values: Any = recipe
     if isinstance(recipe, (str, Path)):
         values = read_recipe(find_recipe(str(recipe)))
     elif is_dataclass(recipe) and not isinstance(recipe, type):
         values = asdict(recipe)
-    if not isinstance(values, Mapping) or method in (*ANY_ORDER, values.get("method", "didi")):
-        return None
-    order = values.get("order", "random")
-    return None if order == "random" else str(order)
+    return values if isinstance(values, Mapping) else {}
 
 
 def check_rounds(config: DistillConfig, changes: Sequence[Change], folder: Path) -> None:

@@ -33,8 +33,9 @@ def command(
     method: Annotated[
         str | None,
         typer.Option(
-            help="didi, token-matching, mixture, sdtt, dimo or duo, not the recipe's: "
-            "what the recipe does not say of it is the published setting."
+            help="didi, token-matching, mixture, sdtt, dimo or duo, not the recipe's: what the "
+            "recipe does not say of its own section is the published setting; rates, batch and "
+            "steps stay the recipe's."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -44,7 +45,8 @@ def command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run (default: runs/RECIPE).")
+        Path | None,
+        typer.Option(help="Folder of the run (default: runs/RECIPE, with --method RECIPE-METHOD)."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint.")
@@ -59,7 +61,7 @@ def command(
     from didi_instruct.cli.progress import BankBar, PrepareBar
     from didi_instruct.training.reporting import TerminalReporter
 
-    folder = out or Path("runs") / Path(recipe).stem
+    folder = out or Path("runs") / "-".join(filter(None, (Path(recipe).stem, method)))
     result = distill(
         recipe,
         teacher=teacher,

@@ -159,8 +159,8 @@ class DiMOTask(AuxiliaryTask):
     def _walk(self, part: Part) -> tuple[Tensor, Seen]:
         """Where the texts stand when they are to be finished, and the starts they left from."""
         z, everyone = part.start, torch.arange(len(part.start), device=part.start.device)
-        width = self.model_config.hidden
-        begun = self.start.begin(z, self.mask_id, width, part.noise.uniforms)
+        width, end_id = self.model_config.hidden, self.model_config.end_id
+        begun = self.start.begin(z, self.mask_id, width, part.noise.uniforms, end_id)
         order = part.noise.uniforms(self.length, Purpose.REVEAL)
         shares = revealed_shares(self.schedule, part.times)
         for k in range(part.times.shape[1] - 1):

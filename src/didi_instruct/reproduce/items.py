@@ -34,6 +34,8 @@ class Item:
     table: Callable[["Scale", Results], "Table"] | None = None
     figure: Callable[["Scale", "Table", Results, Path], None] | None = None
     """Draws a PNG."""
+    remedy: str = ""
+    """What to do where a job failed and there is no table; empty: the same again."""
     planned: str = ""
     """What is missing of an item that cannot be made yet; empty where it can."""
 

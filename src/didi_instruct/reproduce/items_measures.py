@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from didi_instruct.api.sources import is_prepared
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS, METHODS, Ask, answers, ask_method, learnt
@@ -20,11 +21,18 @@ MAUVE, SELF_BLEU = Shown("mauve", "MAUVE", ".4f"), Shown("self_bleu", "Self-BLEU
 UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
 
 
-def without_mauve(scale: Scale) -> list[str]:
-    """Why a table has no MAUVE; nothing where it has."""
+def about_mauve(scale: Scale) -> list[str]:
+    """Why a table has no MAUVE, or what to know of it."""
     if not scale.causal_judge:
         return ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
-    return [] if scale.mauve else ["MAUVE was left out (--no-mauve)."]
+    if not scale.mauve:
+        return ["MAUVE was left out (--no-mauve)."]
+    if scale.data is None or is_prepared(Path(scale.data)):
+        return []
+    return [
+        "MAUVE compares with the first texts of --data, which models learnt too: it flatters those "
+        "that know them by heart. Give data that `didi data prepare` has split."
+    ]
 
 
 def _variety(scale: Scale) -> Iterator[Ask]:
@@ -44,7 +52,7 @@ def _variety_table(scale: Scale, results: Results) -> Table:
             for nfe, cell in line.items()
         ],
         notes=[
-            *without_mauve(scale),
+            *about_mauve(scale),
             "MAUVE: scaling factor 5, first 256 tokens, features of the judge; higher is closer to "
             "text. Self-BLEU: 5-grams, smoothing 1, tokens of the model (the paper: NLTK's words); "
             "lower is more varied, and noise is varied too: read both with the perplexity.",

@@ -124,7 +124,8 @@ def _lost(item: Item, why: str, out: Path) -> Made:
     """An item without numbers of its own: what an earlier run wrote is better than nothing."""
     older = (out / "tables" / f"{item.name}.md").exists()
     stays = "; the one of an earlier run stays as it is" if older else ""
-    return Made(item, None, error=f"no table: {why}{stays}")
+    remedy = f"; {item.remedy}" if item.remedy else ""
+    return Made(item, None, error=f"no table: {why}{stays}{remedy}")
 
 
 OWN = ("ppl", "path_kl", "vsf", "gap_closed")

@@ -46,7 +46,9 @@ class Seen:
 
 
 Reader = Callable[[Seen, Tensor, Tensor], Tensor]
-"""(what is seen, t (B,), where (B, L)) -> logits (R, V)."""
+"""(what is seen, t (B,), where (B, L)) -> logits (R, V).
+
+A reader may also have `end_id`, the token that ends its texts: no start has it inside a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,20 @@ class Start:
     """σ: an embedding e becomes sqrt(1 - σ²) e + σ s n, with n standard normal and s the deviation
     of all embeddings."""
 
-    def begin(self, z: Tensor, mask_id: int, width: int, numbers: Numbers) -> Seen:
-        """Draw the starts of texts z (B, L) with masks where to write; `width` is d."""
+    def begin(
+        self, z: Tensor, mask_id: int, width: int, numbers: Numbers, end_id: int | None = None
+    ) -> Seen:
+        """Draw the starts of texts z (B, L) with masks where to write; `width` is d.
+
+        Random tokens are any of the V = `mask_id`, each as likely; not `end_id`, where texts have
+        windows of their own, which an end inside a text would seem to close.
+        """
         open_, length = z == mask_id, z.shape[1]
         coins, which = (numbers(length, Purpose.START, k) for k in range(2))
-        random = (which * mask_id).long().clamp(max=mask_id - 1)
+        count = mask_id if end_id is None else mask_id - 1
+        random = (which * count).long().clamp(max=count - 1)  # a product may be rounded up
+        if end_id is not None:
+            random += random >= end_id
         tokens = torch.where(open_ & (coins < self.random), random, z)
         if not self.noise:
             return Seen(tokens, open_, None)
@@ -122,13 +133,23 @@ def later(begun: Seen, z: Tensor, mask_id: int) -> Seen:
     return Seen(torch.where(unwritten, begun.tokens, z), unwritten, begun.normals)
 
 
+@dataclass(frozen=True, slots=True)
+class _NetworkReader:
+    network: DiT
+    schedule: Schedule
+    start: Start
+
+    @property
+    def end_id(self) -> int | None:
+        return self.network.config.end_id
+
+    def __call__(self, seen: Seen, t: Tensor, where: Tensor) -> Tensor:
+        return self.start.logits(self.network, seen, self.schedule.sigma(t), where)
+
+
 def reader_of(network: DiT, schedule: Schedule, start: Start) -> Reader:
     """A network as `dimo` asks for it."""
-
-    def read(seen: Seen, t: Tensor, where: Tensor) -> Tensor:
-        return start.logits(network, seen, schedule.sigma(t), where)
-
-    return read
+    return _NetworkReader(network, schedule, start)
 
 
 @torch.no_grad()
@@ -156,7 +177,8 @@ def dimo(
     def numbers(count: int, *stream: int) -> Tensor:
         return uniforms(settings.seed, canvas.samples, (*canvas.stream, *stream), count)
 
-    begun = start.begin(canvas.tokens, canvas.mask_id, width, numbers)
+    end_id: int | None = getattr(reader, "end_id", None)
+    begun = start.begin(canvas.tokens, canvas.mask_id, width, numbers, end_id)
     reveals = Reveals(chain, schedule, grid, "random")
     for n, time in enumerate(reveals.times[:-1]):
         reveal = reveals(n)
