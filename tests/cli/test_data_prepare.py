@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from didi_instruct.api.shipped import shipped
 from didi_instruct.cli.data import app
 from didi_instruct.cli.progress import PrepareBar
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareProgress
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
 runner = CliRunner()
@@ -39,6 +41,15 @@ def test_it_writes_data_and_says_so(corpus: Path) -> None:
     # Not a terminal: plain lines, beside the result.
     assert "Reading: 100%" in result.stderr
     assert "Tokenising" in result.stderr
+
+
+@pytest.mark.skipif("stories/teacher" not in shipped(), reason="this installation ships no model")
+def test_text_is_read_as_a_shipped_model_reads_it(corpus: Path) -> None:
+    """To distil or to judge that model with it: other tokens would be refused."""
+    result = runner.invoke(app, arguments(corpus, "--tokenizer", "stories/teacher"))
+    assert result.exit_code == 0, result.output
+    own = Tokenizer.load(shipped()["stories/teacher"])
+    assert open_data(corpus.parent / "out").tokenizer.hash == own.hash
 
 
 def test_a_second_time_it_has_nothing_to_do(corpus: Path) -> None:

@@ -32,7 +32,7 @@ def prepare(
         str,
         typer.Option(
             help="bytes, bpe:N (learn N ids from the corpus), a tokenizer.json, a folder with a "
-            "tokenizer, or a Hugging Face id."
+            "tokenizer, a shipped model (stories/teacher), or a Hugging Face id."
         ),
     ],
     length: Annotated[int, typer.Option(help="Tokens in a row.")],
@@ -76,13 +76,14 @@ def prepare(
 
     Stopped at any time, the same command goes on where it was.
     """
+    from didi_instruct.api.shipped import find_shipped
     from didi_instruct.cli.progress import PrepareBar
     from didi_instruct.data.prepare import PrepareSettings
     from didi_instruct.data.prepare import prepare as run
 
     settings = PrepareSettings(
         src=src,
-        tokenizer=tokenizer,
+        tokenizer=str(find_shipped(tokenizer) or tokenizer),
         length=length,
         out=out,
         field=field,

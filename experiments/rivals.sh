@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The table of baselines on stories, on one GPU, in stages that each leave something to keep:
+#   DATA=prepared/ SOURCE=stories15m/ OUT=runs/rivals MINUTES=0.75 experiments/rivals.sh compile first second
+# DATA is a folder of `didi data prepare --rows document --length 256` with the tokenizer of
+# `stories/teacher`, SOURCE the causal LM whose stories they are.
+#   compile  kernels of all trainings, beside each other, so that none of them waits later
+#   first    all rivals but DUO: trained, drawn, in a table
+#   second   DUO, whose teacher takes as long as all of the others, and the table of all
+#   settings other settings of every rival's training (rival_settings.py)
+# KEEP=folder: tables, rows, logs and recipes, without weights, are packed there after each stage.
+# SCALE=toy needs neither data nor judge, to see that it runs.
+set -euo pipefail
+: "${OUT:?}" "${SCALE:=small}" "${MINUTES:=0.75}" "${SEEDS:=1}" "${AT_ONCE:=6}"
+here="$(cd "$(dirname "$0")" && pwd)"
+PYTHON="${PYTHON:-python3}"
+given=(--scale "$SCALE" --out "$OUT" --minutes "$MINUTES" --seeds "$SEEDS")
+judging=() others=(ar sdtt dimo jump token-matching)
+if [[ "$SCALE" == small ]]; then
+  : "${DATA:?}" "${SOURCE:?}"
+  given+=(--data "$DATA" --judge "$SOURCE")
+  judging=(--judge-temperature 0.8 --judge-collapse-spaces --judge-end "<s>" --judge-beyond uniform
+    --at-once "$AT_ONCE")
+  others+=(path)
+fi
+read -ra more <<<"${MORE:-}" # of didi reproduce: --no-mauve, where mauve-text is missing
+
+table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "${more[@]}" "$@"; }
+train() { "$PYTHON" "$here/rivals.py" train "${given[@]}" "$@"; }
+keep() {
+  [[ -n "${KEEP:-}" ]] || return 0
+  mkdir -p "$KEEP"
+  (cd "$OUT" && find . -name weights -prune -o \( -path './tables/*' -o -name 'done.json' -o -name 'log.jsonl' \
+    -o -name 'recipe.yaml' -o -name 'paces.json' -o -name 'settings*.json' \) -print | tar -cJf - -T -) >"$KEEP/$1.tar.xz"
+  cp "$OUT"/tables/* "$KEEP"/ 2>/dev/null || true
+}
+names="$(IFS=,; echo "${others[*]}")"
+for stage in "$@"; do
+  echo "$(date +%H:%M:%S) $stage"
+  case "$stage" in
+    compile) "$PYTHON" "$here/rivals.py" compile "${given[@]}" ;;
+    first)
+      train --roles "$names,path-first,ablation-all-tricks"
+      table --rivals "$names" ;;
+    second)
+      train
+      table ;;
+    settings) "$PYTHON" "$here/rival_settings.py" "${given[@]}" --at-once "$AT_ONCE" ;;
+    *) echo "unknown stage $stage" >&2; exit 2 ;;
+  esac
+  keep "$stage"
+done
