@@ -26,6 +26,7 @@ from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import Noise
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.process.lengths import before_end
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.dimo import Start, dimo, later, reader_of
@@ -136,6 +137,36 @@ def test_shares_that_are_hidden_have_their_law(kind):
     assert torch.allclose(ranks / 1000, expected)
 
 
+def counts_law(kind, length):
+    """P(k of `length` positions are hidden), k = 0, 1, ...: binomial, mixed over the shares."""
+    numbers = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    share = numbers if kind == "uniform" else numbers.acos() / (math.pi / 2)
+    k = torch.arange(length + 1)
+    ways = torch.tensor([math.comb(length, n) for n in k.tolist()], dtype=torch.float64)
+    return (ways * share[:, None] ** k * (1 - share[:, None]) ** (length - k)).mean(0)
+
+
+@pytest.mark.parametrize("kind", ["arccos", "uniform"])
+def test_as_much_is_hidden_as_settings_say_and_networks_are_told(kind):
+    """How many of 8 positions are hidden has the law of `dimo.remask`, and not the other one's.
+
+    Chi-square of 6,000 texts (stratified, so that a false alarm is rarer than stated); and the
+    share hidden is that of the noise level told, 1 - alpha, to five standard errors in each of
+    five bins: a false alarm has a chance of 3e-6.
+    """
+    task = task_of({"remask": kind}, {"train": {"batch_size": 6000}})
+    part = task.part(0, 0, torch.arange(6000))
+    found = part.hidden.sum(1)
+    other = {"arccos": "uniform", "uniform": "arccos"}[kind]
+    assert p_value(found, counts_law(kind, 8)) > FALSE_ALARM
+    assert p_value(found, counts_law(other, 8)) < FALSE_ALARM
+    for low in torch.arange(0, 1, 0.2):
+        here = (part.t_context >= low) & (part.t_context < low + 0.2)
+        expected = 1 - task.schedule.alpha(part.t_context[here]).mean()
+        share = part.hidden[here].double().mean()
+        assert abs(share - expected) < 5 * math.sqrt(0.25 / (here.sum() * 8))
+
+
 # The start
 
 
@@ -154,6 +185,27 @@ def test_a_start_has_random_tokens_and_noise_in_their_shares():
     again = Start(0.4, 0.3).begin(z[70:75], 5, 4, Noise(1, torch.arange(70, 75)).uniforms)
     assert torch.equal(again.tokens, seen.tokens[70:75]), "whatever else is drawn"
     assert torch.equal(again.normals, seen.normals[70:75])
+
+
+@pytest.mark.parametrize("end", [None, 0, 2, 4])
+def test_random_tokens_of_a_start_are_no_ends(end):
+    """Of V = 5: each of the others as often, by counting 2,000 evenly spread uniform numbers.
+
+    Without an end nothing is other than it was: token floor(V u) for the number u.
+    """
+    which = ((torch.arange(2000, dtype=torch.float64) + 0.5) / 2000).view(250, 8)
+    which[-1, -1] = 1 - 2.0**-53  # the largest there is
+
+    def numbers(count, purpose, k):
+        return [torch.zeros_like(which), which][k]
+
+    z = torch.full((250, 8), 5)
+    tokens = Start(0.4, 0.0).begin(z, 5, 4, numbers, end).tokens
+    counts = [400] * 5 if end is None else [0 if v == end else 500 for v in range(5)]
+    assert torch.bincount(tokens.flatten(), minlength=6).tolist() == [*counts, 0]
+    assert (tokens.flatten().diff() >= 0).all(), "a function of its own number, in order"
+    if end is None:
+        assert torch.equal(tokens, (5 * which).floor().long())
 
 
 def test_noise_is_on_what_is_unwritten_and_keeps_the_scale():
@@ -197,21 +249,32 @@ class Blind:
         return self.logits[index(seen.tokens, 3)][where]
 
 
-def enumerated_law(read, random, steps):
-    """Law of the four texts: over starts, what each step reveals, and what it draws there."""
+def even(steps):
+    """Chance of a mask to be revealed in each of some even steps."""
+    return [1 / (steps - n) for n in range(steps)]
+
+
+def enumerated_law(read, random, chances, blind=()):
+    """Law of the four texts: over starts, what each step reveals, and what it draws there.
+
+    Step n reveals a mask with probability chances[n], from the laws read(what is shown, n). Steps
+    in `blind` are shown the start alone, whatever is written: what must not be.
+    """
     starts, texts = all_states(3, 2), all_states(2, 2)
     law = torch.zeros(4, dtype=torch.float64)
-    chances = [1 / (steps - n) for n in range(steps)]
     for begun in starts:
         at_start = math.prod(1 - random if v == 2 else random / 2 for v in begun.tolist())
         mass = {(2, 2): at_start}
-        for chance in chances:
+        for n, chance in enumerate(chances):
             then = {}
             for state, p in mass.items():
                 shown = torch.tensor(
-                    [b if v == 2 else v for v, b in zip(state, begun.tolist(), strict=True)]
+                    [
+                        b if v == 2 or n in blind else v
+                        for v, b in zip(state, begun.tolist(), strict=True)
+                    ]
                 )
-                laws = read(shown)
+                laws = read(shown, n)
                 options = [
                     [(v, 1.0)]
                     if v != 2
@@ -235,12 +298,12 @@ def test_samples_follow_the_enumerated_law(steps):
         reader, LogLinear(0.0), canvas, steps=steps, start=start, width=1, settings=Draw(seed=4)
     )
 
-    def read(shown):
+    def read(shown, n):
         return reader.logits[index(shown[None], 3)[0]].softmax(-1).tolist()
 
-    law = enumerated_law(read, 0.5, steps)
+    law = enumerated_law(read, 0.5, even(steps))
     assert p_value(index(drawn.tokens, 2), law) > FALSE_ALARM
-    assert p_value(index(drawn.tokens, 2), enumerated_law(read, 0.0, steps)) < FALSE_ALARM
+    assert p_value(index(drawn.tokens, 2), enumerated_law(read, 0.0, even(steps))) < FALSE_ALARM
     if steps == 1:
         begun = start.begin(
             canvas.tokens,
@@ -281,12 +344,54 @@ def test_the_student_trains_on_the_texts_that_the_sampler_draws(noise):
         assert chi2_contingency(table).pvalue > FALSE_ALARM
         return
 
-    def read(shown):
+    def read(shown, n):
         return network(shown[None], torch.zeros(1))[0].softmax(-1).tolist()
 
-    law = enumerated_law(read, 0.5, 1)
+    law = enumerated_law(read, 0.5, even(1))
     assert p_value(trained, law) > FALSE_ALARM
     assert p_value(sampled, law) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("walked", [1, 2])
+def test_walks_of_several_steps_follow_the_enumerated_law(walked, monkeypatch):
+    """Texts of budget 3 that are finished after one step or two, of a student told the time.
+
+    Step n is told 1 - n / 3, that is sigma = -log(1 - (1 - eps)(1 - n / 3)), and shown what is
+    written, the start elsewhere. Chi-square of 10,000 texts; laws of steps that are shown the start
+    alone, or told another time, are refused.
+    """
+    generator, num = torch.Generator().manual_seed(7), 30_000  # of which all laws are far apart
+    table = 3 * torch.randn(3, 9, 2, 2, generator=generator, dtype=torch.float64)
+
+    def logits(self, network, seen, sigma, where):
+        step = 3 * (1 - (1 - (-sigma).exp()) / 0.999)
+        assert torch.allclose(step, step.round(), atol=1e-4)
+        return table[step.round().long(), index(seen.tokens, 3)][where]
+
+    monkeypatch.setattr(Start, "logits", logits)
+    shape = {"vocab_size": 3, "length": 2}
+    task = task_of(
+        {"random": 0.5, "noise": 0.0, "budgets": [3]},
+        {"train": {"batch_size": num}},
+        teacher=small_network(0, **shape),
+        student=small_network(1, **shape),
+    )
+    part = task.part(0, 0, torch.arange(num))
+    here = (part.t - (1 - walked / 3)).abs() < 1e-9
+    found = index(task.draw(part, learns=False, sync=False).x, 2)[here]
+
+    def law(times=(0, 1, 2), blind=()):
+        def read(shown, n):
+            return table[times[n], index(shown[None], 3)[0]].softmax(-1).tolist()
+
+        return enumerated_law(read, 0.5, [*[1 / 3, 1 / 2][:walked], 1.0], blind)
+
+    assert len(found) == num // 3
+    assert p_value(found, law()) > FALSE_ALARM
+    wrong = [law((1, 1, 2)), law((0, 0, 2)), law(blind=[1])]
+    if walked == 2:
+        wrong += [law((0, 1, 1)), law(blind=[2])]
+    assert all(p_value(found, other) < FALSE_ALARM for other in wrong)
 
 
 def test_several_steps_walk_to_a_state_of_the_path_and_finish_it():
@@ -348,6 +453,36 @@ def test_both_networks_learn_and_the_teacher_does_not():
     assert task.discriminator is None
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_the_auxiliary_learns_what_was_hidden_from_what_was_not(told):
+    """Its loss is -log p_φ(x^l | c) per hidden position l, c the text with those masked again.
+
+    Both networks read c, and the noise level of its share of masks if they are told the time.
+    """
+    shape = {"time_conditioning": told}
+    task = task_of(
+        {"budgets": [1, 3]},
+        teacher=small_network(0, **shape),
+        student=small_network(1, **shape),
+    )
+    part = task.part(0, 0, torch.arange(12))
+    x, hidden = task.draw(part, learns=False, sync=False).x, part.hidden
+    context = torch.where(hidden, 5, x)
+    sigma = -(1 - 0.999 * part.t_context).log()
+    networks = (task.critic.network, task.teacher_host.network)
+    networks[0].load_state_dict(small_network(2, **shape).state_dict())  # it begins as the teacher
+    with torch.no_grad():
+        log_phi, log_theta = (n(context, sigma).log_softmax(-1)[hidden] for n in networks)
+    tokens = x[hidden]
+    nll = -log_phi[torch.arange(len(tokens)), tokens].mean().item()
+    numbers = task.step(0)
+    assert 0 < hidden.sum() < hidden.numel()
+    assert numbers["aux_loss"].item() == pytest.approx(nll, rel=1e-5)
+    expected = kl_divergence(Categorical(logits=log_phi), Categorical(logits=log_theta)).mean()
+    assert expected > 1e-3
+    assert numbers["aux_kl"].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_the_student_waits_for_the_auxiliary_denoiser():
     task = task_of({"warmup": 1})
     before = weights(task.student.network)
@@ -401,7 +536,7 @@ def test_prompts_and_ends_are_given(prompt):
     for step in range(3):
         part = task.part(step, 0, torch.arange(12))
         given = part.start != 5
-        begun = task.start.begin(part.start, 5, 16, part.noise.uniforms)
+        _, begun = task._walk(part)
         drawn = task.draw(part, learns=False, sync=False)
         for z in (begun.tokens, drawn.x):
             assert torch.equal(z[given], part.start[given])
@@ -409,6 +544,32 @@ def test_prompts_and_ends_are_given(prompt):
         if prompt:
             assert torch.equal(part.start[:, :2], data.rows(12 * step, 12)[:, :2])
         assert all(value.isfinite() for value in task.step(step).values())
+
+
+def test_ends_are_in_no_start_of_training_or_sampling(tmp_path, monkeypatch):
+    """Where 0 ends texts: at open positions a mask in 6 of 10, else one of the other four tokens.
+
+    Chi-square of the starts of 2,000 texts each, and none of them has an end before its own.
+    """
+    own = {"length": 8, "end_id": 0, "lengths": (0, 3, 5, 0, 0, 4, 1, 0, 2)}
+    network, law = small_network(1, **own), torch.tensor([0, 0.1, 0.1, 0.1, 0.1, 0.6]).double()
+    task = task_of(
+        {}, {"train": {"batch_size": 2000}}, student=network, teacher=small_network(**own)
+    )
+    starts = [task._walk(task.part(0, 0, torch.arange(2000)))[1]]
+    save_model(tmp_path, network.state_dict(), network.config)
+    logits = Start.logits
+
+    def spy(self, network, seen, sigma, where):
+        starts.append(seen)
+        return logits(self, network, seen, sigma, where)
+
+    monkeypatch.setattr(Start, "logits", spy)
+    didi.load(tmp_path).draw(2000, steps=1, sampler="dimo", seed=1, batch_size=2000)
+    assert len(starts) == 2
+    for seen in starts:
+        assert torch.equal(before_end(seen.tokens, 0), seen.unwritten)
+        assert p_value(seen.tokens[seen.unwritten], law) > FALSE_ALARM
 
 
 # That it works

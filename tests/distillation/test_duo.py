@@ -164,6 +164,37 @@ def test_a_round_ends_with_the_student_as_target_and_twice_the_step(target):
     assert not moved(teacher, task.teacher_host.network)
 
 
+def test_later_rounds_compare_states_that_are_twice_as_far_apart():
+    """The target reads s = t - Δ with the Δ of the round, and the loss is that of this Δ.
+
+    The loss at a given Δ is the enumerated one (above). The first iteration of a round is not
+    compared, since the target changes within it.
+    """
+    task, read = make_task(), []
+    rows = task.target_rows
+
+    def spy(z, s, where):
+        read.append(s)
+        return rows(z, s, where)
+
+    task.target_rows = spy
+    everyone = torch.arange(12)
+    for step in range(6):
+        delta = 2 ** (step // 2) / 8
+        t = task._times(step, delta)
+        with torch.no_grad():
+            right, wrong = (
+                task._loss(step, everyone, t, d, Totals(), sync=True).item()
+                for d in (delta, 1 / 8 if step > 1 else 1 / 4)
+            )
+        read.clear()
+        loss = task.step(step)["loss"].item()
+        assert torch.allclose(read[0], t - delta), step
+        if step % 2:
+            assert loss == pytest.approx(right, rel=1e-5), step
+            assert loss != pytest.approx(wrong, rel=1e-3), step
+
+
 def test_times_leave_room_for_the_step():
     """From Δ to 1, stratified; a share Δ stands at 1, where samplers begin."""
     task = make_task(batch_size=400)

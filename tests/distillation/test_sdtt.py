@@ -44,17 +44,17 @@ def exact_rows(z, t, where):
     return LANGUAGE.denoiser(z)[where]
 
 
-def oracle_task(batch, grid="even", steps=4):
-    """A task on the tiny language, whose teacher is its exact denoiser."""
+def oracle_task(batch, grid="even", steps=4, rounds=1):
+    """A task on the tiny language, whose teacher is its exact denoiser; rounds of one iteration."""
     shape = {"vocab_size": V + 1, "length": L, "eps": 0.0}
     texts = LANGUAGE.sample(batch, torch.Generator().manual_seed(0))
     return task_of(
         {"steps": steps, "iterations": 1, "grid": grid},
-        {"train": {"steps": 1, "batch_size": batch}},
+        {"train": {"steps": rounds, "batch_size": batch}},
         teacher=small_network(0, **shape),
         student=small_network(1, **shape),
         rows=exact_rows,
-        references=lambda start, count: texts[start : start + count],
+        references=lambda start, count: texts[start % batch : start % batch + count],
     )
 
 
@@ -187,25 +187,32 @@ def test_the_published_grid_is_late_and_reveals_less():
     assert chance.tolist() == [0.5, 1.0]
 
 
+@pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("grid", ["even", "published"])
-def test_the_first_step_reveals_its_share_of_the_masks(grid):
+def test_the_first_step_reveals_its_share_of_the_masks(grid, number):
     """A mask of time t with probability dt / t, or dt / (t + (1 - t)(t - 2 dt)) as published.
 
-    By the count of some 40,000 masks, at the stated false-alarm rate; the other grid is refused.
+    In round r dt is 2^r / steps, and the second step is taken at t - dt, or as published at
+    (1 - t)(t - 2 dt). By the count of some 40,000 masks, at the stated false-alarm rate; the other
+    grid is refused, and so is the dt of another round.
     """
-    task, dt = oracle_task(20_000, grid, steps=32), 1 / 32
-    part = task.part(0, torch.arange(20_000))
+    task = oracle_task(20_000, grid, steps=32, rounds=3)
+    part = task.part(number, torch.arange(20_000))
     masked, t = part.z == MASK, part.t[:, None].expand(-1, L)
 
-    def surprise(time):
+    def surprise(grid, dt):
+        time = t if grid == "even" else t + (1 - t) * (t - 2 * dt)
         chance = (dt / time.clamp(min=SMALLEST)).clamp(max=1)[masked]
         spread = (chance * (1 - chance)).sum().sqrt()
         return (part.first[masked].double() - chance).sum().abs() / spread
 
-    found = {"even": surprise(t), "published": surprise(t + (1 - t) * (t - 2 * dt))}
-    limit = norm.isf(FALSE_ALARM / 2)
-    assert {name for name, z in found.items() if z < limit} == {grid}, found
+    cases = itertools.product(["even", "published"], [1 / 32, 1 / 8])
+    found = {case: surprise(*case) for case in cases}
+    dt, limit = 2**number / 32, norm.isf(FALSE_ALARM / 2)
+    assert {case for case, z in found.items() if z < limit} == {(grid, dt)}, found
     assert not (part.first & ~masked).any()
+    late = {"even": part.t - dt, "published": (1 - part.t) * (part.t - 2 * dt)}[grid]
+    assert torch.allclose(part.times[1], late.clamp(min=0 if grid == "even" else SMALLEST))
 
 
 def test_texts_are_masked_to_their_times():
@@ -242,11 +249,21 @@ def test_distances_are_those_of_their_definitions():
         assert torch.equal(distance(kind, target, target), torch.zeros(5).double()), kind
 
 
-@pytest.mark.parametrize("kind", ["backward", "forward", "mse", "tv"])
-def test_the_loss_of_an_iteration_is_the_mean_distance_at_masks(kind):
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("backward", False), ("forward", False), ("mse", False), ("tv", False), ("backward", True)],
+)
+def test_the_loss_of_an_iteration_is_the_mean_distance_at_masks(kind, told):
+    """The student reads z_t and, if networks are told the time, t: not a time of the teacher's."""
     data = Stream()
-    task = task_of({"divergence": kind}, references=data.rows)
+    task = task_of(
+        {"divergence": kind},
+        teacher=small_network(0, time_conditioning=told),
+        student=small_network(1, time_conditioning=told),
+        references=data.rows,
+    )
     part = task.part(0, torch.arange(12))
+    assert (part.times[1] < part.t).all()
     target = two_step_target(task.teacher, part, 5)
     log_p = task.student_rows(part.z, part.t, part.z == 5)
     expected = distance(kind, target, log_p).mean().item()

@@ -238,6 +238,7 @@ def _dimo(call: Call, options: DimoOptions) -> Samples:
         steps=call.steps,
         start=start,
         width=network.config.hidden,
+        end_id=network.config.end_id,
         grid=options.grid,
         **call.shared,
     )

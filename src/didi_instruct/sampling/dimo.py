@@ -46,9 +46,7 @@ class Seen:
 
 
 Reader = Callable[[Seen, Tensor, Tensor], Tensor]
-"""(what is seen, t (B,), where (B, L)) -> logits (R, V).
-
-A reader may also have `end_id`, the token that ends its texts: no start has it inside a text."""
+"""(what is seen, t (B,), where (B, L)) -> logits (R, V)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +131,9 @@ def later(begun: Seen, z: Tensor, mask_id: int) -> Seen:
     return Seen(torch.where(unwritten, begun.tokens, z), unwritten, begun.normals)
 
 
-@dataclass(frozen=True, slots=True)
-class _NetworkReader:
-    network: DiT
-    schedule: Schedule
-    start: Start
-
-    @property
-    def end_id(self) -> int | None:
-        return self.network.config.end_id
-
-    def __call__(self, seen: Seen, t: Tensor, where: Tensor) -> Tensor:
-        return self.start.logits(self.network, seen, self.schedule.sigma(t), where)
-
-
 def reader_of(network: DiT, schedule: Schedule, start: Start) -> Reader:
     """A network as `dimo` asks for it."""
-    return _NetworkReader(network, schedule, start)
+    return lambda seen, t, where: start.logits(network, seen, schedule.sigma(t), where)
 
 
 @torch.no_grad()
@@ -161,15 +145,16 @@ def dimo(
     steps: int,
     start: Start,
     width: int,
+    end_id: int | None = None,
     settings: Draw | None = None,
     grid: Grid = "uniform",
     callback: Callback | None = None,
 ) -> Samples:
     """Go from a partly random start to text in `steps` steps, those of ancestral sampling.
 
-    `width` is that of the network's embeddings. `log_prob` is given the start, as if it were known:
-    path entropies are then too low, and path KL bounds the KL of the sampler from above, though
-    less closely than without a start.
+    `width` is that of the network's embeddings; `end_id`, where texts have one, is in no start.
+    `log_prob` is given the start, as if it were known: path entropies are then too low, and path
+    KL bounds the KL of the sampler from above, though less closely than without a start.
     """
     settings = settings or Draw()
     chain = Chain(_unused, canvas, settings, steps=steps, callback=callback)
@@ -177,7 +162,6 @@ def dimo(
     def numbers(count: int, *stream: int) -> Tensor:
         return uniforms(settings.seed, canvas.samples, (*canvas.stream, *stream), count)
 
-    end_id: int | None = getattr(reader, "end_id", None)
     begun = start.begin(canvas.tokens, canvas.mask_id, width, numbers, end_id)
     reveals = Reveals(chain, schedule, grid, "random")
     for n, time in enumerate(reveals.times[:-1]):
