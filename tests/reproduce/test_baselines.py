@@ -391,6 +391,8 @@ def test_the_plot_has_every_plain_setting_at_its_place():
     assert words == ["base", "sdtt", "rgas", "ar (256 NFE)"]
     with pytest.raises(UserError, match="no two methods"):
         draw_baselines([MADE[0]])
+    many = [made(method, 64, 1.0, 5.0, 1.0, 1.0) | {"role": "teacher"} for method in ("base", "s")]
+    assert len(draw_baselines([*MADE, *many]).axes) == 1, "nothing that was trained takes 64 steps"
 
 
 def test_a_method_far_to_the_side_is_cut_and_named():

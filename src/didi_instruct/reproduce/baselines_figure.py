@@ -17,6 +17,7 @@ from didi_instruct.evaluation.report.drawing import (
     scale,
 )
 from didi_instruct.evaluation.rows import Row
+from didi_instruct.reproduce.baselines import TEACHER
 from didi_instruct.reproduce.figures import PALETTE
 
 if TYPE_CHECKING:
@@ -95,12 +96,12 @@ def _is_plain(row: Row) -> bool:
 
 
 def _budgets(rows: Sequence[Row]) -> list[int]:
-    """NFEs at which methods are compared."""
-    methods: dict[int, set[str]] = {}
+    """NFEs at which the teacher and something that was trained are compared."""
+    roles: dict[int, dict[str, str]] = {}
     for row in rows:
         if not row["own_steps"]:
-            methods.setdefault(row["nfe"], set()).add(row["method"])
-    return sorted(nfe for nfe, found in methods.items() if len(found) > 1)
+            roles.setdefault(row["nfe"], {})[row["method"]] = row["role"]
+    return sorted(n for n, of in roles.items() if len(of) > 1 and {*of.values()} != {TEACHER})
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, Look]:
