@@ -66,7 +66,7 @@ def _student(scale: Scale, role: str, change: str, seed: int) -> Job:
     usual = scale.ablated(ALL_TRICKS, seed) if role == "didi" else scale.model(role, seed)
     if change == USUAL:
         return usual
-    words = change.partition(".")[2].replace("=", "-").replace("_", "-")
+    words = change.replace("=", "-").replace("_", "-").removeprefix(f"{role}.")
     name = f"{role}-{words}-seed{seed}"
     return replace(usual, name=name, overrides=(*usual.overrides, change))
 

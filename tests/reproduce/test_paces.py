@@ -122,6 +122,13 @@ def test_runs_that_are_timed_are_short_and_as_the_others(small):
     assert steps_of(jobs["duo"].inputs["teacher"]) == STEPS
 
 
+def test_sdtt_is_paced_in_the_round_in_the_middle(small):
+    """Of five, from 128 steps to 8 (of which the last learns 4): the third, of 32."""
+    full, brief = small.model("sdtt").settings(), pace_jobs(small)["sdtt"].settings()
+    assert (full.sdtt.steps, full.rounds.count) == (128, 5)
+    assert (brief.sdtt.steps, brief.rounds.count) == (32, 1)
+
+
 def write_rates(job, out: Path, rates):
     run = folder_of(job, out) / RUN
     run.mkdir(parents=True)

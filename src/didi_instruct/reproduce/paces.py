@@ -62,15 +62,23 @@ def pace_jobs(scale: Scale) -> dict[str, Job]:
     """A short run of every student of the baselines, by role; with those that they start from."""
     brief = replace(
         scale,
-        models={
-            role: Training(t.recipe, (*t.overrides, *(STUDENT if role in STUDENTS else SHORT)))
-            for role, t in scale.models.items()
-        },
+        models={role: _brief(role, training) for role, training in scale.models.items()},
         ablation=(*scale.ablation, *STUDENT),
     )
     jobs = {role: brief.model(role) for role in STUDENTS if scale.has(role)}
     jobs[DIDI] = brief.ablated(ALL_TRICKS, 0)
     return {role: replace(job, name=f"pace-{role}") for role, job in jobs.items()}
+
+
+def _brief(role: str, training: Training) -> Training:
+    more = STUDENT if role in STUDENTS else SHORT
+    if role == "sdtt":
+        # Small steps reveal nothing of many texts, of which the teacher is not asked again: first
+        # rounds are fast, last ones slow. That in the middle stands for all.
+        job = Job(name=role, does="distill", recipe=training.recipe, overrides=training.overrides)
+        config = job.settings()
+        more = (*more, f"sdtt.steps={config.sdtt.steps >> config.rounds.count // 2}")
+    return Training(training.recipe, (*training.overrides, *more))
 
 
 def kept(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
