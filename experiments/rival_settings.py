@@ -27,7 +27,7 @@ from didi_instruct.reproduce.scale import Scale
 
 STORIES = {
     "sdtt": ("optim.lr=3e-4", "sdtt.steps=64", "sdtt.divergence=forward", "optim.lr=1e-3"),
-    "dimo": ("optim.lr=2e-4", "dimo.beta=-0.2", "dimo.aux_lr=5e-4"),
+    "dimo": ("optim.lr=2e-4", "dimo.random=0.7", "dimo.beta=-0.2", "dimo.aux_lr=5e-4"),
     "duo": ("optim.lr=5e-4", "duo.steps=32", "duo.kl=forward", "optim.lr=1e-4"),
     "didi": ("optim.lr=3e-4", "optim.lr=3e-5", "discriminator.saturation=1.0"),
     "jump": ("optim.lr=3e-4", "didi.kl_weight=0.01"),
