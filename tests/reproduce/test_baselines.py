@@ -80,6 +80,9 @@ def test_all_have_the_same_budgets_and_the_same_sweep():
         mine = [s for s in found if s.method == way.method]
         budgets = [None] if way.own_steps else [4, 8, *more.get(way.method, ())]
         above = [(ABOVE, 1.0)] if way.method in more else []
+        if way.method == "MDLM, token by token":
+            assert [(s.steps, s.temperature, s.top_p) for s in mine] == [(None, 1.0, 1.0)]
+            continue
         assert sorted((s.steps or 0, (s.temperature, s.top_p)) for s in mine) == sorted(
             (nfe or 0, point) for nfe in budgets for point in (*sweep, *above)
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.frontier import sweep
+from didi_instruct.evaluation import frontier
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.equal_terms import WHOLE, Found, Setting, Terms, measure
 from didi_instruct.reproduce.latency import time_settings
@@ -123,7 +123,7 @@ def settings_of(
             role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
             source = models[role]
             options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
-            for temperature, top_p in sweep(heats_of(way, temperatures), top_ps):
+            for temperature, top_p in sweep_of(way, temperatures, top_ps):
                 found.append(
                     Setting(
                         method=way.method,
@@ -140,9 +140,18 @@ def settings_of(
     return found
 
 
-def heats_of(way: Way, temperatures: Sequence[float]) -> tuple[float, ...]:
-    """Temperatures that a model is sampled with in one way, beside 1."""
-    return (*temperatures, *((ABOVE,) if temperatures and way.is_baseline else ()))
+def sweep_of(
+    way: Way, temperatures: Sequence[float], top_ps: Sequence[float]
+) -> list[frontier.Setting]:
+    """Temperatures and top-p that a model is sampled with in one way, the plain setting first.
+
+    The teacher token by token, which no budget compares with, is plain alone: its sweep would take
+    as long as all else.
+    """
+    if way.own_steps and way.role == TEACHER:
+        return frontier.sweep((), ())
+    above = (ABOVE,) if temperatures and way.is_baseline else ()
+    return frontier.sweep((*temperatures, *above), top_ps)
 
 
 def budgets_of(

@@ -19,7 +19,7 @@ from didi_instruct.models.build import count_parameters
 from didi_instruct.models.foreign.reading import recognise
 from didi_instruct.models.manifest import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
-from didi_instruct.reproduce.baselines import WAYS, budgets_of, heats_of
+from didi_instruct.reproduce.baselines import WAYS, budgets_of, sweep_of
 from didi_instruct.reproduce.equal_terms import WHOLE
 from didi_instruct.reproduce.jobs import Job
 
@@ -153,7 +153,7 @@ def _swept(
     own = 1 if model.kind == "ar" else model.length
     for way in (way for way in WAYS if way.role == role):
         steps = [own if nfe is None else nfe for nfe in budgets_of(way, budgets, **more)]
-        sweep = 1 + len(heats_of(way, options["temperatures"])) + len(options["top_ps"])
+        sweep = len(sweep_of(way, options["temperatures"], options["top_ps"]))
         passes += sweep * sum(steps) * (_guided(4) if way.sampler == "rgas" else 1)
         rows += sweep * len(steps)
     return passes, rows

@@ -136,7 +136,7 @@ def _reading(scale: Scale) -> list[str]:
         f"Path KL at its best setting is the lowest of {count}, the same for all, on the samples "
         "that choose it: its interval allows for that. Which it is: `path_kl_best_at` in the JSON. "
         f"(The baselines have temperature {ABOVE} too, so that their frontiers go on above plain "
-        "rows.)",
+        "rows; the teacher token by token is plain alone.)",
         f"Gap closed is the share of what few steps cost the teacher, beside {scale.most_steps}; "
         "its interval chooses anew in each resample.",
         "Some students sample in streams order (`stories-path` and what follows from it), "
