@@ -88,7 +88,9 @@ def measure(scale: Scale, role: str, student: Job, seed: int) -> Job:
 
 def _place(folder: str, row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells samples of a folder apart here."""
-    return (folder, *(row[name] for name in ("sampler", "nfe", "temperature", "top_p", "seed")))
+    options = json.dumps(row["options"], sort_keys=True)
+    told = ("sampler", "nfe", "temperature", "top_p", "seed")
+    return (folder, options, *(row[name] for name in told))
 
 
 def main() -> None:
@@ -125,12 +127,16 @@ def main() -> None:
     if asked.scale == ORACLE:
         facts = {_place(fact["model"], fact): fact for fact in truth(asked.out)}
     found = []
+    for failure in grid.failures:
+        print(f"{failure.job.name} failed: {failure.note}")
     for which, job in measured.items():
+        if job.key not in grid.results:
+            continue
         log = read_log(folder_of(trained[which], asked.out) / RUN / "log.jsonl")
         waits = [round(record["disc_waits"], 2) for record in log if "disc_waits" in record]
         role, change, seed = which
         folder = folder_of(trained[which], asked.out).name
-        for row in grid.results.get(job.key, ()):
+        for row in grid.results[job.key]:
             told = {name: row.get(name) for name in TOLD}
             line = {"role": role, "changed": change, "seed": seed, "nfe": row["nfe"], **told}
             fact = facts.get(_place(folder, row), {})

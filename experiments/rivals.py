@@ -98,6 +98,7 @@ def oracle_scale(seeds: int) -> Scale:
     return replace(
         find_scale("toy", Given(seeds=seeds)),
         says="The oracle language with models of its recipes, judged by the language itself.",
+        made_by=f"python experiments/rivals.py table --scale oracle --seeds {seeds} --minutes ...",
         teacher=Job(
             name="teacher", does="pretrain", recipe="oracle-teacher", overrides=PRETRAINING
         ),

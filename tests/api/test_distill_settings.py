@@ -118,7 +118,11 @@ def test_an_order_is_left_out_where_a_method_may_not_know_it_but_refused_where_i
 def test_what_stays_of_a_recipe_for_another_method_is_told_and_what_it_reproduces_does_not():
     config, said = settings_for("stories-didi", method="sdtt")
     assert (config.reproduces, config.expect) == ("", "")
-    assert "method=sdtt has the learning rate, batch and steps of a recipe for didi" in said[0]
+    assert said[0].startswith("optim.lr, train.batch_size, train.steps are those of a recipe for")
+    _, said = settings_for("stories-didi", ["optim.lr=1e-4", "train.steps=70"], "sdtt")
+    assert said[0].startswith("train.batch_size are those of a recipe for didi, not for")
+    given = ["optim.lr=1e-4", "train.steps=70", "train.batch_size=8"]
+    assert settings_for("stories-didi", given, "sdtt")[1] == [], "all of them were given"
     own, said = settings_for("stories-sdtt", method="sdtt")
     assert (own, said) == (settings_for("stories-sdtt")[0], [])
     assert own.reproduces

@@ -339,6 +339,20 @@ def test_three_seeds_are_no_surer_than_one():
     assert "not told apart by intervals from base" in winners(rows)[0]
 
 
+def test_a_gain_needs_an_interval_and_a_number_of_every_seed():
+    """Two seeds at 0.7 and 0.8: no gain where one has no interval, no part where it has no vsF."""
+    rows = [made("base", 8, 1.0, 30.0, 1.0, 8.0, seed=seed) for seed in (0, 1)]
+    ours = [made("sdtt", 8, 1.0, 30.0, v, 7.0, seed=n, wide=0.1) for n, v in enumerate((0.7, 0.8))]
+    assert "sdtt 0.750 (0.600 to 0.900)" in gains([*rows, *ours])[0]
+    (told,) = gains([*rows, ours[0], ours[1] | {"vsf_ci95": None}])
+    assert told.endswith("of 0 that have one: none.")
+    lacking = ours[1] | {"vsf": None, "vsf_ci95": None, "vsf_note": BELOW, "path_kl_best": None}
+    assert gains([*rows, ours[0], lacking]) == []
+    assert winners([*rows, ours[0], lacking]) == [], "nobody else has it in both"
+    (told,) = without_vsf([*rows, ours[0], lacking])
+    assert told.endswith("reaches: sdtt (seed 1).")
+
+
 def test_a_best_at_the_end_of_the_sweep_is_told():
     """Of MADE, whose lowest temperature is 0.9: the baseline and AR; nobody has a top-p."""
     (told,) = at_the_edge(MADE)

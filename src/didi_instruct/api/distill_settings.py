@@ -13,6 +13,8 @@ from didi_instruct.errors import UserError
 
 ANY_ORDER = ("token-matching", "mixture")
 """Methods that know every order, whatever their settings."""
+OWN = ("optim.lr", "train.batch_size", "train.steps")
+"""Settings that every method wants otherwise."""
 USUAL = 8
 """Steps to try a student with that has learnt them among others."""
 
@@ -33,11 +35,13 @@ def settings_for(
         values = _values(recipe)
         own, order = values.get("method", "didi"), values.get("order", "random")
         if method != own:
+            kept = [k for k in OWN if not any(o.startswith(f"{k}=") for o in overrides)]
             overrides = ["reproduces=''", "expect=''", *overrides]
-            said.append(
-                f"method={method} has the learning rate, batch and steps of a recipe for {own}: "
-                "give others with --set, or begin from a recipe of its own."
-            )
+            if kept:
+                said.append(
+                    f"{', '.join(kept)} are those of a recipe for {own}, not for method={method}: "
+                    "give others with --set, or begin from a recipe of its own."
+                )
         if method not in (*ANY_ORDER, own) and order != "random":
             overrides = ["order=random", *overrides]
             said.append(f"order={order} is left out: method={method} learns in random order.")

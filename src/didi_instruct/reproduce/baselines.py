@@ -16,6 +16,7 @@ from typing import Any
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import frontier
+from didi_instruct.evaluation.choosing import best_by_vsf
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.equal_terms import WHOLE, Found, Setting, Terms, measure
 from didi_instruct.reproduce.latency import time_settings
@@ -36,8 +37,8 @@ PLAIN = (1.0, 1.0)
 STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
 """The second baseline, and how the columns of numbers against it begin."""
 ABOVE = 1.1
-"""A temperature of the baselines alone, nobody's best: without it their frontiers end where plain
-rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
+"""A temperature of the baselines alone, hardly ever a best one: without it their frontiers end
+where plain rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
 CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
@@ -211,6 +212,7 @@ def baseline_rows(
     baseline = [number for number, s in enumerate(settings) if s.method == WAYS[0].method]
     rows = found.compared(baseline, most_steps)
     beside = _beside_streams(found, most_steps)
+    best = best_by_vsf(found.measured, [found.measured[n] for n in baseline], found.seed)
     plain = [number for number, s in enumerate(settings) if _plain(s)]
     rates = time_settings(
         [settings[number] for number in plain],
@@ -223,8 +225,8 @@ def baseline_rows(
     )
     timed = dict(zip(plain, rates, strict=True))
     costs = {source: _costs(role, models) for role, source in models.items()}
-    for number, (row, other) in enumerate(zip(rows, beside, strict=True)):
-        row |= other | costs[settings[number].source]
+    for number, (row, *others) in enumerate(zip(rows, beside, best, strict=True)):
+        row |= others[0] | others[1] | costs[settings[number].source]
         speed = timed.get(number, {})
         row["tokens_per_second"] = speed.get("tokens_per_second")
         if note := speed.get("tokens_per_second_note"):
@@ -241,7 +243,7 @@ def _beside_streams(found: Found, most_steps: int | None) -> list[Row]:
         {
             f"{BESIDE_STREAMS}{name}": value
             for name, value in row.items()
-            if name.startswith(names) and not name.startswith(("vsf_passes", "vsf_best"))
+            if name.startswith(names) and not name.startswith("vsf_passes")
         }
         for row in found.compared(rivals, most_steps)
     ]

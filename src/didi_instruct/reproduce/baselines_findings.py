@@ -1,12 +1,12 @@
 """What the rows of the baselines say, in sentences: who wins where, and what not to trust."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
+from statistics import fmean
 
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.baselines import PLAIN
-from didi_instruct.reproduce.tables import Cell, over_seeds
+from didi_instruct.reproduce.tables import Cell
 
 ORDERS = ("random", "streams")
 """Of revealing positions; where a row does not say, the first."""
@@ -36,7 +36,10 @@ def _summary(group: Sequence[Row]) -> Row:
     if not known:
         return plain
     best = min(known, key=itemgetter("path_kl_best"))
-    return plain | {name: value for name, value in best.items() if name.startswith("path_kl_best")}
+    told = {name: value for name, value in best.items() if name.startswith("path_kl_best")}
+    if best["own_steps"] and best is not plain:
+        told["path_kl_best_ci95"] = None  # its own, which does not know of the choice
+    return plain | told
 
 
 def winners(rows: Sequence[Row]) -> list[str]:
@@ -114,13 +117,30 @@ def gains(rows: Sequence[Row]) -> list[str]:
 
 
 def _by_method(rows: Sequence[Row], column: str) -> Iterator[tuple[int, dict[str, Cell]]]:
-    """A number of every method that has it, at each NFE, with the intervals of all its seeds."""
-    plain = [r for r in summary(rows) if not r["own_steps"] and r.get(column) is not None]
-    for nfe in sorted({row["nfe"] for row in plain}):
-        of: dict[str, list[Row]] = {}
-        for row in (row for row in plain if row["nfe"] == nfe):
-            of.setdefault(row["method"], []).append(row)
-        yield nfe, {m: over_seeds(kin, column, enough=math.inf) for m, kin in of.items()}
+    """A number of every method that has it in all its seeds, at each NFE."""
+    of: dict[int, dict[str, list[Row]]] = {}
+    for row in (row for row in summary(rows) if not row["own_steps"]):
+        of.setdefault(row["nfe"], {}).setdefault(row["method"], []).append(row)
+    for nfe, methods in sorted(of.items()):
+        known = {m: kin for m, kin in methods.items() if all(_has(r, column) for r in kin)}
+        if known:
+            yield nfe, {method: _over_seeds(kin, column) for method, kin in known.items()}
+
+
+def _has(row: Row, column: str) -> bool:
+    return row.get(column) is not None
+
+
+def _over_seeds(rows: Sequence[Row], column: str) -> Cell:
+    """Mean of all seeds, and the intervals of all together where every one has its own.
+
+    The range of some seeds' numbers is no interval, however many they are.
+    """
+    mean = fmean(row[column] for row in rows)
+    ends = [end for row in rows if (end := row.get(f"{column}_ci95"))]
+    if len(ends) < len(rows):
+        return Cell(mean, seeds=len(rows))
+    return Cell(mean, min(low for low, _ in ends), max(high for _, high in ends), len(rows))
 
 
 def _ranked(found: Mapping[str, Cell]) -> str:
@@ -140,14 +160,22 @@ def _ranked(found: Mapping[str, Cell]) -> str:
 def without_vsf(rows: Sequence[Row]) -> list[str]:
     """Which plain rows have no vsF, and why, a sentence for each NFE and reason."""
     told = []
-    lacking = [row for row in summary(rows) if row.get("vsf") is None and not row["own_steps"]]
+    plain = [row for row in summary(rows) if not row["own_steps"]]
+    lacking = [row for row in plain if not _has(row, "vsf")]
     for nfe in sorted({row["nfe"] for row in lacking}):
-        why: dict[str, list[str]] = {}
-        for row in lacking:
-            if row["nfe"] == nfe and row["method"] not in why.setdefault(_reason(row), []):
-                why[_reason(row)].append(row["method"])
-        told += [f"No vsF at {nfe} NFE, {reason}: {'; '.join(of)}." for reason, of in why.items()]
+        why: dict[str, dict[str, list[int]]] = {}
+        for row in (row for row in lacking if row["nfe"] == nfe):
+            why.setdefault(_reason(row), {}).setdefault(row["method"], []).append(row["seed"])
+        for reason, of in why.items():
+            words = [method + _seeds(plain, method, nfe, seeds) for method, seeds in of.items()]
+            told.append(f"No vsF at {nfe} NFE, {reason}: {'; '.join(words)}.")
     return told
+
+
+def _seeds(rows: Sequence[Row], method: str, nfe: int, seeds: Sequence[int]) -> str:
+    """Which seeds are meant, where not all are: the number in the table is of the others."""
+    everyone = {r["seed"] for r in rows if (r["method"], r["nfe"]) == (method, nfe)}
+    return "" if everyone == set(seeds) else f" (seed {', '.join(map(str, seeds))})"
 
 
 def _reason(row: Row) -> str:

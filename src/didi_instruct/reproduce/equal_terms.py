@@ -16,7 +16,6 @@ from didi_instruct.api.samplers import find_sampler
 from didi_instruct.api.studio import Studio
 from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.choosing import best_by_vsf
 from didi_instruct.evaluation.comparison import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
@@ -104,8 +103,7 @@ class Found:
         """The same beside those of `baseline`, numbers of settings: vsF, and what path KL says."""
         rivals = [self.measured[number] for number in baseline]
         found = compare(self.measured, rivals, most_steps, self.seed)
-        best = best_by_vsf(self.measured, rivals, self.seed)
-        return [_row(s, a | b) for s, a, b in zip(self.settings, found, best, strict=True)]
+        return [_row(s, row) for s, row in zip(self.settings, found, strict=True)]
 
 
 def measure(settings: Sequence[Setting], terms: Terms) -> Found:

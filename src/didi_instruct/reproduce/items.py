@@ -35,7 +35,7 @@ class Item:
     figure: Callable[["Scale", "Table", Results, Path], None] | None = None
     """Draws a PNG."""
     remedy: str = ""
-    """What to do where a job failed and there is no table; empty: the same again."""
+    """What to do where a model failed that the table can do without; empty: nothing is known."""
     planned: str = ""
     """What is missing of an item that cannot be made yet; empty where it can."""
 

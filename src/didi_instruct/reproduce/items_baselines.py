@@ -148,9 +148,9 @@ def _reading(scale: Scale) -> list[str]:
         "that choose positions by confidence, rewrite tokens or are guided have no path KL; "
         "neither have uniform-state models (DUO): of these, vsF, Self-BLEU and MAUVE are all "
         "there is. That of DiMO, whose noise is part of a path, is a looser bound: not ranked.",
-        "Intervals are over samples, of all seeds together; of so many rows some stand out by "
-        "chance.",
-        "Training minutes are wall-clock time on this machine, without compiling, of the whole "
+        "Intervals in the sentences above are over samples, of all seeds together; of so many rows "
+        "some stand out by chance.",
+        "Training minutes are wall-clock time here, without what compiles at first, of the whole "
         "chain after the teacher that all share (whose own rows show its pretraining, if that was "
         "here): steps, the bank of the teacher's texts that a student reads (drawn once for all; "
         "`bank_minutes` in the CSV; --minutes are of steps alone), DUO's own teacher, token "

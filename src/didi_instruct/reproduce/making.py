@@ -87,16 +87,20 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     assert item.jobs is not None
     mine = {job.key for job in in_order(item.jobs(scale))}
     standings = [s for s in grid.standings if s.job.key in mine]
-    failed = [f"{s.job.name}: {s.note}" for s in grid.failures if s.job.key in mine]
+    lost = [s for s in grid.failures if s.job.key in mine]
+    failed = [f"{s.job.name}: {s.note}" for s in lost]
+    causes = [s.job.name.rpartition("-seed")[0] or s.job.name for s in lost if s.state == "failed"]
+    optional = bool(causes) and all(role in scale.rivals for role in causes)
+    remedy = f"; {item.remedy}" if item.remedy and optional else ""
     results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
     try:
         table = item.table(scale, results)
     except (KeyError, ValueError) as error:
         if not failed:
             raise
-        return _lost(item, f"{failed[0]} ({error})", out)
+        return _lost(item, f"{failed[0]} ({error}){remedy}", out)
     if not table.rows:
-        return _lost(item, failed[0] if failed else "its jobs found nothing", out)
+        return _lost(item, failed[0] + remedy if failed else "its jobs found nothing", out)
     notes = [note] if note else []
     if item.name in scale.apart:
         notes.append(f"Not part of `all` at scale {scale.name}, for what it costs: made by name.")
@@ -124,8 +128,7 @@ def _lost(item: Item, why: str, out: Path) -> Made:
     """An item without numbers of its own: what an earlier run wrote is better than nothing."""
     older = (out / "tables" / f"{item.name}.md").exists()
     stays = "; the one of an earlier run stays as it is" if older else ""
-    remedy = f"; {item.remedy}" if item.remedy else ""
-    return Made(item, None, error=f"no table: {why}{stays}{remedy}")
+    return Made(item, None, error=f"no table: {why}{stays}")
 
 
 OWN = ("ppl", "path_kl", "vsf", "gap_closed")
@@ -212,6 +215,8 @@ def _draw(
 
 def command(item: Item, scale: Scale) -> str:
     """What makes this table again; files by their names alone."""
+    if scale.made_by:
+        return scale.made_by
     words = f"didi reproduce {item.name} --scale {scale.name} --seeds {len(scale.seeds)}"
     given = {"data": scale.data, "teacher": given_source(scale.teacher), "judge": scale.judge}
     usual = {"oracle", "openai-community/gpt2-large"}

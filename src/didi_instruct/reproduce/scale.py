@@ -83,6 +83,8 @@ class Scale:
     """Whether MAUVE is wanted, where it can be had."""
     minutes: float | None = None
     """That every student of the baselines trains, where that was asked for."""
+    made_by: str = ""
+    """What makes its tables again, where that is not `didi reproduce`."""
     left_out: tuple[str, ...] = ()
     """Models of the baselines that the user does not want."""
     causal_judge: bool = False

@@ -99,10 +99,10 @@ def cells(rows: Sequence[Row], labels: Sequence[str], across: str | None) -> dic
     return found
 
 
-def over_seeds(rows: Sequence[Row], column: str, enough: float = ENOUGH_SEEDS) -> Cell:
-    """Mean over seeds, of perplexities the geometric one; ends are those of `enough` or more.
+def over_seeds(rows: Sequence[Row], column: str) -> Cell:
+    """Mean over seeds, of perplexities the geometric one; ends are those of three seeds or more.
 
-    The range of two seeds holds the truth half of the time: of fewer, the ends are those of
+    The range of two seeds holds the truth half of the time: of two or one, the ends are those of
     the samples' 95% intervals, from the lowest to the highest, where every seed has one.
     """
     known = [row for row in rows if _known(row.get(column))]
@@ -112,7 +112,7 @@ def over_seeds(rows: Sequence[Row], column: str, enough: float = ENOUGH_SEEDS) -
     geometric = column in GEOMETRIC and len(values) > 1 and min(values) > 0
     mean = fmean(values) if not geometric else geometric_mean(values)
     ends = [row.get(f"{column}_ci95") for row in known]
-    if len(values) < enough and all(ends):
+    if len(values) < ENOUGH_SEEDS and all(ends):
         lows, highs = zip(*ends, strict=True)
         return Cell(mean, min(lows), max(highs), len(values))
     if len(values) > 1:
