@@ -38,7 +38,7 @@ from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import lasting, make
 from didi_instruct.reproduce.measuring import EVALS
 from didi_instruct.reproduce.paces import SHORT, pace_jobs
-from didi_instruct.reproduce.scale import Given, Scale, Training
+from didi_instruct.reproduce.scale import Given, Scale, Training, role_of
 from didi_instruct.reproduce.scales import find_scale
 
 JUDGED = {"temperature": 0.8, "collapse_spaces": True, "end": "<s>", "beyond": "uniform"}
@@ -163,9 +163,7 @@ def train(asked: argparse.Namespace) -> None:
     assert item.jobs is not None
     trained = [job for job in in_order(item.jobs(scale)) if job.trains]
     if asked.roles:
-        wanted = [job for job in trained if job.name.rpartition("-seed")[0] in asked.roles]
-        wanted += [job for job in trained if job.name in asked.roles]
-        trained = in_order(wanted)
+        trained = in_order([job for job in trained if role_of(job) in asked.roles])
     grid = Grid(sorted(trained, key=lambda job: job.name.startswith(LAST)), asked.out, board=Told())
     grid.run()
     for failure in grid.failures:

@@ -5,8 +5,7 @@ choose a setting by. The lowest of many ratios, told of the samples that chose i
 of one that gains nothing too. So half of the samples choose, and the other half say how good it is.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,22 +18,8 @@ NEEDED = ("nats", "tokens", "entropy")
 """Per-sample numbers that vsF is made of."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Half:
-    """Every second sample of all rows: perplexity, entropy and vsF of those alone."""
-
-    rows: Sequence[Row | None]
-    """None where a row lacks what vsF is made of."""
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[Measured], baseline: Sequence[Measured], first: int, seed: int
-    ) -> "_Half":
-        usable = [number for number, each in enumerate(rows) if _usable(each)]
-        ours = [_every_second(rows[number], first) for number in usable]
-        theirs = [_every_second(each, first) for each in baseline if _usable(each)]
-        found = dict(zip(usable, compare(ours, theirs, seed=seed), strict=True))
-        return cls([found.get(number) for number in range(len(rows))])
+Half = Mapping[int, Row]
+"""Rows of every second sample by their number; those that lack what vsF is made of are missing."""
 
 
 def best_by_vsf(rows: Sequence[Measured], baseline: Sequence[Measured], seed: int = 0) -> list[Row]:
@@ -44,7 +29,7 @@ def best_by_vsf(rows: Sequence[Measured], baseline: Sequence[Measured], seed: in
     that differ in temperature and top-p alone have the same. Null where no setting has a vsF in the
     first half, or the chosen one has none in the second.
     """
-    choosing, telling = (_Half.of(rows, baseline, first, seed) for first in (0, 1))
+    choosing, telling = (_half(rows, baseline, first, seed) for first in (0, 1))
     found: list[Row] = []
     for each in rows:
         kin = [number for number, other in enumerate(rows) if _one_sampler(each, other)]
@@ -52,17 +37,21 @@ def best_by_vsf(rows: Sequence[Measured], baseline: Sequence[Measured], seed: in
     return found
 
 
-def _told(kin: Iterable[int], choosing: _Half, telling: _Half) -> Row:
-    values = [
-        (row["vsf"], number)
-        for number in kin
-        if (row := choosing.rows[number]) is not None and row.get("vsf") is not None
-    ]
+def _half(rows: Sequence[Measured], baseline: Sequence[Measured], first: int, seed: int) -> Half:
+    """Perplexity, entropy and vsF of every second sample, the first of which is `first`."""
+    usable = [number for number, each in enumerate(rows) if _usable(each)]
+    ours = [_every_second(rows[number], first) for number in usable]
+    theirs = [_every_second(each, first) for each in baseline if _usable(each)]
+    return dict(zip(usable, compare(ours, theirs, seed=seed), strict=True))
+
+
+def _told(kin: Iterable[int], choosing: Half, telling: Half) -> Row:
+    known = {number: choosing[number].get("vsf") for number in kin if number in choosing}
+    values = [(value, number) for number, value in known.items() if value is not None]
     if not values:
         note = "no setting has a vsF on the half of the samples that chooses"
         return {NAME: None, f"{NAME}_ci95": None, f"{NAME}_note": note}
-    row = telling.rows[min(values)[1]]
-    assert row is not None
+    row = telling[min(values)[1]]
     return {
         NAME: row.get("vsf"),
         f"{NAME}_ci95": row.get("vsf_ci95"),

@@ -196,7 +196,7 @@ def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
         f"{name}_se": _error(entry, best),
         f"{name}_at": [best.row["temperature"], best.row["top_p"]],
     }
-    if _order(entry) != _order(best):
+    if order_of(entry.row) != order_of(best.row):
         row[f"{name}_note"] = OTHER_ORDER
     lowest, own = _lowest(few), entry.path_kl
     if lowest is None or own is None:
@@ -226,7 +226,7 @@ def _share(
             row[f"{name}_note"] = "few steps cost the baseline nothing: there is no gap to close"
             continue
         value = row[name] = gap_closed(*at_best)
-        if {_order(entry)} != {_order(each) for each in (*few, *many)}:
+        if {order_of(entry.row)} != {order_of(each.row) for each in (*few, *many)}:
             row[f"{name}_note"] = OTHER_ORDER
         lows = [_lowest(side) for side in (few, own, many)]
         if lows[0] is not None and lows[1] is not None and lows[2] is not None:
@@ -259,9 +259,9 @@ def _kin(entry: _Entry, entries: Sequence[_Entry]) -> list[_Entry]:
     return _with_path(entries, **{name: entry.row.get(name) for name in ONE_SAMPLER})
 
 
-def _order(entry: _Entry) -> str:
-    """In which a sampler reveals positions."""
-    return str((entry.row.get("options") or {}).get("order", "random"))
+def order_of(row: Row) -> str:
+    """In which the sampler of a row reveals positions."""
+    return str((row.get("options") or {}).get("order", "random"))
 
 
 def _path_kl(entry: _Entry) -> float:

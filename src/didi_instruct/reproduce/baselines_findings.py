@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from statistics import fmean
 
+from didi_instruct.evaluation.comparison import order_of
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.baselines import PLAIN
 from didi_instruct.reproduce.tables import Cell
 
 ORDERS = ("random", "streams")
-"""Of revealing positions; where a row does not say, the first."""
+"""Of revealing positions."""
 SIDES = ("below", "above", "in a gap of")
 
 
@@ -51,16 +52,12 @@ def winners(rows: Sequence[Row]) -> list[str]:
     """
     told = []
     for order in ORDERS:
-        tight = [row for row in rows if _order(row) == order and not row.get("loose")]
+        tight = [row for row in rows if order_of(row) == order and not row.get("loose")]
         for nfe, found in _by_method(tight, "path_kl_best"):
             if len(found) > 1:
                 words = f"Lowest path KL at {nfe} NFE in {order} order, of {len(found)}"
                 told.append(f"{words}, each at its best setting: {_ranked(found)}.")
     return told
-
-
-def _order(row: Row) -> str:
-    return str((row.get("options") or {}).get("order") or ORDERS[0])
 
 
 def at_the_edge(rows: Sequence[Row]) -> list[str]:

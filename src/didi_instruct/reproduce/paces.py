@@ -17,7 +17,7 @@ from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.minutes import LOG
 from didi_instruct.reproduce.running import RUN, folder_of
-from didi_instruct.reproduce.scale import FIRST, Scale, Training
+from didi_instruct.reproduce.scale import FIRST, Scale, Training, role_of
 
 LASTING = ("baselines", "latency")
 """Whose students may train equal minutes."""
@@ -146,9 +146,8 @@ def minutes_of(job: Job, scale: Scale) -> float | None:
     """Minutes that a student of a scale is to train; None where its steps are given."""
     if scale.minutes is None or job.does != "distill":
         return None
-    role = job.name.rpartition("-seed")[0]
     shares = {FIRST: 1 - AFTER, "token-matching": AFTER} if scale.has(FIRST) else {}
-    return scale.minutes * shares.get(role, 1.0)
+    return scale.minutes * shares.get(role_of(job), 1.0)
 
 
 def _schedule(training: Training, steps: int) -> tuple[str, ...]:

@@ -213,6 +213,11 @@ class Scale:
         return load_recipe(DistillConfig, training.recipe).didi.pi == EARLY
 
 
+def role_of(job: Job) -> str:
+    """Role of a model that a scale has made a job of, whose name may end in a seed."""
+    return job.name.rpartition("-seed")[0] or job.name
+
+
 def _late(training: Training) -> Training:
     return Training(training.recipe, (*training.overrides, LATE))
 
