@@ -10,6 +10,7 @@ oracle`, the oracle language on a CPU (rivals.py), whose rows say what the langu
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,24 @@ from didi_instruct.reproduce.scale import Scale
 
 STORIES = {
     "sdtt": ("optim.lr=3e-4", "sdtt.steps=64", "sdtt.divergence=forward", "optim.lr=1e-3"),
-    "dimo": ("optim.lr=2e-4", "dimo.random=0.7", "dimo.beta=-0.2", "dimo.aux_lr=5e-4"),
+    "dimo": (
+        "optim.lr=2e-4",
+        "optim.lr=2e-4 dimo.aux_lr=1e-3",
+        "dimo.random=0.7",
+        "dimo.beta=-0.2",
+    ),
     "duo": ("optim.lr=5e-4", "duo.steps=32", "duo.kl=forward", "optim.lr=1e-4"),
-    "didi": ("optim.lr=3e-4", "optim.lr=3e-5", "discriminator.saturation=1.0"),
-    "jump": ("optim.lr=3e-4", "didi.kl_weight=0.01"),
+    "didi": (
+        "optim.lr=3e-4",
+        "optim.lr=3e-5",
+        "discriminator.saturation=1.0",
+        "discriminator.lr=1e-4",
+    ),
+    "jump": ("optim.lr=3e-4", "optim.lr=3e-5", "didi.kl_weight=0.01"),
     "path": ("optim.lr=1e-3", "optim.lr=2e-4"),
     "token-matching": ("token_matching.anchor=0.5",),
 }
-"""One at a time, beside what the recipe says."""
+"""Overrides beside what the recipe says, a student for each line."""
 ON_ORACLE = {
     "sdtt": ("optim.lr=1e-4", "optim.lr=1e-3", "sdtt.steps=16", "sdtt.divergence=forward"),
     "dimo": ("optim.lr=3e-4", "dimo.beta=-0.2", "dimo.random=0.7", "dimo.aux_lr=1e-3"),
@@ -66,9 +77,9 @@ def _student(scale: Scale, role: str, change: str, seed: int) -> Job:
     usual = scale.ablated(ALL_TRICKS, seed) if role == "didi" else scale.model(role, seed)
     if change == USUAL:
         return usual
-    words = change.replace("=", "-").replace("_", "-").removeprefix(f"{role}.")
+    words = re.sub("[=_ ]", "-", change).removeprefix(f"{role}.")
     name = f"{role}-{words}-seed{seed}"
-    return replace(usual, name=name, overrides=(*usual.overrides, change))
+    return replace(usual, name=name, overrides=(*usual.overrides, *change.split()))
 
 
 def measure(scale: Scale, role: str, student: Job, seed: int) -> Job:
@@ -101,6 +112,7 @@ def main() -> None:
     parser.add_argument("--judge")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, help="of every student, as the table's were made")
+    parser.add_argument("--rivals", type=lambda words: words.split(","), help="of didi reproduce")
     parser.add_argument("--roles", help="these alone, with commas between them")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=6)

@@ -89,7 +89,8 @@ def scale_of(asked: argparse.Namespace) -> Scale:
         judge_options=JUDGED if asked.judge else {},
         seeds=asked.seeds,
     )
-    return find_scale(asked.scale, given)
+    scale = find_scale(asked.scale, given)
+    return scale.with_rivals(asked.rivals) if asked.rivals else scale
 
 
 def oracle_scale(seeds: int) -> Scale:
@@ -121,7 +122,7 @@ def oracle_scale(seeds: int) -> Scale:
 def brief(scale: Scale) -> dict[str, Job]:
     """A short run of everything that is trained."""
     found = pace_jobs(scale)
-    for role in PRETRAINED:
+    for role in (role for role in PRETRAINED if scale.has(role)):
         training = scale.models[role]
         shortened = Training(training.recipe, (*training.overrides, *SHORT))
         found[role] = replace(scale, models={**scale.models, role: shortened}).model(role)
@@ -132,7 +133,7 @@ def compile_all(asked: argparse.Namespace) -> None:
     """All short runs at once, each in a process and a folder of its own."""
     scratch, started = asked.out / "compiling", time.monotonic()
     running = {}
-    for role in brief(scale_of(asked)):
+    for role in asked.roles or brief(scale_of(asked)):
         words = [sys.executable, __file__, "one", *sys.argv[2:], "--role", role]
         running[role] = subprocess.Popen(words, start_new_session=True)
     while running and time.monotonic() < started + asked.limit:
@@ -204,7 +205,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of every student; else steps as recipes say")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--limit", type=float, default=150, help="seconds of compiling")
-    parser.add_argument("--roles", type=lambda words: words.split(","), help="train these alone")
+    parser.add_argument("--rivals", type=lambda words: words.split(","), help="of didi reproduce")
+    parser.add_argument("--roles", type=lambda words: words.split(","), help="these of them alone")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)

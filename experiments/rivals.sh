@@ -39,7 +39,7 @@ for stage in "$@"; do
   case "$stage" in
     compile) "$PYTHON" "$here/rivals.py" compile "${given[@]}" ;;
     first)
-      train --roles "$names,path-first,ablation-all-tricks"
+      train --rivals "$names"
       table --rivals "$names" ;;
     second)
       train
