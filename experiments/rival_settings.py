@@ -27,7 +27,7 @@ from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import Scale
 
 STORIES = {
-    "sdtt": ("optim.lr=3e-4", "sdtt.steps=64", "sdtt.divergence=forward", "optim.lr=1e-3"),
+    "sdtt": ("optim.lr=3e-4", "optim.lr=1e-3", "sdtt.steps=64", "sdtt.divergence=forward"),
     "dimo": (
         "optim.lr=2e-4",
         "optim.lr=2e-4 dimo.aux_lr=1e-3",
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of every student, as the table's were made")
     parser.add_argument("--rivals", type=lambda words: words.split(","), help="of didi reproduce")
     parser.add_argument("--roles", help="these alone, with commas between them")
+    parser.add_argument("--most", type=int, help="so many changes of each, the first ones")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=6)
     asked = parser.parse_args()
@@ -123,7 +124,8 @@ def main() -> None:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
     changes = ON_ORACLE if asked.scale == ORACLE else STORIES
     known = [role for role in changes if role == "didi" or scale.has(role)]
-    tried = {role: changes[role] for role in (asked.roles.split(",") if asked.roles else known)}
+    roles = asked.roles.split(",") if asked.roles else known
+    tried = {role: changes[role][: asked.most] for role in roles}
     trained = {
         (*which, seed): student
         for seed in scale.seeds

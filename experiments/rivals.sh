@@ -4,7 +4,7 @@
 # DATA is a folder of `didi data prepare --rows document --length 256` with the tokenizer of
 # `stories/teacher`, SOURCE the causal LM whose stories they are.
 #   compile  kernels of all trainings, beside each other, so that none of them waits later
-#   first    all rivals but DUO: trained, drawn, in a table
+#   first    all rivals but DUO, or those in ALONE=sdtt,dimo: trained, drawn, in a table
 #   second   DUO, whose teacher takes as long as all of the others, and the table of all
 #   settings other settings of every rival's training (rival_settings.py)
 # KEEP=folder: tables, rows, logs and recipes, without weights, are packed there after each stage.
@@ -22,6 +22,7 @@ if [[ "$SCALE" == small ]]; then
     --at-once "$AT_ONCE")
   others+=(path)
 fi
+[[ -z "${ALONE:-}" ]] || IFS=, read -ra others <<<"$ALONE"
 read -ra more <<<"${MORE:-}" # of didi reproduce: --no-mauve, where mauve-text is missing
 
 table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "${more[@]}" "$@"; }
