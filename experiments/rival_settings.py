@@ -74,7 +74,7 @@ def students(
 
 
 def _student(scale: Scale, role: str, change: str, seed: int) -> Job:
-    usual = scale.ablated(ALL_TRICKS, seed) if role == "didi" else scale.model(role, seed)
+    usual = scale.rival(ALL_TRICKS, seed) if role == "didi" else scale.model(role, seed)
     if change == USUAL:
         return usual
     words = re.sub("[=_ ]", "-", change).removeprefix(f"{role}.")

@@ -2,22 +2,21 @@
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from statistics import fmean
 
+import numpy as np
 import pytest
 import yaml
 
 from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
-from didi_instruct.reproduce.baselines import (
-    ABOVE,
-    METRICS,
-    STREAMS,
-    WAYS,
-    baseline_rows,
-    settings_of,
-)
+from didi_instruct.reproduce import calls
+from didi_instruct.reproduce.baselines import ABOVE, METRICS, WAYS, settings_of, way_rows
+from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, compared, with_values
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.baselines_findings import (
     at_the_edge,
@@ -30,6 +29,8 @@ from didi_instruct.reproduce.baselines_findings import (
 from didi_instruct.reproduce.equal_terms import Terms
 from didi_instruct.reproduce.figures import PALETTE
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.jobs import Context
+from didi_instruct.reproduce.latency import time_settings
 from didi_instruct.reproduce.making import command
 from didi_instruct.reproduce.minutes import (
     SHARED,
@@ -42,9 +43,10 @@ from didi_instruct.reproduce.paces import DIDI, STUDENTS, with_minutes
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 
-from .small_models import LANGUAGE, config_of, save
+from .small_models import LANGUAGE, config_of, save, save_letters
 
 ROLES = {way.role for way in WAYS}
+SETTING = ("method", "nfe", "temperature", "top_p")
 
 
 # Who is measured
@@ -75,7 +77,7 @@ def test_all_have_the_same_budgets_and_the_same_sweep():
         costly=(18,),
     )  # fmt: skip
     sweep = [(1.0, 1.0), (0.9, 1.0), (1.0, 0.8)]
-    more = {WAYS[0].method: [18, 32], STREAMS: [32]}
+    more = {BASELINE: [18, 32], STREAMS: [32]}
     for way in WAYS:
         mine = [s for s in found if s.method == way.method]
         budgets = [None] if way.own_steps else [4, 8, *more.get(way.method, ())]
@@ -93,7 +95,7 @@ def test_what_learns_to_take_few_steps_is_measured_there():
     found = settings_of({role: role for role in ROLES}, (4,), few=(1, 2))
     at_one = {s.method for s in found if s.steps == 1}
     trained = {way.method for way in WAYS if way.role != "teacher" and not way.own_steps}
-    assert at_one == trained | {WAYS[0].method, STREAMS}
+    assert at_one == trained | {BASELINE, STREAMS}
     assert sorted(s.steps for s in found if s.method == "DiMO") == [1, 2, 4]
 
 
@@ -109,9 +111,9 @@ def test_some_rivals_alone_bring_what_they_start_from(tmp_path):
     assert some.model("token-matching").key == whole.model("token-matching").key
     (item,) = BASELINE_ITEMS
     for scale in (some, with_minutes(some, 1, dict.fromkeys((*STUDENTS, DIDI), 2.0))):
-        inputs = item.jobs(scale)[0].inputs
-        assert {"teacher", "didi", "judge", "duo", "duo-teacher"} <= set(inputs)
-        assert not set(inputs) & set(some.left_out)
+        inputs = {role for job in item.jobs(scale) for role in job.inputs}
+        assert {"teacher", "didi", "judge", "duo", "duo-teacher"} <= inputs
+        assert not inputs & set(some.left_out)
         (words,) = [note for note in item.table(scale, {}).notes if "--rivals" in note]
         assert words == "Left out by --rivals: ar, jump, sdtt, dimo."
         told = command(item, scale)
@@ -128,7 +130,7 @@ def test_a_rival_that_nobody_knows_is_refused_with_those_there_are(names, words)
 
 def test_a_budget_is_not_drawn_twice():
     found = settings_of({"teacher": "t"}, (4, 8), few=(2,), costly=(8, 16), most_steps=16)
-    for method, budgets in ((WAYS[0].method, [2, 4, 8, 16]), (STREAMS, [2, 4, 8, 16])):
+    for method, budgets in ((BASELINE, [2, 4, 8, 16]), (STREAMS, [2, 4, 8, 16])):
         assert [s.steps for s in found if s.method == method] == budgets
 
 
@@ -166,8 +168,8 @@ HEATS = (0.7, 0.6, 0.5)
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """Random models; the student is a copy of the teacher."""
+def models(tmp_path_factory):
+    """Random ones; the student is a copy of the teacher."""
     folder = tmp_path_factory.mktemp("models")
     masked = {role: save(folder / role, config_of()) for role in ("teacher", "sdtt", "dimo")}
     kinds = {"ar": "ar", "duo": "duo", "duo-teacher": "duo"}
@@ -177,13 +179,25 @@ def rows(tmp_path_factory):
         write_log(folder / role, {"step": steps, "iterations_per_second": 0.5})
     train = {"train": {"steps": 60, "batch_size": 8}}
     (folder / "sdtt" / "recipe.yaml").write_text(yaml.safe_dump(train))
+    return masked | others
+
+
+@pytest.fixture(scope="module")
+def drawn(models, tmp_path_factory):
+    """Rows of every way to sample them, each by itself, as a job keeps them."""
     terms = Terms(
-        out=folder / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=8, device="cpu"
-    )
-    return baseline_rows(
-        masked | others, (2, 4), terms, temperatures=HEATS, top_ps=(), most_steps=16, costly=(6,),
-        timing_batch=2, timing_rounds=1,
+        out=tmp_path_factory.mktemp("kept"), judge=OracleJudge(LANGUAGE), metrics=METRICS, num=8,
+        device="cpu",
     )  # fmt: skip
+    sweep = {"temperatures": HEATS, "most_steps": 16, "costly": (6,)}
+    ways = [way.method for way in WAYS if way.role in models]
+    rows = [row for method in ways for row in way_rows(method, models, (2, 4), terms, **sweep)]
+    return json.loads(json.dumps(rows, allow_nan=False))
+
+
+@pytest.fixture(scope="module")
+def rows(drawn):
+    return compared(drawn, 16)
 
 
 def of(rows, method, nfe=None):
@@ -200,7 +214,7 @@ def test_a_student_that_is_its_teacher_gains_nothing(rows):
         assert copy["path_kl_vs_baseline"] == own["path_kl_vs_baseline"] >= 0
     assert [row["vsf"] for row in of(rows, "SDTT")] == pytest.approx([1] * 2 * (1 + len(HEATS)))
     for nfe in (2, 4):
-        assert min(row["path_kl_vs_baseline"] for row in of(rows, WAYS[0].method, nfe)) == 0
+        assert min(row["path_kl_vs_baseline"] for row in of(rows, BASELINE, nfe)) == 0
     assert all(row["is_baseline"] == (row["method"] == "MDLM, ancestral") for row in rows)
 
 
@@ -219,7 +233,7 @@ def test_every_row_stands_beside_the_teacher_in_streams_too(rows):
 
 def by_hand(rows, nfe, row):
     """Perplexity over that of the line between the baseline's neighbours in entropy."""
-    line = sorted((r["entropy"], math.log(r["ppl"])) for r in of(rows, WAYS[0].method, nfe))
+    line = sorted((r["entropy"], math.log(r["ppl"])) for r in of(rows, BASELINE, nfe))
     (low, left), (high, right) = next(
         pair for pair in pairwise(line) if pair[0][0] <= row["entropy"] <= pair[1][0]
     )
@@ -235,7 +249,7 @@ def test_guidance_is_paid_at_equal_passes(rows, method, nfe, rival):
     (Of its steps the last ones reveal nothing of some texts, and are not run.)
     """
     row = of(rows, method, nfe)[0]
-    costs = {n: max(r["passes"] for r in of(rows, WAYS[0].method, n)) for n in (2, 4, 6, 16)}
+    costs = {n: max(r["passes"] for r in of(rows, BASELINE, n)) for n in (2, 4, 6, 16)}
     assert max(n for n, cost in costs.items() if cost <= row["passes"]) == rival
     assert (row["temperature"], row["path_kl"]) == (1.0, None)
     assert row["vsf"] == pytest.approx(by_hand(rows, nfe, row))
@@ -252,10 +266,105 @@ def test_costs_stand_beside_the_quality(rows):
     assert {row["chain_minutes"] for row in of(rows, "SDTT")} == {1.0}
     assert {row["training_texts"] for row in of(rows, "SDTT")} == {60 * 8}
     assert {row["chain_minutes"] for row in of(rows, "DUO distilled")} == {3.0}, "1 + 2"
-    for row in rows:
-        assert (row["tokens_per_second"] is None) == (row["temperature"] != 1)
-        assert (row["num_samples"], row["seed"]) == (8, 0)
+    assert {(row["num_samples"], row["seed"]) for row in rows} == {(8, 0)}
     assert {row["nfe"] for row in of(rows, "AR, the same trunk")} == {32}
+
+
+def test_numbers_of_samples_stand_for_the_samples(drawn, rows):
+    """Perplexity, entropy and path KL follow from what is kept, to the digits that are kept."""
+    for kept, row in zip(drawn, rows, strict=True):
+        values, known = kept["values"], {"ppl", "entropy"}
+        assert "values" not in row
+        nats = sum(values["nats"]) / sum(values["tokens"])
+        assert math.exp(nats) == pytest.approx(row["ppl"], rel=1e-5)
+        assert fmean(values["entropy"]) == pytest.approx(row["entropy"], rel=1e-5)
+        if row["path_kl"] is not None:
+            assert fmean(values["path_gap"]) == pytest.approx(row["path_kl"], rel=1e-4)
+        assert known <= row.keys()
+
+
+def test_texts_that_a_judge_finds_impossible_stay_so():
+    """JSON has no infinity, so that it is null there."""
+    row = with_values({"ppl": 1.0}, {"nats": np.array([1.0, np.inf]), "tokens": np.array([3.0, 4])})
+    assert row["values"] == {"nats": [1.0, None], "tokens": [3.0, 4.0]}
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+
+
+def test_a_lost_way_leaves_the_others_as_they_are(drawn, rows):
+    """Any but the baseline, without which nothing can be compared."""
+    some = [row for row in drawn if row["method"] not in (STREAMS, "DiMO")]
+    for row in compared(some, 16):
+        (whole,) = [other for other in rows if all(other[n] == row[n] for n in SETTING)]
+        lost = {name for name in whole if name.startswith("streams_")}
+        assert row == {name: value for name, value in whole.items() if name not in lost}
+    with pytest.raises(ValueError, match="MDLM, ancestral is missing"):
+        compared([row for row in drawn if row["method"] != BASELINE], 16)
+
+
+def test_a_judge_of_its_own_samples_has_no_place_on_a_frontier(drawn):
+    """Its numbers are taken away before: those of its samples count no more either."""
+    bare = {"ppl": None, "ppl_ci95": None, "path_kl": None, "path_kl_ci95": None}
+    found = compared([r | bare if r["role"] == "ar" else r for r in drawn], 16)
+    own = of(found, "AR, the same trunk")
+    assert own
+    for row in own:
+        for name in ("vsf", "vsf_best", "streams_vsf", "path_kl_best"):
+            assert row.get(name) is None
+
+
+def test_models_of_other_tokens_are_refused(models, tmp_path):
+    """Each way is drawn by itself, and beside the teacher for that alone."""
+    letters = save_letters(tmp_path / "letters")
+    terms = Terms(out=tmp_path / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=2)
+    with pytest.raises(UserError, match="different tokenizers"):
+        way_rows("SDTT", models | {"sdtt": letters}, (2,), terms)
+
+
+# Speed
+
+
+def test_every_plain_setting_has_the_speed_of_its_kind(models, monkeypatch):
+    """Of three jobs, whose rows find theirs by method and steps; others have none."""
+    scale = replace(find_scale("toy", Given(seeds=2)), budgets=(2, 4), few=(), most_steps=16)
+    jobs = [job for job in BASELINE_ITEMS[0].jobs(scale) if "methods" in job.options]
+    assert [job.name for job in jobs] == ["speed-masked", "speed-ar", "speed-duo"]
+    asked = [method for job in jobs for method in job.options["methods"]]
+    assert sorted(asked) == sorted(way.method for way in WAYS if way.role != "path")
+    timing = partial(time_settings, batch=2)
+    monkeypatch.setattr(calls, "time_settings", lambda *a, **o: timing(*a, **o | {"rounds": 1}))
+    for job, number in zip(jobs, (None, 1, 2 + 2 + 2), strict=True):
+        inputs = {role: models[role] for role in job.inputs if role in models}
+        context = Context(folder=None, shared=None, inputs=inputs, results={}, device="cpu")
+        found = calls.speeds(context, **job.options)
+        assert number is None or len(found) == number
+        assert all(row["tokens_per_second"] > 0 and row["machine"] for row in found)
+        assert len({(row["method"], row["steps"]) for row in found}) == len(found)
+
+
+def test_speeds_stand_beside_plain_rows_of_all_seeds(drawn):
+    scale = replace(find_scale("toy", Given(seeds=2)), most_steps=16)
+    way_jobs = {
+        (job.options["method"], job.options["seed"]): job
+        for job in BASELINE_ITEMS[0].jobs(scale)
+        if "method" in job.options
+    }
+    results = {
+        job.key: [row | {"seed": seed} for row in of(drawn, method)]
+        for (method, seed), job in way_jobs.items()
+    }
+    (masked,) = [job for job in BASELINE_ITEMS[0].jobs(scale) if job.name == "speed-masked"]
+    timed = [("SDTT", 2, 50.0), ("SDTT", 4, 40.0), ("MDLM, token by token", None, 3.0)]
+    results[masked.key] = [
+        {"method": m, "steps": n, "tokens_per_second": v, "machine": "one"} for m, n, v in timed
+    ]
+    found = BASELINE_ITEMS[0].table(scale, results).sweep
+    assert {row["seed"] for row in found} == {0, 1}
+    for row in found:
+        steps = None if row["own_steps"] else row["nfe"]
+        plain = row["temperature"] == 1
+        (rate,) = [v for m, n, v in timed if (m, n) == (row["method"], steps) and plain] or [None]
+        assert row["tokens_per_second"] == rate
+        assert row["machine"] == (rate and "one")
 
 
 def made(method, nfe, temperature, ppl, vsf, path_kl, own_steps=False, seed=0, wide=0.2):

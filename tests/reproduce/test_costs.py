@@ -62,18 +62,20 @@ def test_every_way_of_the_baselines_counts_with_its_own_passes():
     Of a guided step, half are a draw, a gradient and a second draw (5), half 4 candidates.
     """
     sweep = {"most_steps": 16, "temperatures": [0.8], "top_ps": [0.9], "few": [2], "costly": [9]}
-    options = {"steps": [4], "num": 5, **sweep}
     drawn = settings_of({"teacher": "t", "didi": "d"}, [4], **sweep)
     once = forward_flops(cost_model(TEACHER))
-
-    def passes(role):
-        job = Job(name="b", does="m:f", inputs={role: TEACHER, "judge": "oracle"}, options=options)
-        return cost_of(job).sampling / once / 5
-
-    for role in ("teacher", "didi"):
-        mine = [setting for setting in drawn if setting.more["role"] == role]
+    inputs = {"teacher": TEACHER, "didi": TEACHER, "judge": "oracle"}
+    for method in {setting.method for setting in drawn}:
+        options = {"method": method, "steps": [4], "num": 5, **sweep}
+        job = Job(name="b", does="m:f", inputs=inputs, options=options)
+        mine = [setting for setting in drawn if setting.method == method]
         each = [(s.steps or 32) * ((5 + 4) / 2 if s.sampler == "rgas" else 1) for s in mine]
-        assert passes(role) == pytest.approx(sum(each))
+        assert cost_of(job).sampling / once / 5 == pytest.approx(sum(each))
+
+
+def test_what_is_timed_costs_next_to_nothing():
+    job = Job(name="s", does="m:f", inputs={"teacher": TEACHER}, options={"methods": ["x"]})
+    assert cost_of(job) == Cost()
 
 
 def test_a_shared_bank_is_counted_once(tmp_path):

@@ -148,6 +148,23 @@ def test_jobs_come_after_their_needs_and_only_once():
     assert order[1].key != order[2].key
 
 
+def test_what_is_done_needs_nobody_any_more():
+    """A table goes on from results alone: what they were made of may be gone, or lie elsewhere."""
+    base = teacher("train.steps=7")
+    first, second = student(base, "train.seed=0"), student(base, "train.seed=1")
+    one, two = (Job(name=n, does="m:f", inputs={"model": of}) for n, of in ((
+        "one", first), ("two", second)))  # fmt: skip
+
+    def names(*done):
+        keys = [job.key for job in done]
+        return [job.name for job in in_order([one, two], lambda job: job.key in keys)]
+
+    assert names(one, two) == ["one", "two"]
+    assert names(one) == ["one", "teacher", "student", "two"], "the other's student alone"
+    assert names(one, first) == ["student", "one", "teacher", "student", "two"]
+    assert names(one, two, base) == ["one", "two"], "nothing between is there"
+
+
 def test_a_job_that_is_spread_comes_after_its_parts_and_keeps_its_key():
     job = Job(name="table", does="a.module:rows", options={"num": 3}, timed=True)
     shared = spread(job, 3)

@@ -77,21 +77,6 @@ def test_a_figure_that_cannot_be_drawn_is_told_and_not_named(toy, tmp_path):
     assert not (tmp_path / "tables" / "thing.png").exists()
 
 
-@pytest.mark.parametrize(("name", "words"), [("sdtt-seed0", "; leave it out"), ("job", "")])
-def test_a_lost_table_tells_what_can_be_done(toy, tmp_path, name, words):
-    """Where it is a rival that failed, and not what the table cannot do without."""
-
-    def fails(context):
-        raise UserError("stopped")
-
-    toy[0].value = fails
-    job = replace(JOB, name=name)
-    failing = replace(item(), remedy="leave it out", jobs=lambda scale: [job])
-    (made,) = make([failing], toy[1], tmp_path).made
-    assert made.error.startswith(f"no table: {name}: stopped")
-    assert made.error.endswith(f"){words}")
-
-
 def test_without_matplotlib_the_table_says_what_is_missing(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(making, "can_draw", lambda: False)
     make([item()], toy[1], tmp_path)

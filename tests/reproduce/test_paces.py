@@ -9,7 +9,7 @@ import pytest
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import making
-from didi_instruct.reproduce.baselines import CHAIN
+from didi_instruct.reproduce.baselines import CHAIN, WAYS
 from didi_instruct.reproduce.checks import plan, plan_paces
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import in_order
@@ -46,6 +46,12 @@ def small(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a b"}\n')
     return find_scale("small", Given(data=str(text), teacher="somewhere"))
+
+
+def ways(scale, seed=0):
+    """Jobs of all ways to sample, of one seed."""
+    jobs = BASELINE_ITEMS[0].jobs(scale)
+    return [job for job in jobs if "method" in job.options and job.options["seed"] == seed]
 
 
 def steps_of(job):
@@ -99,12 +105,12 @@ def test_a_chain_of_two_students_takes_no_longer(small):
     assert seconds == pytest.approx(90, rel=0.02)
     assert steps_of(last) == int(90 * AFTER * PACES["token-matching"])
     assert CHAIN["token-matching"][0] == FIRST
-    asked = BASELINE_ITEMS[0].jobs(scale)[0].inputs
+    (asked,) = [job.inputs for job in ways(scale) if "token-matching" in job.inputs]
     assert asked[FIRST].key == scale.model(FIRST, 0).key
 
 
 def test_without_minutes_nothing_changes(small):
-    assert FIRST not in BASELINE_ITEMS[0].jobs(small)[0].inputs
+    assert not any(FIRST in job.inputs for job in BASELINE_ITEMS[0].jobs(small))
     assert small.model("token-matching").inputs["teacher"].key == small.model("path").key
 
 
@@ -218,9 +224,12 @@ def test_students_learn_alone_and_are_drawn_from_at_the_same_time(small):
     """Their minutes are compared, so nothing may run beside them; samples have no such need."""
     jobs = in_order(BASELINE_ITEMS[0].jobs(with_minutes(small, 1.5, PACES)))
     assert all(job.timed for job in jobs if job.trains)
-    parts = [job for job in jobs if "-part" in job.name]
-    assert len(parts) == small.parts * len(small.seeds)
-    assert not any(job.timed for job in parts)
+    drawn = [job for job in jobs if job.name.startswith("baselines-")]
+    assert len(drawn) == len(WAYS) * len(small.seeds)
+    assert not any(job.timed for job in drawn)
+    speeds = [job for job in jobs if job.name.startswith("speed-")]
+    assert [job.name for job in speeds] == ["speed-masked", "speed-ar", "speed-duo"]
+    assert all(job.timed for job in speeds)
 
 
 def test_mauve_may_be_left_out(tmp_path):

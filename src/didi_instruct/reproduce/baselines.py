@@ -1,25 +1,23 @@
 """Rivals on equal terms: what a user would try before training anything, and what others distil.
 
 Every way of sampling is measured at the same NFE, plain and over the same temperatures and top-p,
-so that none is reported at its worst setting alone. The baseline is plain ancestral sampling:
-vsF is a row's perplexity over the lowest that the teacher so reaches at the same NFE and the
-same entropy, below 1 a gain. Some students sample in streams order, which costs a teacher nothing:
-all rows stand beside the teacher in that order too. On the oracle language mistakes raise the
-entropy, so that vsF punishes repairs: there path KL is the measure to choose by.
+so that none is reported at its worst setting alone. Each is drawn by itself and brings the numbers
+of its samples; what sets it apart from the others is computed when all are there
+(`baselines_compared`), so that one may fail, come later or be made on another machine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from didi_instruct.api.candidates import candidates
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import frontier
-from didi_instruct.evaluation.choosing import best_by_vsf
 from didi_instruct.evaluation.rows import Row
-from didi_instruct.reproduce.equal_terms import WHOLE, Found, Setting, Terms, measure
-from didi_instruct.reproduce.latency import time_settings
+from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, with_values
+from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 from didi_instruct.reproduce.minutes import (
     bank_minutes,
     learning,
@@ -34,13 +32,13 @@ PLAIN_ALONE = ("mauve",)
 TEACHER = "teacher"
 PLAIN = (1.0, 1.0)
 """Temperature and top-p."""
-STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
-"""The second baseline, and how the columns of numbers against it begin."""
 ABOVE = 1.1
 """A temperature of the baselines alone, hardly ever a best one: without it their frontiers end
 where plain rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
+FAMILIES = {"ar": ("ar",), "duo": ("duo-teacher", "duo")}
+"""Roles whose models are of another kind than the teacher."""
 CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
 """Students whose teacher is not the teacher of all, and that teacher's role, or roles in turn."""
 
@@ -61,11 +59,11 @@ class Way:
     @property
     def is_baseline(self) -> bool:
         """Whether others are set against it."""
-        return self.method in (WAYS[0].method, STREAMS)
+        return self.method in (BASELINE, STREAMS)
 
 
 WAYS = (
-    Way(role=TEACHER, method="MDLM, ancestral"),
+    Way(role=TEACHER, method=BASELINE),
     Way(role=TEACHER, method="MDLM, greedy tail", options={"greedy_tail": True}),
     Way(role=TEACHER, method=STREAMS, options={"order": "streams"}),
     Way(role=TEACHER, method="MDLM, confidence order", sampler="confidence"),
@@ -91,7 +89,7 @@ WAYS = (
     Way(role="path", method="likelihood along streams (ours)"),
     Way(role="token-matching", method="token matching (ours)"),
 )
-"""Of each role that has a model; the first is the baseline."""
+"""Of each role that has a model."""
 
 
 def settings_of(
@@ -104,8 +102,9 @@ def settings_of(
     late_from: int | None = None,
     few: Sequence[int] = (),
     costly: Sequence[int] = (),
+    methods: Collection[str] | None = None,
 ) -> list[Setting]:
-    """All rows of the table; `models` are SOURCEs by role.
+    """All rows of the table, or of some methods; `models` are SOURCEs by role.
 
     With `most_steps` the baselines are drawn with so many too, for the gap that others close, and
     the first with `costly` NFE, about as many as guidance takes passes. From `late_from` NFE on,
@@ -118,7 +117,8 @@ def settings_of(
     unknown = {role.removesuffix(LATE) for role in models} - known
     assert not unknown, f"nothing samples {unknown}"
     found = []
-    for way in (way for way in WAYS if way.role in models):
+    wanted = [way for way in WAYS if methods is None or way.method in methods]
+    for way in (way for way in wanted if way.role in models):
         for nfe in budgets_of(way, steps, most_steps=most_steps, few=few, costly=costly):
             late = late_from is not None and nfe is not None and nfe >= late_from
             role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
@@ -167,85 +167,30 @@ def budgets_of(
     if way.own_steps:
         return [None]
     found = [*(few if way.role != TEACHER or way.is_baseline else ()), *steps]
-    if way is WAYS[0]:
+    if way.method == BASELINE:
         found += costly
     if way.is_baseline and most_steps is not None:
         found.append(most_steps)
     return list(dict.fromkeys(found))
 
 
-def baseline_rows(
-    models: Mapping[str, str],
-    steps: Sequence[int],
-    terms: Terms,
-    *,
-    temperatures: Sequence[float] = (0.8, 0.9),
-    top_ps: Sequence[float] = (0.9, 0.95),
-    most_steps: int | None = None,
-    late_from: int | None = None,
-    few: Sequence[int] = (),
-    costly: Sequence[int] = (),
-    timing_batch: int = 16,
-    timing_rounds: int = 3,
-    fast: bool = True,
+def way_rows(
+    method: str, models: Mapping[str, str], steps: Sequence[int], terms: Terms, **sweep: Any
 ) -> list[Row]:
-    """Every setting's row, with its place on the baselines' frontiers, costs and tokens/s.
+    """A row for every setting of one way to sample, with its costs and the numbers of each sample.
 
-    Numbers against the teacher in streams order begin with `streams_`. `training_minutes` are those
-    of the run's own steps, `chain_minutes` also those of a bank and of a teacher of its own; null
-    for a model that was not trained here. Speed is timed of plain settings alone, since temperature
-    and top-p do not change it.
+    `models` are the teacher, whose tokens all have, the model that is sampled, and those that its
+    training began with; `sweep` is for `settings_of`. `training_minutes` are those of the run's own
+    steps, `chain_minutes` also those of a bank and of a teacher of its own; null for a model that
+    was not trained here.
     """
-    settings = settings_of(
-        models,
-        steps,
-        temperatures=temperatures,
-        top_ps=top_ps,
-        most_steps=most_steps,
-        late_from=late_from,
-        few=few,
-        costly=costly,
-    )
+    settings = settings_of(models, steps, methods=[method], **sweep)
+    candidates([models[TEACHER], *(setting.source for setting in settings)])
     found = measure(settings, terms)
-    if terms.part != WHOLE:
-        return found.rows
-    baseline = [number for number, s in enumerate(settings) if s.method == WAYS[0].method]
-    rows = found.compared(baseline, most_steps)
-    beside = _beside_streams(found, most_steps)
-    best = best_by_vsf(found.measured, [found.measured[n] for n in baseline], found.seed)
-    plain = [number for number, s in enumerate(settings) if _plain(s)]
-    rates = time_settings(
-        [settings[number] for number in plain],
-        batch=timing_batch,
-        rounds=timing_rounds,
-        length=terms.length,
-        device=terms.device,
-        fast=fast,
-        until_eot=terms.until_eot,
-    )
-    timed = dict(zip(plain, rates, strict=True))
     costs = {source: _costs(role, models) for role, source in models.items()}
-    for number, (row, *others) in enumerate(zip(rows, beside, best, strict=True)):
-        row |= others[0] | others[1] | costs[settings[number].source]
-        speed = timed.get(number, {})
-        row["tokens_per_second"] = speed.get("tokens_per_second")
-        if note := speed.get("tokens_per_second_note"):
-            row["tokens_per_second_note"] = note
-        row["is_baseline"] = number in baseline
-    return rows
-
-
-def _beside_streams(found: Found, most_steps: int | None) -> list[Row]:
-    """What sets every row apart from the teacher in streams order, at its own best settings."""
-    rivals = [number for number, s in enumerate(found.settings) if s.method == STREAMS]
-    names = ("vsf", "path_kl_vs_baseline", "gap_closed", "gap_closed_best")
     return [
-        {
-            f"{BESIDE_STREAMS}{name}": value
-            for name, value in row.items()
-            if name.startswith(names) and not name.startswith("vsf_passes")
-        }
-        for row in found.compared(rivals, most_steps)
+        with_values(row, measured.values) | costs[setting.source]
+        for row, measured, setting in zip(found.rows, found.measured, settings, strict=True)
     ]
 
 
@@ -264,10 +209,6 @@ def _costs(role: str, models: Mapping[str, str]) -> Row:
         "chain_minutes": sum(known) if len(known) == len(chain) else None,
         **learning(folder),
     }
-
-
-def _plain(setting: Setting) -> bool:
-    return (setting.temperature, setting.top_p) == PLAIN
 
 
 def _start(source: str) -> dict[str, float]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.evaluation.rows import Progress
-from didi_instruct.reproduce.baselines import LATE, baseline_rows
+from didi_instruct.reproduce.baselines import LATE, settings_of, way_rows
 from didi_instruct.reproduce.equal_terms import WHOLE, Setting, Terms
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.landscape import Strength, grid, guided_rows
-from didi_instruct.reproduce.latency import latency_rows
+from didi_instruct.reproduce.latency import latency_rows, time_settings
 from didi_instruct.reproduce.measuring import EVALS, judge_of
 from didi_instruct.reproduce.sensitivity import design, shares
 from didi_instruct.reproduce.toy_corpora import toy_models, write_corpora
@@ -23,6 +24,9 @@ from didi_instruct.reproduce.zeroshot import zero_shot_rows
 from didi_instruct.training.world import pick_device
 
 HERE = "didi_instruct.reproduce.calls"
+NO_MODELS = ("judge", "reference")
+SWEEP = ("most_steps", "late_from", "few", "costly", "temperatures", "top_ps")
+"""What is drawn of each way to sample, beside the budgets."""
 Rows = list[dict[str, Any]]
 
 
@@ -177,36 +181,20 @@ def _zero_shot(
     )
 
 
-def baselines(
-    context: Context,
-    *,
-    steps: Sequence[int],
-    most_steps: int,
-    temperatures: Sequence[float],
-    top_ps: Sequence[float],
-    machine: str,
-    fast: bool,
-    late_from: int | None = None,
-    few: Sequence[int] = (),
-    costly: Sequence[int] = (),
-    **common: Any,
-) -> Rows:
-    """All ways to sample all models that are inputs, over temperature and top-p.
+def way(context: Context, *, method: str, steps: Sequence[int], **asked: Any) -> Rows:
+    """One way to sample one model, over temperature and top-p, with the numbers of each sample."""
+    sweep = {name: asked.pop(name) for name in SWEEP}
+    models = {role: source for role, source in context.inputs.items() if role not in NO_MODELS}
+    return way_rows(method, models, steps, terms_of(context, **asked), **sweep)
 
-    `machine` is told only: speeds are of one, on a GPU of accelerated models if `fast`.
-    """
-    others = ("judge", "reference")
-    models = {role: source for role, source in context.inputs.items() if role not in others}
-    rows = baseline_rows(
-        models,
-        steps,
-        terms_of(context, **common),
-        temperatures=temperatures,
-        top_ps=top_ps,
-        most_steps=most_steps,
-        late_from=late_from,
-        few=few,
-        costly=costly,
-        fast=fast,
-    )
-    return [row | {"machine": machine} for row in rows]
+
+def speeds(
+    context: Context, *, methods: Sequence[str], steps: Sequence[int], until_eot: bool, **more: Any
+) -> Rows:
+    """Tokens per second of plain settings, in turns: temperature and top-p do not change them."""
+    settings = settings_of(context.inputs, steps, methods=methods, **more)
+    rows = time_settings(settings, rounds=3, device=context.device, until_eot=until_eot)
+    known = provenance()
+    told = ("method", "steps", "tokens_per_second", "tokens_per_second_note")
+    machine = {"machine": known.get("GPU", known["CPU"])}
+    return [{name: row.get(name) for name in told} | machine for row in rows]

@@ -116,6 +116,8 @@ def _measuring(job: Job) -> Cost:
     known = {role: model for role, model in models.items() if model is not None}
     if len(known) < len(models):
         return Cost(None, None)
+    if "methods" in options:  # a few batches of each, timed
+        return Cost()
     if "judge" not in job.inputs:
         texts = CORPORA * options["sequences"] * DRAWS
         return Cost(sampling=sum(texts * forward_flops(model) for model in known.values()))
@@ -147,11 +149,11 @@ def _drawn(role: str, model: ModelConfig, options: Mapping[str, Any]) -> tuple[f
 def _swept(
     role: str, model: ModelConfig, budgets: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[float, int]:
-    """The same where every way to sample a model is drawn over temperature and top-p."""
+    """The same where a way to sample a model is drawn over temperature and top-p."""
     passes, rows = 0.0, 0
     more = {name: options[name] for name in ("most_steps", "few", "costly")}
     own = 1 if model.kind == "ar" else model.length
-    for way in (way for way in WAYS if way.role == role):
+    for way in (way for way in WAYS if (way.role, way.method) == (role, options["method"])):
         steps = [own if nfe is None else nfe for nfe in budgets_of(way, budgets, **more)]
         sweep = len(sweep_of(way, options["temperatures"], options["top_ps"]))
         passes += sweep * sum(steps) * (_guided(4) if way.sampler == "rgas" else 1)

@@ -34,8 +34,6 @@ class Item:
     table: Callable[["Scale", Results], "Table"] | None = None
     figure: Callable[["Scale", "Table", Results, Path], None] | None = None
     """Draws a PNG."""
-    remedy: str = ""
-    """What to do where a model failed that the table can do without; empty: nothing is known."""
     planned: str = ""
     """What is missing of an item that cannot be made yet; empty where it can."""
 

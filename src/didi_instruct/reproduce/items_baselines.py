@@ -1,13 +1,27 @@
 """The item `baselines`: samplers, rivals and students of one teacher on equal terms."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from didi_instruct.data.files import write_atomic
-from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.evaluation.report.drawing import as_png
+from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.asking import ALL_TRICKS, learnt
-from didi_instruct.reproduce.baselines import ABOVE, LATE, METRICS
+from didi_instruct.reproduce.baselines import (
+    ABOVE,
+    CHAIN,
+    FAMILIES,
+    LATE,
+    METRICS,
+    PLAIN,
+    TEACHER,
+    WAYS,
+    Way,
+)
+from didi_instruct.reproduce.baselines_compared import compared
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.baselines_findings import (
     at_the_edge,
@@ -20,14 +34,15 @@ from didi_instruct.reproduce.baselines_findings import (
 from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU, about_mauve
-from didi_instruct.reproduce.jobs import Job, spread
+from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.latency import untimed
 from didi_instruct.reproduce.scale import FIRST, Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
 
+SPEED = ("tokens_per_second", "tokens_per_second_note", "machine")
 ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "path", "token-matching")
 """Models beside teacher and student, where a scale has them."""
-TIMED = (*ROLES, FIRST)
+TRAINED = (*ROLES, FIRST)
 """Those, and who is asked for the minutes of its training alone."""
 SHOWN = (
     PASSES,
@@ -52,47 +67,100 @@ BRIEF = ("passes", "ppl", "entropy", "vsf", "vsf_best", "path_kl_best", "gap_clo
 """What fits on a terminal."""
 
 
-def _job(scale: Scale, seed: int) -> Job:
-    known = provenance()
-    students = {"didi": scale.ablated(ALL_TRICKS, seed)}
+def _jobs(scale: Scale) -> list[Job]:
+    ways = [_way_job(scale, way, seed) for seed in scale.seeds for way in _ways(scale)]
+    return [*ways, *_speed_jobs(scale)]
+
+
+def _ways(scale: Scale) -> list[Way]:
+    return [way for way in WAYS if way.role in (TEACHER, "didi") or scale.has(way.role)]
+
+
+def _models(scale: Scale, seed: int) -> dict[str, Job | str]:
+    """All models by role, whose trainings are timed."""
+    students = {"didi": scale.rival(ALL_TRICKS, seed)}
     late = [nfe for nfe in scale.budgets if scale.late_from and nfe >= scale.late_from]
     if late:
-        students[f"didi{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
-    students |= {role: scale.model(role, seed) for role in TIMED if scale.has(role)}
-    inputs: dict[str, Job | str] = {
-        "teacher": scale.teacher,
-        **{role: replace(job, timed=True) for role, job in students.items()},
-        "judge": scale.judge,
-    }
+        students[f"didi{LATE}"] = scale.rival(ALL_TRICKS, seed, late[0])
+    students |= {role: scale.model(role, seed) for role in TRAINED if scale.has(role)}
+    timed = {role: replace(job, timed=True) for role, job in students.items()}
+    return {TEACHER: scale.teacher, **timed}
+
+
+def _way_job(scale: Scale, way: Way, seed: int) -> Job:
+    models = _models(scale, seed)
+    named = (TEACHER, way.role, f"{way.role}{LATE}", *CHAIN.get(way.role, ()))
+    inputs = {role: models[role] for role in named if role in models} | {"judge": scale.judge}
     metrics = list(METRICS)
     if scale.measures_mauve and scale.data is not None:
         inputs["reference"] = scale.data
         metrics.append("mauve")
-    job = Job(
-        name=f"baselines-seed{seed}",
-        does=f"{HERE}:baselines",
-        timed=True,
+    return Job(
+        name=f"baselines-{_slug(way.method)}-seed{seed}",
+        does=f"{HERE}:way",
         inputs=inputs,
         options={
-            "steps": list(scale.budgets),
-            "most_steps": scale.most_steps,
-            "late_from": scale.late_from,
-            "few": list(scale.few),
-            "costly": list(scale.costly),
+            "method": way.method,
+            **_budgets(scale),
             "temperatures": list(scale.temperatures),
             "top_ps": list(scale.top_ps),
             "metrics": metrics,
-            "machine": known.get("GPU", known["CPU"]),
-            "fast": True,
             **scale.drawing(seed),
         },
     )
-    return spread(job, scale.parts)
+
+
+def _speed_jobs(scale: Scale) -> list[Job]:
+    """One for each kind of model, of the first seed: others are as fast."""
+    models, others = _models(scale, scale.seeds[0]), [r for of in FAMILIES.values() for r in of]
+    kinds = {"masked": [role for role in models if role not in (*others, FIRST)], **FAMILIES}
+    found = []
+    for kind, roles in kinds.items():
+        methods = [way.method for way in _ways(scale) if way.role in roles]
+        inputs = {role: models[role] for role in (TEACHER, *roles) if role in models}
+        options = {"methods": methods, **_budgets(scale), "until_eot": scale.until_eot}
+        job = Job(
+            name=f"speed-{kind}", does=f"{HERE}:speeds", timed=True, inputs=inputs, options=options
+        )
+        found += [job] if methods else []
+    return found
+
+
+def _budgets(scale: Scale) -> dict[str, Any]:
+    return {
+        "steps": list(scale.budgets),
+        "most_steps": scale.most_steps,
+        "late_from": scale.late_from,
+        "few": list(scale.few),
+        "costly": list(scale.costly),
+    }
+
+
+def _slug(method: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", method.lower()).strip("-")
+
+
+def _sweep(scale: Scale, results: Results) -> list[Row]:
+    """Rows of all seeds, each beside the others of its own, with the speeds of the first."""
+    found = [results.get(job.key, ()) for job in _speed_jobs(scale)]
+    timed = {(row["method"], row["steps"]): row for rows in found for row in rows}
+    sweep: list[Row] = []
+    for seed in scale.seeds:
+        jobs = [_way_job(scale, way, seed) for way in _ways(scale)]
+        drawn = [row for job in jobs for row in results.get(job.key, ())]
+        sweep += compared(drawn, scale.most_steps) if drawn else []
+    return [row | _speed(row, timed) for row in sweep]
+
+
+def _speed(row: Row, timed: Mapping[tuple[str, int | None], Row]) -> Row:
+    plain = (row["temperature"], row["top_p"]) == PLAIN
+    steps = None if row["own_steps"] else row["nfe"]
+    found = timed.get((row["method"], steps), {}) if plain else {}
+    return {name: found.get(name) for name in SPEED}
 
 
 def _table(scale: Scale, results: Results) -> Table:
-    found = [results[job.key] for job in _jobs(scale) if job.key in results]
-    sweep = [row for one in found for row in one]
+    sweep = _sweep(scale, results)
     rows = summary(sweep)
     shown = SHOWN if scale.measures_mauve else tuple(s for s in SHOWN if s != MAUVE)
     return Table(
@@ -177,13 +245,10 @@ def _absent(scale: Scale) -> list[str]:
 
 def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
     """Of the first seed that has a result: lines of several would lie on each other."""
-    rows = next(results[job.key] for job in _jobs(scale) if job.key in results)
-    title = f"{scale.name} scale, seed {rows[0]['seed']}, judge: {scale.judge_name}"
+    first = table.sweep[0]["seed"]
+    rows = [row for row in table.sweep if row["seed"] == first]
+    title = f"{scale.name} scale, seed {first}, judge: {scale.judge_name}"
     write_atomic(path, as_png(draw_baselines(rows, title)))
-
-
-def _jobs(scale: Scale) -> list[Job]:
-    return [_job(scale, seed) for seed in scale.seeds]
 
 
 BASELINE_ITEMS = (
@@ -194,6 +259,5 @@ BASELINE_ITEMS = (
         jobs=_jobs,
         table=_table,
         figure=_draw,
-        remedy="name the others with --rivals to have theirs, nothing of it is done twice",
     ),
 )

@@ -176,13 +176,15 @@ def spread(job: Job, parts: int) -> Job:
 def in_order(jobs: Sequence[Job], done: Callable[[Job], bool] = lambda _: False) -> list[Job]:
     """All jobs and what they need, each after its needs, and no two of one key.
 
-    What one of them has timed is timed for all. Nobody has to save time for what is `done`.
+    What one of them has timed is timed for all. What is `done` needs nobody any more: of those
+    behind it only such are named as are done too.
     """
     found: dict[str, Job] = {}
 
     def visit(job: Job) -> None:
+        whole = done(job)
         for need in job.needs:
-            if need not in job.before or not done(job):
+            if not whole or (need not in job.before and done(need)):
                 visit(need)
         if job.key not in found or job.timed:
             found[job.key] = job

@@ -15,7 +15,7 @@ from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.paces import LASTING, kept, measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.running import finished
-from didi_instruct.reproduce.scale import Scale, role_of
+from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table
 
 
@@ -89,18 +89,15 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     standings = [s for s in grid.standings if s.job.key in mine]
     lost = [s for s in grid.failures if s.job.key in mine]
     failed = [f"{s.job.name}: {s.note}" for s in lost]
-    causes = [role_of(s.job) for s in lost if s.state == "failed"]
-    optional = bool(causes) and all(role in scale.rivals for role in causes)
-    remedy = f"; {item.remedy}" if item.remedy and optional else ""
     results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
     try:
         table = item.table(scale, results)
     except (KeyError, ValueError) as error:
         if not failed:
             raise
-        return _lost(item, f"{failed[0]} ({error}){remedy}", out)
+        return _lost(item, f"{failed[0]} ({error})", out)
     if not table.rows:
-        return _lost(item, failed[0] + remedy if failed else "its jobs found nothing", out)
+        return _lost(item, failed[0] if failed else "its jobs found nothing", out)
     notes = [note] if note else []
     if item.name in scale.apart:
         notes.append(f"Not part of `all` at scale {scale.name}, for what it costs: made by name.")

@@ -64,6 +64,8 @@ class Scale:
     """Other models by role."""
     ablation: tuple[str, ...]
     """What is changed of the ablation recipes."""
+    among_rivals: tuple[str, ...] = ()
+    """What is changed beside that of DiDi-Instruct among the baselines, as others are tuned."""
     late_from: int | None = None
     """NFE from which a student of the other law of τ is used; None: one student for all."""
     budgets: tuple[int, ...]
@@ -205,6 +207,11 @@ class Scale:
             training, name = _late(training), f"{recipe}-late"
         of = self.teacher if teacher is None else teacher
         return _student(f"{name}-seed{seed}", training, of, seed)
+
+    def rival(self, recipe: str, seed: int, nfe: int | None = None) -> Job:
+        """The student of an ablation recipe that stands among the baselines."""
+        tuned = replace(self, ablation=(*self.ablation, *self.among_rivals))
+        return tuned.ablated(recipe, seed, nfe)
 
     def _is_late(self, training: Training, nfe: int | None) -> bool:
         """Whether a student of a law for few steps is asked for many."""

@@ -143,6 +143,8 @@ SMALL_AR = ("train.steps=3000",)
 """Half of the recipe's, for less text: with 142,000 stories it learns them by heart from there."""
 SMALL_SDTT = ("sdtt.steps=128", "reference.source=data")
 """Five rounds to 4 steps, the fewest that all samplers take here, on text as the published ones."""
+SMALL_DIMO = ("optim.lr=2e-4", "dimo.aux_lr=1e-3")
+"""Four times the recipe's rates, for runs of a minute: the best of those tried (docs/log.md)."""
 SMALL_ABLATION = (
     "train.steps=300",
     "train.batch_size=64",
@@ -196,12 +198,13 @@ def _small(given: Given) -> Scale:
                 "stories-sdtt",
                 (*data, *SMALL_STUDENT, *SMALL_SDTT, "train.steps=1000", "sdtt.iterations=200"),
             ),
-            "dimo": Training("stories-dimo", (*SMALL_STUDENT, "train.steps=600")),
+            "dimo": Training("stories-dimo", (*SMALL_STUDENT, *SMALL_DIMO, "train.steps=600")),
             "duo": Training(
                 "stories-duo", (*data, *SMALL_STUDENT, "train.steps=1200", "duo.iterations=200")
             ),
         },
         ablation=SMALL_ABLATION,
+        among_rivals=("optim.lr=3e-5",),
         budgets=(4, 8, 16),
         few=(1, 2),
         most_steps=128,
