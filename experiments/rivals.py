@@ -6,8 +6,9 @@
 
 `compile` runs a few steps of every training, all beside each other, and throws them away: what they
 compiled stays in the compiler's cache, so that paces and trainings after it do not wait for it.
-`train` measures paces and trains one after the other, in one process, DUO's models last. The table
-then finds all of them. `--scale toy` needs neither data nor judge, to see that it runs.
+`train` measures paces and trains one after the other, in one process, DUO's models last, without
+those that no result waits for. The table then finds all of them. `--scale toy` needs neither data
+nor judge, to see that it runs.
 
     python experiments/rivals.py train --scale oracle --out OUT --minutes 4 --seeds 2
     python experiments/rivals.py table (the same)
@@ -38,6 +39,7 @@ from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import lasting, make
 from didi_instruct.reproduce.measuring import EVALS
 from didi_instruct.reproduce.paces import SHORT, pace_jobs
+from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import Given, Scale, Training, role_of
 from didi_instruct.reproduce.scales import find_scale
 
@@ -162,7 +164,8 @@ def train(asked: argparse.Namespace) -> None:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
     (item,) = BASELINE_ITEMS
     assert item.jobs is not None
-    trained = [job for job in in_order(item.jobs(scale)) if job.trains]
+    jobs = in_order(item.jobs(scale), lambda job: finished(job, asked.out) is not None)
+    trained = [job for job in jobs if job.trains]
     if asked.roles:
         trained = in_order([job for job in trained if role_of(job) in asked.roles])
     grid = Grid(sorted(trained, key=lambda job: job.name.startswith(LAST)), asked.out, board=Told())

@@ -7,7 +7,8 @@
 #   first    all rivals but DUO, or those in ALONE=sdtt,dimo: trained, drawn, in a table
 #   second   DUO, whose teacher takes as long as all of the others, and the table of all
 #   settings other settings of every rival's training (rival_settings.py)
-# KEEP=folder: tables, rows, logs and recipes, without weights, are packed there after each stage.
+# KEEP=folder: tables, results, logs and recipes, without weights, are packed there every minute and
+# after each stage: unpacked into an OUT elsewhere, what is done stays done.
 # SCALE=toy needs neither data nor judge, to see that it runs.
 set -euo pipefail
 : "${OUT:?}" "${SCALE:=small}" "${MINUTES:=0.75}" "${SEEDS:=1}" "${AT_ONCE:=6}"
@@ -28,17 +29,23 @@ read -ra more <<<"${MORE:-}" # of didi reproduce: --no-mauve, where mauve-text i
 table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "${more[@]}" "$@"; }
 train() { "$PYTHON" "$here/rivals.py" train "${given[@]}" "$@"; }
 keep() {
-  [[ -n "${KEEP:-}" ]] || return 0
+  [[ -n "${KEEP:-}" && -d "$OUT" ]] || return 0
   mkdir -p "$KEEP"
+  local new
+  new="$(mktemp "$KEEP/.newXXXX")"
   (cd "$OUT" && find . -name weights -prune -o \( -path './tables/*' -o -name 'done.json' -o -name 'log.jsonl' \
-    -o -name 'recipe.yaml' -o -name 'paces.json' -o -name 'settings*.json' \) -print | tar -cJf - -T -) >"$KEEP/$1.tar.xz"
+    -o -name 'recipe.yaml' -o -name 'paces.json' -o -name 'settings*.json' \) -print | tar -cJf - -T -) >"$new" &&
+    mv "$new" "$KEEP/kept.tar.xz"
   cp "$OUT"/tables/* "$KEEP"/ 2>/dev/null || true
 }
+[[ -z "${KEEP:-}" ]] || { (while sleep 60; do keep || true; done) & trap "kill $!" EXIT; }
 names="$(IFS=,; echo "${others[*]}")"
+some=(--rivals "$names") # of what is compiled: all, where all will be trained
+[[ " $* " != *" second "* ]] || some=()
 for stage in "$@"; do
   echo "$(date +%H:%M:%S) $stage"
   case "$stage" in
-    compile) "$PYTHON" "$here/rivals.py" compile "${given[@]}" ;;
+    compile) "$PYTHON" "$here/rivals.py" compile "${given[@]}" "${some[@]}" ;;
     first)
       train --rivals "$names"
       table --rivals "$names" ;;
@@ -48,5 +55,5 @@ for stage in "$@"; do
     settings) "$PYTHON" "$here/rival_settings.py" "${given[@]}" --at-once "$AT_ONCE" ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
   esac
-  keep "$stage"
+  keep
 done
