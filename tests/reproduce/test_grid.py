@@ -55,6 +55,28 @@ def states(grid):
     return {s.job.name: s.state for s in grid.standings}
 
 
+def test_results_alone_are_enough_elsewhere(calls, tmp_path):
+    """What a done job was made of is not made again; what another one still needs is."""
+    one, two = number(1), number(2)
+    first = total(a=one, b=two)
+    Grid([first], tmp_path / "here").run()
+    done = folder_of(first, tmp_path / "here")
+    moved = tmp_path / "there" / "jobs" / done.name
+    moved.mkdir(parents=True)
+    (moved / DONE).write_bytes((done / DONE).read_bytes())
+    calls.log.clear()
+    grid = Grid([first], tmp_path / "there")
+    grid.run()
+    assert calls.log == []
+    assert states(grid) == {"total": "kept"}
+    assert list(grid.results.values()) == [3]
+    other = Job(name="other", does="grid_calls:total", inputs={"a": two})
+    grid = Grid([first, other], tmp_path / "there")
+    grid.run()
+    assert calls.log == [2, "total"]
+    assert states(grid) == {"total": "kept", "number2": "done", "other": "done"}
+
+
 def test_a_job_runs_after_its_needs_and_sees_what_they_returned(calls, tmp_path):
     grid = Grid([total(a=number(1), b=number(2))], tmp_path)
     grid.run()
