@@ -28,32 +28,36 @@ read -ra more <<<"${MORE:-}" # of didi reproduce: --no-mauve, where mauve-text i
 
 table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "${more[@]}" "$@"; }
 train() { "$PYTHON" "$here/rivals.py" train "${given[@]}" "$@"; }
-keep() {
+keep() { # results and tables as they lie in OUT, logs apart: a folder with a log is a run to go on with
   [[ -n "${KEEP:-}" && -d "$OUT" ]] || return 0
   mkdir -p "$KEEP"
-  local new
+  local new status=0
   new="$(mktemp "$KEEP/.newXXXX")"
-  (cd "$OUT" && find . -name weights -prune -o \( -path './tables/*' -o -name 'done.json' -o -name 'log.jsonl' \
-    -o -name 'recipe.yaml' -o -name 'paces.json' -o -name 'settings*.json' \) -print | tar -cJf - -T -) >"$new" &&
-    mv "$new" "$KEEP/kept.tar.xz"
+  (cd "$OUT" && find . \( -path './tables/*' -o -name done.json -o -name log.jsonl -o -name recipe.yaml \
+    -o -name paces.json -o -name 'settings*.json' \) -print |
+    tar --transform='s,^\./jobs/\(.*\)/run/,./logs/\1/,' -czf - -T -) >"$new" || status=$?
+  # 1: a log has grown meanwhile
+  if ((status < 2)); then mv "$new" "$KEEP/kept.tar.gz"; else rm -f "$new"; fi
   cp "$OUT"/tables/* "$KEEP"/ 2>/dev/null || true
 }
-[[ -z "${KEEP:-}" ]] || { (while sleep 60; do keep || true; done) & trap "kill $!" EXIT; }
+if [[ -n "${KEEP:-}" ]]; then
+  (while sleep 60; do keep; done) >/dev/null 2>&1 &
+  trap "kill $!; keep" EXIT
+fi
 names="$(IFS=,; echo "${others[*]}")"
 some=(--rivals "$names") # of what is compiled: all, where all will be trained
-[[ " $* " != *" second "* ]] || some=()
+[[ " $* " != *" second "* && " $* " != *" settings "* ]] || some=()
 for stage in "$@"; do
   echo "$(date +%H:%M:%S) $stage"
   case "$stage" in
     compile) "$PYTHON" "$here/rivals.py" compile "${given[@]}" "${some[@]}" ;;
     first)
       train --rivals "$names"
-      table --rivals "$names" ;;
+      table --rivals "$names" || echo "not whole" ;;
     second)
       train
       table ;;
     settings) "$PYTHON" "$here/rival_settings.py" "${given[@]}" --at-once "$AT_ONCE" ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
   esac
-  keep
 done

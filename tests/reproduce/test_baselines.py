@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -14,7 +13,8 @@ import yaml
 from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
-from didi_instruct.reproduce import calls
+from didi_instruct.evaluation.rows import Measured
+from didi_instruct.reproduce import baselines, items_baselines
 from didi_instruct.reproduce.baselines import ABOVE, METRICS, WAYS, settings_of, way_rows
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, compared, with_values
 from didi_instruct.reproduce.baselines_figure import draw_baselines
@@ -26,12 +26,10 @@ from didi_instruct.reproduce.baselines_findings import (
     winners,
     without_vsf,
 )
-from didi_instruct.reproduce.equal_terms import Terms
+from didi_instruct.reproduce.equal_terms import Found, Terms
 from didi_instruct.reproduce.figures import PALETTE
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
-from didi_instruct.reproduce.jobs import Context
-from didi_instruct.reproduce.latency import time_settings
-from didi_instruct.reproduce.making import command
+from didi_instruct.reproduce.making import command, make
 from didi_instruct.reproduce.minutes import (
     SHARED,
     bank_minutes,
@@ -40,7 +38,8 @@ from didi_instruct.reproduce.minutes import (
     training_texts,
 )
 from didi_instruct.reproduce.paces import DIDI, STUDENTS, with_minutes
-from didi_instruct.reproduce.scale import Given
+from didi_instruct.reproduce.running import finished
+from didi_instruct.reproduce.scale import FIRST, Given, Training
 from didi_instruct.reproduce.scales import find_scale
 
 from .small_models import LANGUAGE, config_of, save, save_letters
@@ -301,70 +300,189 @@ def test_a_lost_way_leaves_the_others_as_they_are(drawn, rows):
         compared([row for row in drawn if row["method"] != BASELINE], 16)
 
 
-def test_a_judge_of_its_own_samples_has_no_place_on_a_frontier(drawn):
+def test_a_judge_of_its_own_samples_has_no_place_on_a_frontier(models, tmp_path):
     """Its numbers are taken away before: those of its samples count no more either."""
-    bare = {"ppl": None, "ppl_ci95": None, "path_kl": None, "path_kl_ci95": None}
-    found = compared([r | bare if r["role"] == "ar" else r for r in drawn], 16)
-    own = of(found, "AR, the same trunk")
-    assert own
-    for row in own:
-        for name in ("vsf", "vsf_best", "streams_vsf", "path_kl_best"):
-            assert row.get(name) is None
-
-
-def test_models_of_other_tokens_are_refused(models, tmp_path):
-    """Each way is drawn by itself, and beside the teacher for that alone."""
-    letters = save_letters(tmp_path / "letters")
-    terms = Terms(out=tmp_path / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=2)
-    with pytest.raises(UserError, match="different tokenizers"):
-        way_rows("SDTT", models | {"sdtt": letters}, (2,), terms)
-
-
-# Speed
-
-
-def test_every_plain_setting_has_the_speed_of_its_kind(models, monkeypatch):
-    """Of three jobs, whose rows find theirs by method and steps; others have none."""
-    scale = replace(find_scale("toy", Given(seeds=2)), budgets=(2, 4), few=(), most_steps=16)
-    jobs = [job for job in BASELINE_ITEMS[0].jobs(scale) if "methods" in job.options]
-    assert [job.name for job in jobs] == ["speed-masked", "speed-ar", "speed-duo"]
-    asked = [method for job in jobs for method in job.options["methods"]]
-    assert sorted(asked) == sorted(way.method for way in WAYS if way.role != "path")
-    timing = partial(time_settings, batch=2)
-    monkeypatch.setattr(calls, "time_settings", lambda *a, **o: timing(*a, **o | {"rounds": 1}))
-    for job, number in zip(jobs, (None, 1, 2 + 2 + 2), strict=True):
-        inputs = {role: models[role] for role in job.inputs if role in models}
-        context = Context(folder=None, shared=None, inputs=inputs, results={}, device="cpu")
-        found = calls.speeds(context, **job.options)
-        assert number is None or len(found) == number
-        assert all(row["tokens_per_second"] > 0 and row["machine"] for row in found)
-        assert len({(row["method"], row["steps"]) for row in found}) == len(found)
-
-
-def test_speeds_stand_beside_plain_rows_of_all_seeds(drawn):
-    scale = replace(find_scale("toy", Given(seeds=2)), most_steps=16)
-    way_jobs = {
-        (job.options["method"], job.options["seed"]): job
-        for job in BASELINE_ITEMS[0].jobs(scale)
-        if "method" in job.options
-    }
-    results = {
-        job.key: [row | {"seed": seed} for row in of(drawn, method)]
-        for (method, seed), job in way_jobs.items()
-    }
-    (masked,) = [job for job in BASELINE_ITEMS[0].jobs(scale) if job.name == "speed-masked"]
-    timed = [("SDTT", 2, 50.0), ("SDTT", 4, 40.0), ("MDLM, token by token", None, 3.0)]
-    results[masked.key] = [
-        {"method": m, "steps": n, "tokens_per_second": v, "machine": "one"} for m, n, v in timed
+    terms = Terms(out=tmp_path, judge=OracleJudge(LANGUAGE), metrics=METRICS, num=8, device="cpu")
+    sweep = {"temperatures": HEATS, "most_steps": 32}  # as many as AR takes
+    drawn = [
+        row
+        for method in (BASELINE, "AR, the same trunk")
+        for row in way_rows(method, models, (2,), terms, **sweep)
     ]
-    found = BASELINE_ITEMS[0].table(scale, results).sweep
-    assert {row["seed"] for row in found} == {0, 1}
-    for row in found:
-        steps = None if row["own_steps"] else row["nfe"]
-        plain = row["temperature"] == 1
-        (rate,) = [v for m, n, v in timed if (m, n) == (row["method"], steps) and plain] or [None]
-        assert row["tokens_per_second"] == rate
-        assert row["machine"] == (rate and "one")
+    names = ("vsf", "vsf_best", "path_kl_best")
+    judged = of(compared(drawn, 32), "AR, the same trunk")
+    assert all(any(row.get(name) is not None for row in judged) for name in names)
+    bare = {"ppl": None, "ppl_ci95": None, "path_kl": None, "path_kl_ci95": None}
+    drawn = [row | bare if row["role"] == "ar" else row for row in drawn]
+    for row in of(compared(drawn, 32), "AR, the same trunk"):
+        assert not {name: row[name] for name in (*names, "vsf_best_note") if row.get(name)}
+
+
+def test_models_of_other_tokens_or_lengths_are_refused(models, tmp_path):
+    """Each way is drawn by itself, and looked at beside the teacher for that alone."""
+    letters = save_letters(tmp_path / "letters")
+    short = save(tmp_path / "short", config_of(length=24))
+    terms = Terms(out=tmp_path / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=2)
+    for other, words in ((letters, "do not belong into one table"), (short, "24 tokens and")):
+        with pytest.raises(UserError, match=words):
+            way_rows("SDTT", models | {"sdtt": other}, (2,), terms)
+    assert not (tmp_path / "kept").exists(), "before anything is drawn"
+
+
+def test_all_ways_are_measured_beside_the_teacher(models, tmp_path, monkeypatch):
+    """What MAUVE reads depends on whether any model of the table has windows of its own."""
+    asked = []
+
+    def note(settings, terms, beside=()):
+        asked.append(beside)
+        return Found(settings, [Measured({"ppl": 1.0}) for _ in settings])
+
+    monkeypatch.setattr(baselines, "measure", note)
+    terms = Terms(out=tmp_path, judge=OracleJudge(LANGUAGE), metrics=METRICS, num=2)
+    way_rows("DUO distilled", models, (2,), terms)
+    assert asked == [[models["teacher"]]]
+
+
+# The whole table
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A scale of seconds: random teacher, students of two steps, two seeds."""
+    folder = tmp_path_factory.mktemp("tiny")
+    toy = find_scale("toy", Given(seeds=2))
+    brief = ("train.steps=2", "train.batch_size=4", "train.save_every=2", "optim.warmup=0")
+    didi = ("discriminator.warmup=1", "discriminator.chance=0", "reference.rows=8")
+    training = toy.models["sdtt"]
+    sdtt = Training(training.recipe, (*training.overrides, *brief, "sdtt.iterations=1"))
+    return folder, replace(
+        toy, teacher=save(folder / "teacher", config_of()), models={"sdtt": sdtt},
+        ablation=(*toy.ablation, *brief, *didi, "reference.steps=2"),
+        among_rivals=("optim.lr=2e-5",), budgets=(2,), few=(1,), costly=(3,), most_steps=6,
+        samples=8, temperatures=(0.7,), top_ps=(0.9,),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    folder, scale = tiny
+    outcome = make(BASELINE_ITEMS, scale, folder / "out", device="cpu")
+    assert outcome.whole, (outcome.failures, outcome.made[0].error)
+    return outcome.made[0].table
+
+
+def test_the_table_has_all_that_the_scale_asks_for(tiny, whole):
+    _, scale = tiny
+    wanted = settings_of(
+        {role: role for role in ("teacher", "sdtt", "didi")}, scale.budgets, few=scale.few,
+        costly=scale.costly, most_steps=scale.most_steps, temperatures=scale.temperatures,
+        top_ps=scale.top_ps,
+    )  # fmt: skip
+    asked = {(s.method, s.steps or 32, s.temperature, s.top_p) for s in wanted}
+    for seed in (0, 1):
+        rows = [row for row in whole.sweep if row["seed"] == seed]
+        assert {tuple(row[name] for name in SETTING) for row in rows} == asked
+        assert len(rows) == len(wanted)
+        assert all(row["num_samples"] == 8 and row["self_bleu"] is not None for row in rows)
+        for row in of(rows, "SDTT", 2):
+            assert row["gap_closed"] is not None
+            assert row["vsf_best"] is not None or row["vsf_best_note"]
+            assert row["training_minutes"] > 0
+            assert row["streams_gap_closed"] is not None
+    first, second = ([row for row in whole.sweep if row["seed"] == seed] for seed in (0, 1))
+    assert [row["ppl"] for row in first] != [row["ppl"] for row in second]
+
+
+def test_each_seed_stands_beside_the_baseline_of_its_own(whole):
+    for seed in (0, 1):
+        rows = [row for row in whole.sweep if row["seed"] == seed]
+        best = min(row["path_kl"] for row in of(rows, BASELINE, 2))
+        for row in of(rows, "SDTT", 2):
+            assert row["path_kl_vs_baseline"] == pytest.approx(row["path_kl"] - best)
+
+
+def test_every_plain_row_has_a_speed_and_no_other(whole):
+    """Students that are sampled as the teacher have its own; those of the second seed too."""
+    rates = {}
+    for row in whole.sweep:
+        plain = (row["temperature"], row["top_p"]) == (1, 1)
+        assert (row["tokens_per_second"] is None) == (not plain)
+        assert (row["machine"] is None) == (not plain)
+        if plain:
+            rates.setdefault((row["method"], row["nfe"]), set()).add(row["tokens_per_second"])
+    assert all(len(each) == 1 for each in rates.values())
+    for method in ("SDTT", "DiDi-Instruct, unguided"):
+        assert rates[method, 2] == rates[BASELINE, 2]
+    assert rates["DiDi-Instruct", 2] != rates[BASELINE, 2]
+
+
+def test_the_figure_is_of_the_first_seed(tiny, whole, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(items_baselines, "as_png", lambda figure: b"")
+    monkeypatch.setattr(
+        items_baselines, "draw_baselines", lambda rows, title: seen.append((rows, title))
+    )
+    BASELINE_ITEMS[0].figure(tiny[1], whole, {}, tmp_path / "a.png")
+    ((rows, title),) = seen
+    assert {row["seed"] for row in rows} == {0}
+    assert "seed 0" in title
+
+
+def test_didi_among_the_rivals_is_tuned_as_they_are(tiny):
+    _, scale = tiny
+    job = scale.rival("ablation-all-tricks", 0)
+    assert job.settings().optim.lr == 2e-5
+    assert scale.ablated("ablation-all-tricks", 0).settings().optim.lr != 2e-5
+    assert job.name == "didi-seed0"
+    used = {
+        given.key
+        for one in BASELINE_ITEMS[0].jobs(scale)
+        for role, given in one.inputs.items()
+        if role == "didi"
+    }
+    assert used == {scale.rival("ablation-all-tricks", seed).key for seed in scale.seeds}
+
+
+def test_rivals_of_stories_have_the_rates_that_were_best(tmp_path):
+    """Of those in docs/log.md; the ablations keep theirs."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b"}\n')
+    small = find_scale("small", Given(data=str(text), teacher="somewhere"))
+    assert small.rival("ablation-all-tricks", 0).settings().optim.lr == 3e-5
+    assert small.ablated("ablation-all-tricks", 0).settings().optim.lr == 1e-4
+    dimo = small.model("dimo").settings()
+    assert (dimo.optim.lr, dimo.dimo.aux_lr) == (2e-4, 1e-3)
+
+
+def results_of(tiny, whole, *lost):
+    """Results of the jobs that made the table, but for some."""
+    folder, scale = tiny
+    jobs = BASELINE_ITEMS[0].jobs(scale)
+    return {job.key: finished(job, folder / "out").result for job in jobs if job.name not in lost}
+
+
+def test_a_seed_without_its_baseline_is_left_out(tiny, whole):
+    """The other one has its table; without any baseline there is none."""
+    lost = ("baselines-mdlm-ancestral-seed1", "baselines-sdtt-seed0")
+    table = BASELINE_ITEMS[0].table(tiny[1], results_of(tiny, whole, *lost))
+    assert {row["seed"] for row in table.sweep} == {0}
+    assert not of(table.sweep, "SDTT")
+    lost = [f"baselines-mdlm-ancestral-seed{seed}" for seed in (0, 1)]
+    with pytest.raises(ValueError, match="MDLM, ancestral is missing"):
+        BASELINE_ITEMS[0].table(tiny[1], results_of(tiny, whole, *lost))
+    assert BASELINE_ITEMS[0].table(tiny[1], {}).rows == []
+
+
+def test_token_matching_waits_for_the_student_it_began_as_alone(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b"}\n')
+    small = find_scale("small", Given(data=str(text), teacher="somewhere"))
+    paced = with_minutes(small, 1, dict.fromkeys((*STUDENTS, DIDI), 2.0))
+    for scale, began in ((small, "path"), (paced, FIRST)):
+        (inputs, *_) = [
+            job.inputs for job in BASELINE_ITEMS[0].jobs(scale) if "token-matching" in job.inputs
+        ]
+        assert set(inputs) == {"teacher", "token-matching", began, "judge"}
 
 
 def made(method, nfe, temperature, ppl, vsf, path_kl, own_steps=False, seed=0, wide=0.2):

@@ -86,13 +86,6 @@ def test_parts_leave_nothing_to_the_whole(folder, tmp_path, monkeypatch):
     assert whole == [row for rows in parts for row in rows]
 
 
-def test_a_baseline_lies_on_its_own_frontier(folder, tmp_path):
-    found = measure(settings_of(folder), terms_of(tmp_path))
-    rows = found.compared([0, 1])
-    assert [row["vsf"] for row in rows[:2]] == pytest.approx([1, 1])
-    assert rows[3]["vsf"] is None, "nothing of the baseline has 32 NFE"
-
-
 def test_the_reference_is_that_of_an_evaluation(folder, tmp_path, monkeypatch):
     """As many texts as samples, of the same tokens: what MAUVE would see."""
     seen = Metric(lambda m: Measured({"seen": m.reference.tokens.tolist()}), reference=True)

@@ -228,7 +228,8 @@ def test_students_learn_alone_and_are_drawn_from_at_the_same_time(small):
     assert len(drawn) == len(WAYS) * len(small.seeds)
     assert not any(job.timed for job in drawn)
     speeds = [job for job in jobs if job.name.startswith("speed-")]
-    assert [job.name for job in speeds] == ["speed-masked", "speed-ar", "speed-duo"]
+    roles = ("teacher", "ar", "dimo", "duo-teacher", "duo", "didi")
+    assert [job.name for job in speeds] == [f"speed-{role}" for role in roles]
     assert all(job.timed for job in speeds)
 
 

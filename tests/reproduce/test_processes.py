@@ -115,6 +115,18 @@ def test_a_training_that_is_timed_keeps_its_minutes(stage, tmp_path: Path):
     assert not (folder_of(alone, tmp_path) / SHARED).exists()
 
 
+def test_trainings_that_are_timed_do_not_part_what_may_run_together(stage, tmp_path: Path):
+    """They come first, one by one; what they were for is then drawn side by side."""
+    students = [
+        Job(name=name, does="pretrain", recipe="oracle-teacher", overrides=(f"train.seed={n}",),
+            timed=True)
+        for n, name in enumerate("ab")
+    ]  # fmt: skip
+    ways = [Job(name=f"of-{s.name}", does="m:f", inputs={"model": s}) for s in students]
+    stage.run(ways, ["0"] * 2, tmp_path)
+    assert stage.history == [("a",), ("b",), ("of-a",), ("of-a", "of-b")]
+
+
 FULL = [
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 128.00 MiB.",
     "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",

@@ -191,7 +191,7 @@ def test_a_dry_run_lists_the_rivals_that_were_asked_for(didi, tmp_path):
     code, out, _ = didi("reproduce", "baselines", *arguments)
     assert code == 0
     trained = {line.split()[0] for line in out.splitlines() if "  to do  " in line}
-    assert {"teacher", "ar", "sdtt-seed0", "ablation-all-tricks-seed0"} <= trained
+    assert {"teacher", "ar", "sdtt-seed0", "didi-seed0"} <= trained
     assert not {name for name in trained if name.startswith(("duo", "dimo", "jump"))}
 
 
@@ -206,7 +206,7 @@ def test_a_dry_run_counts_the_minutes_that_were_asked_for(didi, tmp_path):
     paces = [name for name in told if name.startswith("pace-")]
     assert len(paces) == 6
     assert "pace-" not in plain
-    for role in ("sdtt", "dimo", "duo", "jump", "token-matching", "ablation-all-tricks"):
+    for role in ("sdtt", "dimo", "duo", "jump", "token-matching", "didi"):
         assert "20 GPU-minutes" in [part.strip() for part in told[f"{role}-seed0"]]
     assert "20 GPU-minutes" not in "".join(told["duo-teacher"])
     assert "2 GPU-hours" in out, "six students"

@@ -37,8 +37,6 @@ ABOVE = 1.1
 where plain rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
-FAMILIES = {"ar": ("ar",), "duo": ("duo-teacher", "duo")}
-"""Roles whose models are of another kind than the teacher."""
 CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
 """Students whose teacher is not the teacher of all, and that teacher's role, or roles in turn."""
 
@@ -56,6 +54,9 @@ class Way:
     loose: bool = False
     """Whether its path KL is a looser bound than the others', and not to be ranked with them."""
 
+    as_fast_as: str = ""
+    """A way of the teacher that takes as long, whatever the weights are; empty: its own time."""
+
     @property
     def is_baseline(self) -> bool:
         """Whether others are set against it."""
@@ -72,12 +73,12 @@ WAYS = (
     Way(role=TEACHER, method="MDLM, re-masking", sampler="remasking"),
     Way(role=TEACHER, method="MDLM, token by token", sampler="first-hitting", own_steps=True),
     Way(role="ar", method="AR, the same trunk", own_steps=True),
-    Way(role="sdtt", method="SDTT"),
+    Way(role="sdtt", method="SDTT", as_fast_as=BASELINE),
     Way(role="dimo", method="DiMO", sampler="dimo", loose=True),
     Way(role="duo-teacher", method="DUO, its teacher"),
     Way(role="duo", method="DUO distilled"),
     Way(role="duo", method="DUO distilled, greedy tail", options={"greedy_tail": True}),
-    Way(role="didi", method="DiDi-Instruct, unguided"),
+    Way(role="didi", method="DiDi-Instruct, unguided", as_fast_as=BASELINE),
     Way(role="didi", method="DiDi-Instruct", sampler="rgas"),
     Way(
         role="didi",
@@ -85,9 +86,9 @@ WAYS = (
         sampler="rgas",
         options={"h_start": 10.0, "h_end": 10.0},
     ),
-    Way(role="jump", method="DiDi-Instruct, jump variant (ours)"),
-    Way(role="path", method="likelihood along streams (ours)"),
-    Way(role="token-matching", method="token matching (ours)"),
+    Way(role="jump", method="DiDi-Instruct, jump variant (ours)", as_fast_as=BASELINE),
+    Way(role="path", method="likelihood along streams (ours)", as_fast_as=STREAMS),
+    Way(role="token-matching", method="token matching (ours)", as_fast_as=STREAMS),
 )
 """Of each role that has a model."""
 
@@ -185,8 +186,8 @@ def way_rows(
     was not trained here.
     """
     settings = settings_of(models, steps, methods=[method], **sweep)
-    candidates([models[TEACHER], *(setting.source for setting in settings)])
-    found = measure(settings, terms)
+    _check_lengths(models[TEACHER], [setting.source for setting in settings], terms)
+    found = measure(settings, terms, beside=[models[TEACHER]])
     costs = {source: _costs(role, models) for role, source in models.items()}
     return [
         with_values(row, measured.values) | costs[setting.source]
@@ -194,12 +195,28 @@ def way_rows(
     ]
 
 
+def began_as(role: str, models: Mapping[str, Any]) -> str | None:
+    """Role of the model that one began its training with, where that is not the teacher of all."""
+    return next((earlier for earlier in CHAIN.get(role, ()) if earlier in models), None)
+
+
+def _check_lengths(teacher: str, sources: Sequence[str], terms: Terms) -> None:
+    first, *others = candidates([teacher, *sources])
+    for other in others:
+        if terms.length is None and other.config.length != first.config.length:
+            raise UserError(
+                f"{other.source} writes {other.config.length} tokens and {teacher} "
+                f"{first.config.length}: entropy grows with length, so they do not belong into "
+                "one table."
+            )
+
+
 def _costs(role: str, models: Mapping[str, str]) -> Row:
     """Texts, minutes (of its steps; of all that came before too) and updates of a training."""
     folder = Path(models[role])
     minutes, bank = training_minutes(folder), bank_minutes(folder)
-    before = [models[earlier] for earlier in CHAIN.get(role, ()) if earlier in models]
-    earlier = training_minutes(Path(before[0])) if before else 0.0
+    before = began_as(role, models)
+    earlier = training_minutes(Path(models[before])) if before else 0.0
     chain = [minutes, bank, earlier]
     known = [part for part in chain if part is not None]
     return {

@@ -7,7 +7,6 @@ oracle language mistakes raise the entropy, so that vsF punishes repairs: there 
 measure to choose by.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,13 +21,12 @@ STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
 """The second baseline, and how the columns of numbers against it begin."""
 VALUES = "values"
 """Of each sample, in a row that waits for the others."""
-DIGITS = 7
 
 
 def with_values(row: Row, values: Mapping[str, NDArray[np.float64]]) -> Row:
     """The row with the numbers of its samples, as JSON holds them: null is infinite."""
     numbers = {
-        name: [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in each.tolist()]
+        name: [v if np.isfinite(v) else None for v in each.tolist()]
         for name, each in values.items()
     }
     return row | {VALUES: numbers}
@@ -49,7 +47,9 @@ def compared(rows: Sequence[Row], most_steps: int | None = None) -> list[Row]:
     beside = _beside_streams(measured, most_steps, seed)
     best = best_by_vsf(measured, baseline, seed)
     return [
-        row | other | chosen | {"is_baseline": row["method"] == BASELINE}
+        row
+        | (other | chosen if row["ppl"] is not None else {})
+        | {"is_baseline": row["method"] == BASELINE}
         for row, other, chosen in zip(found, beside, best, strict=True)
     ]
 

@@ -114,12 +114,16 @@ def gains(rows: Sequence[Row]) -> list[str]:
 
 
 def _by_method(rows: Sequence[Row], column: str) -> Iterator[tuple[int, dict[str, Cell]]]:
-    """A number of every method that has it in all its seeds, at each NFE."""
-    of: dict[int, dict[str, list[Row]]] = {}
+    """A number of every method that has it in all seeds, at each NFE."""
+    seeds, of = {row["seed"] for row in rows}, dict[int, dict[str, list[Row]]]()
     for row in (row for row in summary(rows) if not row["own_steps"]):
         of.setdefault(row["nfe"], {}).setdefault(row["method"], []).append(row)
     for nfe, methods in sorted(of.items()):
-        known = {m: kin for m, kin in methods.items() if all(_has(r, column) for r in kin)}
+        known = {
+            method: kin
+            for method, kin in methods.items()
+            if {row["seed"] for row in kin if _has(row, column)} == seeds
+        }
         if known:
             yield nfe, {method: _over_seeds(kin, column) for method, kin in known.items()}
 

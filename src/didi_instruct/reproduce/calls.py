@@ -13,6 +13,7 @@ import torch
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.evaluation.rows import Progress
 from didi_instruct.reproduce.baselines import LATE, settings_of, way_rows
+from didi_instruct.reproduce.costs import NO_MODELS
 from didi_instruct.reproduce.equal_terms import WHOLE, Setting, Terms
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.landscape import Strength, grid, guided_rows
@@ -24,7 +25,6 @@ from didi_instruct.reproduce.zeroshot import zero_shot_rows
 from didi_instruct.training.world import pick_device
 
 HERE = "didi_instruct.reproduce.calls"
-NO_MODELS = ("judge", "reference")
 SWEEP = ("most_steps", "late_from", "few", "costly", "temperatures", "top_ps")
 """What is drawn of each way to sample, beside the budgets."""
 Rows = list[dict[str, Any]]

@@ -16,7 +16,6 @@ from didi_instruct.api.samplers import find_sampler
 from didi_instruct.api.studio import Studio
 from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.comparison import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Row, Yardstick
@@ -92,29 +91,25 @@ class Found:
 
     settings: Sequence[Setting]
     measured: Sequence[Measured]
-    seed: int
 
     @property
     def rows(self) -> list[Row]:
         """A row for each setting."""
         return [_row(s, m.row) for s, m in zip(self.settings, self.measured, strict=True)]
 
-    def compared(self, baseline: Sequence[int], most_steps: int | None = None) -> list[Row]:
-        """The same beside those of `baseline`, numbers of settings: vsF, and what path KL says."""
-        rivals = [self.measured[number] for number in baseline]
-        found = compare(self.measured, rivals, most_steps, self.seed)
-        return [_row(s, row) for s, row in zip(self.settings, found, strict=True)]
 
+def measure(settings: Sequence[Setting], terms: Terms, beside: Sequence[str] = ()) -> Found:
+    """Draw and measure every setting of a part; models of one table have one tokenizer.
 
-def measure(settings: Sequence[Setting], terms: Terms) -> Found:
-    """Draw and measure every setting of a part; models of one table have one tokenizer."""
+    `beside` are other models of the table, for what all of it is measured with.
+    """
     if not settings:
         raise UserError("There is no setting to measure: name a model.")
-    models = {model.source: model for model in candidates([s.source for s in settings])}
+    models = {model.source: model for model in candidates([*beside, *(s.source for s in settings)])}
     first, parts = terms.part
     settings = settings[first::parts]
     if not settings:
-        return Found((), (), terms.seed)
+        return Found((), ())
     studio, sets = Studio(terms.out), []
     loaded: tuple[str, Model] | None = None
     for number, setting in enumerate(settings):
@@ -135,7 +130,7 @@ def measure(settings: Sequence[Setting], terms: Terms) -> Found:
         device=terms.device,
     )
     asked = [[m for m in terms.metrics if m not in setting.without] for setting in settings]
-    return Found(settings, list(_measure(studio, sets, asked, terms, yardstick)), yardstick.seed)
+    return Found(settings, list(_measure(studio, sets, asked, terms, yardstick)))
 
 
 def _check(setting: Setting, model: Candidate) -> None:

@@ -138,7 +138,9 @@ class Grid:
         running = [s for s in self.standings if s.state == "running"] if shared else []
         if any(s.alone for s in running):
             return None
-        for standing in self.standings:
+        # Trainings that have to be alone come first: the others may then run beside each other.
+        first = (lambda s: not (s.alone and s.job.trains)) if shared else (lambda _: True)
+        for standing in sorted(self.standings, key=first):
             if standing.state != "waiting":
                 continue
             needs = [states[need.key] for need in standing.job.needs]

@@ -12,16 +12,15 @@ from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.asking import ALL_TRICKS, learnt
 from didi_instruct.reproduce.baselines import (
     ABOVE,
-    CHAIN,
-    FAMILIES,
     LATE,
     METRICS,
     PLAIN,
     TEACHER,
     WAYS,
     Way,
+    began_as,
 )
-from didi_instruct.reproduce.baselines_compared import compared
+from didi_instruct.reproduce.baselines_compared import BASELINE, compared
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.baselines_findings import (
     at_the_edge,
@@ -89,8 +88,9 @@ def _models(scale: Scale, seed: int) -> dict[str, Job | str]:
 
 def _way_job(scale: Scale, way: Way, seed: int) -> Job:
     models = _models(scale, seed)
-    named = (TEACHER, way.role, f"{way.role}{LATE}", *CHAIN.get(way.role, ()))
-    inputs = {role: models[role] for role in named if role in models} | {"judge": scale.judge}
+    named = (TEACHER, way.role, f"{way.role}{LATE}", began_as(way.role, models))
+    inputs = {role: models[role] for role in named if role and role in models}
+    inputs["judge"] = scale.judge
     metrics = list(METRICS)
     if scale.measures_mauve and scale.data is not None:
         inputs["reference"] = scale.data
@@ -111,19 +111,24 @@ def _way_job(scale: Scale, way: Way, seed: int) -> Job:
 
 
 def _speed_jobs(scale: Scale) -> list[Job]:
-    """One for each kind of model, of the first seed: others are as fast."""
-    models, others = _models(scale, scale.seeds[0]), [r for of in FAMILIES.values() for r in of]
-    kinds = {"masked": [role for role in models if role not in (*others, FIRST)], **FAMILIES}
-    found = []
-    for kind, roles in kinds.items():
-        methods = [way.method for way in _ways(scale) if way.role in roles]
-        inputs = {role: models[role] for role in (TEACHER, *roles) if role in models}
-        options = {"methods": methods, **_budgets(scale), "until_eot": scale.until_eot}
-        job = Job(
-            name=f"speed-{kind}", does=f"{HERE}:speeds", timed=True, inputs=inputs, options=options
+    """One for each model that has a time of its own, of the first seed: others are as fast."""
+    models = _models(scale, scale.seeds[0])
+    methods: dict[str, list[str]] = {}
+    for way in _ways(scale):
+        if not way.as_fast_as:
+            methods.setdefault(way.role, []).append(way.method)
+    return [
+        Job(
+            name=f"speed-{role}",
+            does=f"{HERE}:speeds",
+            timed=True,
+            inputs={
+                name: models[name] for name in (TEACHER, role, f"{role}{LATE}") if name in models
+            },
+            options={"methods": timed, **_budgets(scale), "until_eot": scale.until_eot},
         )
-        found += [job] if methods else []
-    return found
+        for role, timed in methods.items()
+    ]
 
 
 def _budgets(scale: Scale) -> dict[str, Any]:
@@ -144,18 +149,24 @@ def _sweep(scale: Scale, results: Results) -> list[Row]:
     """Rows of all seeds, each beside the others of its own, with the speeds of the first."""
     found = [results.get(job.key, ()) for job in _speed_jobs(scale)]
     timed = {(row["method"], row["steps"]): row for rows in found for row in rows}
-    sweep: list[Row] = []
+    sweep, lost = list[Row](), False
     for seed in scale.seeds:
         jobs = [_way_job(scale, way, seed) for way in _ways(scale)]
         drawn = [row for job in jobs for row in results.get(job.key, ())]
-        sweep += compared(drawn, scale.most_steps) if drawn else []
+        if any(row["method"] == BASELINE for row in drawn):
+            sweep += compared(drawn, scale.most_steps)
+        else:
+            lost |= bool(drawn)
+    if lost and not sweep:
+        raise ValueError(f"{BASELINE} is missing, with which all are compared")
     return [row | _speed(row, timed) for row in sweep]
 
 
 def _speed(row: Row, timed: Mapping[tuple[str, int | None], Row]) -> Row:
     plain = (row["temperature"], row["top_p"]) == PLAIN
-    steps = None if row["own_steps"] else row["nfe"]
-    found = timed.get((row["method"], steps), {}) if plain else {}
+    (way,) = [way for way in WAYS if way.method == row["method"]]
+    steps = None if way.own_steps else row["nfe"]
+    found = timed.get((way.as_fast_as or way.method, steps), {}) if plain else {}
     return {name: found.get(name) for name in SPEED}
 
 
@@ -230,8 +241,7 @@ def _reading(scale: Scale) -> list[str]:
         "alone; a student may never have learnt to take so few, or so many.",
         "Tokens/s are those of batches of 16 plain texts, without what follows their end; on a "
         "GPU models are accelerated (`--fast`). Networks of one shape that are sampled in the "
-        "same way share one timing; masked, left-to-right and uniform-state ones are timed each "
-        "among themselves, all of the first seed.",
+        "same way share one timing, the teacher's; all are of the first seed.",
     ]
 
 

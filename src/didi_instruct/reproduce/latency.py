@@ -127,11 +127,12 @@ def _numbers(timing: Timing, tokens: Sequence[int], batch: int) -> Row:
 
 def untimed(rows: Sequence[Row]) -> list[str]:
     """Which rows have no speed, and why, a sentence each."""
-    return [
+    told = [
         f"{row['method']} at {row['nfe']} NFE was not timed: {row['tokens_per_second_note']}."
         for row in rows
         if row.get("tokens_per_second_note")
     ]
+    return list(dict.fromkeys(told))
 
 
 def latency_rows(

@@ -211,7 +211,8 @@ class Scale:
     def rival(self, recipe: str, seed: int, nfe: int | None = None) -> Job:
         """The student of an ablation recipe that stands among the baselines."""
         tuned = replace(self, ablation=(*self.ablation, *self.among_rivals))
-        return tuned.ablated(recipe, seed, nfe)
+        job = tuned.ablated(recipe, seed, nfe)
+        return replace(job, name=job.name.replace(recipe, "didi"))
 
     def _is_late(self, training: Training, nfe: int | None) -> bool:
         """Whether a student of a law for few steps is asked for many."""

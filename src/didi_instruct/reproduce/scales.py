@@ -144,7 +144,8 @@ SMALL_AR = ("train.steps=3000",)
 SMALL_SDTT = ("sdtt.steps=128", "reference.source=data")
 """Five rounds to 4 steps, the fewest that all samplers take here, on text as the published ones."""
 SMALL_DIMO = ("optim.lr=2e-4", "dimo.aux_lr=1e-3")
-"""Four times the recipe's rates, for runs of a minute: the best of those tried (docs/log.md)."""
+"""Four and five times the recipe's rates, for runs of a minute: the best of those that were tried
+(docs/log.md)."""
 SMALL_ABLATION = (
     "train.steps=300",
     "train.batch_size=64",
