@@ -14,7 +14,7 @@ from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.evaluation.rows import Measured
-from didi_instruct.reproduce import baselines, items_baselines
+from didi_instruct.reproduce import baselines, calls, items_baselines
 from didi_instruct.reproduce.baselines import ABOVE, METRICS, WAYS, settings_of, way_rows
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, compared, with_values
 from didi_instruct.reproduce.baselines_figure import draw_baselines
@@ -29,6 +29,7 @@ from didi_instruct.reproduce.baselines_findings import (
 from didi_instruct.reproduce.equal_terms import Found, Terms
 from didi_instruct.reproduce.figures import PALETTE
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.making import command, make
 from didi_instruct.reproduce.minutes import (
     SHARED,
@@ -289,6 +290,14 @@ def test_texts_that_a_judge_finds_impossible_stay_so():
     assert json.loads(json.dumps(row, allow_nan=False)) == row
 
 
+def test_intervals_are_of_the_seed_that_rows_name(drawn, rows):
+    """As those of the same rows measured by themselves, whose resamples it also seeds."""
+    (other, *_) = of(compared([row | {"bootstrap_seed": 5} for row in drawn], 16), "DiMO", 2)
+    (usual, *_) = of(rows, "DiMO", 2)
+    assert other["path_kl_best"] == usual["path_kl_best"]
+    assert other["path_kl_best_ci95"] != usual["path_kl_best_ci95"]
+
+
 def test_a_lost_way_leaves_the_others_as_they_are(drawn, rows):
     """Any but the baseline, without which nothing can be compared."""
     some = [row for row in drawn if row["method"] not in (STREAMS, "DiMO")]
@@ -414,6 +423,26 @@ def test_every_plain_row_has_a_speed_and_no_other(whole):
     for method in ("SDTT", "DiDi-Instruct, unguided"):
         assert rates[method, 2] == rates[BASELINE, 2]
     assert rates["DiDi-Instruct", 2] != rates[BASELINE, 2]
+
+
+def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
+    """Each job has the model that it times, and counts tokens as the table does."""
+    _, scale = tiny
+    jobs = [job for job in BASELINE_ITEMS[0].jobs(scale) if "methods" in job.options]
+    assert [job.name for job in jobs] == ["speed-teacher", "speed-didi"]
+    assert jobs[1].inputs["didi"].key == scale.rival("ablation-all-tricks", 0).key
+    seen = []
+    monkeypatch.setattr(
+        calls, "time_settings", lambda settings, **o: seen.append((settings, o)) or []
+    )
+    sources = {"teacher": "t", "didi": "d"}
+    context = Context(folder=None, shared=None, inputs=sources, results={}, device="cpu")
+    for until_eot in (True, False):
+        calls.speeds(context, **{**jobs[1].options, "until_eot": until_eot})
+        settings, options = seen.pop()
+        assert {setting.source for setting in settings} == {"d"}
+        assert {setting.method for setting in settings} == {"DiDi-Instruct", "DiDi-Instruct, h 10"}
+        assert (options["until_eot"], options["device"]) == (until_eot, "cpu")
 
 
 def test_the_figure_is_of_the_first_seed(tiny, whole, monkeypatch, tmp_path):

@@ -55,10 +55,9 @@ def compared(rows: Sequence[Row], most_steps: int | None = None) -> list[Row]:
 
 
 def _measured(row: Row) -> Measured:
-    told = row[VALUES] if row["ppl"] is not None else {}
     values = {
         name: np.array([np.inf if v is None else v for v in each], dtype=np.float64)
-        for name, each in told.items()
+        for name, each in row[VALUES].items()
     }
     return Measured({name: value for name, value in row.items() if name != VALUES}, values)
 
