@@ -432,9 +432,12 @@ def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
     assert [job.name for job in jobs] == ["speed-teacher", "speed-didi"]
     assert jobs[1].inputs["didi"].key == scale.rival("ablation-all-tricks", 0).key
     seen = []
-    monkeypatch.setattr(
-        calls, "time_settings", lambda settings, **o: seen.append((settings, o)) or []
-    )
+
+    def note(settings, **options):
+        seen.append((settings, options))
+        return []
+
+    monkeypatch.setattr(calls, "time_settings", note)
     sources = {"teacher": "t", "didi": "d"}
     context = Context(folder=None, shared=None, inputs=sources, results={}, device="cpu")
     for until_eot in (True, False):
