@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.candidates import candidates
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import frontier
@@ -186,7 +185,6 @@ def way_rows(
     was not trained here.
     """
     settings = settings_of(models, steps, methods=[method], **sweep)
-    _check_lengths(models[TEACHER], [setting.source for setting in settings], terms)
     found = measure(settings, terms, beside=[models[TEACHER]])
     costs = {source: _costs(role, models) for role, source in models.items()}
     return [
@@ -198,17 +196,6 @@ def way_rows(
 def began_as(role: str, models: Mapping[str, Any]) -> str | None:
     """Role of the model that one began its training with, where that is not the teacher of all."""
     return next((earlier for earlier in CHAIN.get(role, ()) if earlier in models), None)
-
-
-def _check_lengths(teacher: str, sources: Sequence[str], terms: Terms) -> None:
-    first, *others = candidates([teacher, *sources])
-    for other in others:
-        if terms.length is None and other.config.length != first.config.length:
-            raise UserError(
-                f"{other.source} writes {other.config.length} tokens and {teacher} "
-                f"{first.config.length}: entropy grows with length, so they do not belong into "
-                "one table."
-            )
 
 
 def _costs(role: str, models: Mapping[str, str]) -> Row:

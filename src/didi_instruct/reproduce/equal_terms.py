@@ -106,6 +106,7 @@ def measure(settings: Sequence[Setting], terms: Terms, beside: Sequence[str] = (
     if not settings:
         raise UserError("There is no setting to measure: name a model.")
     models = {model.source: model for model in candidates([*beside, *(s.source for s in settings)])}
+    _check_lengths(list(models.values()), terms)
     first, parts = terms.part
     settings = settings[first::parts]
     if not settings:
@@ -131,6 +132,18 @@ def measure(settings: Sequence[Setting], terms: Terms, beside: Sequence[str] = (
     )
     asked = [[m for m in terms.metrics if m not in setting.without] for setting in settings]
     return Found(settings, list(_measure(studio, sets, asked, terms, yardstick)))
+
+
+def _check_lengths(models: Sequence[Candidate], terms: Terms) -> None:
+    """Refuse models of other lengths before anything is drawn, those beside the settings too."""
+    first, *others = models
+    for other in others:
+        if terms.length is None and other.config.length != first.config.length:
+            raise UserError(
+                f"{other.source} writes {other.config.length} tokens and {first.source} "
+                f"{first.config.length}: entropy grows with length, so they do not belong into "
+                "one table."
+            )
 
 
 def _check(setting: Setting, model: Candidate) -> None:

@@ -139,8 +139,9 @@ class Grid:
         if any(s.alone for s in running):
             return None
         # Trainings that have to be alone come first: the others may then run beside each other.
-        first = (lambda s: not (s.alone and s.job.trains)) if shared else (lambda _: True)
-        for standing in sorted(self.standings, key=first):
+        for standing in sorted(
+            self.standings, key=lambda s: shared and not (s.alone and s.job.trains)
+        ):
             if standing.state != "waiting":
                 continue
             needs = [states[need.key] for need in standing.job.needs]

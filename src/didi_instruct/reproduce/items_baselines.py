@@ -149,16 +149,14 @@ def _sweep(scale: Scale, results: Results) -> list[Row]:
     """Rows of all seeds, each beside the others of its own, with the speeds of the first."""
     found = [results.get(job.key, ()) for job in _speed_jobs(scale)]
     timed = {(row["method"], row["steps"]): row for rows in found for row in rows}
-    sweep, lost = list[Row](), False
+    seeds = []
     for seed in scale.seeds:
         jobs = [_way_job(scale, way, seed) for way in _ways(scale)]
         drawn = [row for job in jobs for row in results.get(job.key, ())]
-        if any(row["method"] == BASELINE for row in drawn):
-            sweep += compared(drawn, scale.most_steps)
-        else:
-            lost |= bool(drawn)
-    if lost and not sweep:
-        raise ValueError(f"{BASELINE} is missing, with which all are compared")
+        seeds += [drawn] if drawn else []
+    # A seed that has lost its baseline is left out; where all have, the comparison says so.
+    whole = [rows for rows in seeds if any(row["method"] == BASELINE for row in rows)] or seeds
+    sweep = [row for rows in whole for row in compared(rows, scale.most_steps)]
     return [row | _speed(row, timed) for row in sweep]
 
 

@@ -87,8 +87,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     assert item.jobs is not None
     mine = {job.key for job in in_order(item.jobs(scale))}
     standings = [s for s in grid.standings if s.job.key in mine]
-    lost = [s for s in grid.failures if s.job.key in mine]
-    failed = [f"{s.job.name}: {s.note}" for s in lost]
+    failed = [f"{s.job.name}: {s.note}" for s in grid.failures if s.job.key in mine]
     results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
     try:
         table = item.table(scale, results)
