@@ -25,6 +25,7 @@ from tokenizers import models, pre_tokenizers
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.judges import open_judge
+from didi_instruct.evaluation.rows import Measuring, Yardstick
 
 LONG = " ".join(TEXTS)
 
@@ -91,6 +92,42 @@ def test_tokens_beyond_the_context_are_equally_likely(folder, limit, ending):
     assert found.cut == 0
     assert judge.name == f"{folder} (uniform after {limit or CONTEXT} tokens)"
     assert judge.fingerprint != CausalJudge(folder, max_length=limit).fingerprint
+
+
+@pytest.mark.parametrize("beyond", ["cut", "uniform"])
+@pytest.mark.parametrize("bos", ["always", "never"])
+def test_texts_and_their_ends_are_read_at_once(folder, beyond, bos):
+    """One reading says what two say: of ends that fit, that do not, that are all there is."""
+    judge = CausalJudge(folder, max_length=10, beyond=beyond, bos=bos)
+    samples = ended(("", *TEXTS[:3], LONG, LONG), [True, True, False, True, True, False])
+    for one, alone in zip(judge.score_both(samples), _apart(judge, samples), strict=True):
+        torch.testing.assert_close(one.nats, alone.nats, rtol=1e-5, atol=1e-5)
+        assert one.tokens.equal(alone.tokens)
+        assert one.cut == alone.cut
+
+
+def _apart(judge, samples):
+    """Scores of texts as they are, and of the same texts with the end written into them."""
+    plain, marked = (
+        judge._encode(samples.texts),
+        judge._ended(judge._encode(samples.texts), samples),
+    )
+    assert plain != marked
+    return [judge._priced(ids, judge._nats(ids, None).total) for ids in (plain, marked)]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_judge_is_asked_once_for_texts_and_ends(folder, ends):
+    judge = CausalJudge(folder)
+    samples, read = ended(TEXTS[:3], [ends] * 3), []
+    judge.model.register_forward_hook(lambda *_: read.append(1))
+    measuring = Measuring(samples, Yardstick(judge=judge))
+    found = [measuring.scores(), measuring.scores(ending=True)]
+    assert len(read) == 1
+    assert (found[0].nats < found[1].nats).all() == ends
+    judge.end = None  # then only the texts have a price
+    alone = Measuring(samples, Yardstick(judge=judge)).scores()
+    torch.testing.assert_close(alone.nats, found[0].nats)
 
 
 def test_a_judge_with_an_end_and_a_uniform_tail_is_a_law_of_texts(tmp_path):

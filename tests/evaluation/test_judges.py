@@ -537,6 +537,13 @@ def test_a_left_to_right_model_of_ours_judges_the_tokens_that_count(own):
     torch.testing.assert_close(-cut.nats, expected, rtol=1e-5, atol=1e-6)
     assert cut.tokens.equal(lengths)
 
+    ended = judge.score_both(sample_set(tokens=ROWS, lengths=lengths))
+    longer = torch.where(lengths == 5, 5, 3)
+    with_end = judge.score(sample_set(tokens=ROWS, lengths=longer))
+    for one, other in zip(ended, (cut, with_end), strict=True):
+        torch.testing.assert_close(one.nats, other.nats, rtol=1e-5, atol=1e-6)
+        assert one.tokens.equal(other.tokens)
+
     warm = open_judge(folder, device="cpu", temperature=2.0)
     assert warm.fingerprint != judge.fingerprint
     total = warm.score(sample_set(tokens=ROWS)).nats.neg().exp().sum().item()
@@ -592,7 +599,8 @@ def test_rows_of_one_token_have_no_nats():
         return torch.zeros(*ids.shape, 4)
 
     nats = causal_nats(logits, [[0], [], [1, 2], [3, 3, 3]], num_tokens=4)
-    assert nats.tolist() == pytest.approx([0, 0, math.log(4), 2 * math.log(4)])
+    assert nats.total.tolist() == pytest.approx([0, 0, math.log(4), 2 * math.log(4)])
+    assert nats.last.tolist() == pytest.approx([0, 0, math.log(4), math.log(4)])
 
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

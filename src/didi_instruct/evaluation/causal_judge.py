@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_files import file_hash, load_causal, require_causal
-from didi_instruct.evaluation.causal_nats import batches, causal_nats, pad
+from didi_instruct.evaluation.causal_nats import Nats, batches, causal_nats, pad
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.scores import (
     Progress,
@@ -96,28 +97,46 @@ class CausalJudge:
 
         With `ending`, those that end before their window have their end scored as well.
         """
-        start = [] if self.start is None else [self.start]
-        texts = self._encode(samples.texts)
         if ending:
-            texts = self._ended(texts, samples)
-        rows = [start + ids[: self.max_length] for ids in texts]
-        nats = causal_nats(
+            return checked(self.name, self.score_both(samples, progress)[1])
+        texts = self._encode(samples.texts)
+        return checked(self.name, self._priced(texts, self._nats(texts, progress).total))
+
+    def score_both(
+        self, samples: SampleSet, progress: Progress | None = None
+    ) -> tuple[Scores, Scores]:
+        """Score the texts, and the texts with their ends, by reading them once."""
+        texts = self._encode(samples.texts)
+        ended = self._ended(texts, samples)
+        nats = self._nats(ended, progress)
+        read = [self._row(plain) != self._row(ids) for plain, ids in zip(texts, ended, strict=True)]
+        without = torch.where(torch.tensor(read), nats.before, nats.total)
+        return self._priced(texts, without), self._priced(ended, nats.total)
+
+    def _row(self, ids: list[int]) -> list[int]:
+        """What is read of a text: its beginning, after the start token."""
+        return ([] if self.start is None else [self.start]) + ids[: self.max_length]
+
+    def _nats(self, texts: Sequence[list[int]], progress: Progress | None) -> Nats:
+        return causal_nats(
             lambda ids, real: self.model(ids, attention_mask=real, use_cache=False).logits,
-            rows,
+            [self._row(ids) for ids in texts],
             num_tokens=self.vocabulary,
             temperature=self.temperature,
             batch_size=self.batch_size,
             device=self.device,
             progress=progress,
         )
+
+    def _priced(self, texts: Sequence[list[int]], nats: Tensor) -> Scores:
+        """Scores of texts of which the judge has read what it can, at the price of the rest."""
+        rows = [self._row(ids) for ids in texts]
         tokens = torch.tensor([max(len(row) - 1, 0) for row in rows])
-        unread = torch.tensor([len(ids) for ids in texts]) - torch.tensor(
-            [len(row) - len(start) for row in rows]
-        )
+        unread = torch.tensor([max(0, len(ids) - (self.max_length or len(ids))) for ids in texts])
         if self.beyond == "uniform":
             nats, tokens = nats + unread * math.log(self.vocabulary), tokens + unread
             unread = torch.zeros_like(unread)
-        return checked(self.name, Scores(nats, tokens, int((unread > 0).sum())))
+        return Scores(nats, tokens, int((unread > 0).sum()))
 
     def _ended(self, texts: Sequence[list[int]], samples: SampleSet) -> list[list[int]]:
         """Ids of texts with the token that ends them, where they end before their window."""

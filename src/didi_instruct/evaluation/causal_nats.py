@@ -1,6 +1,7 @@
 """-log p of rows of tokens under a left-to-right network, in batches that fit into memory."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,20 @@ SOFTMAX_ENTRIES = 1 << 25
 """Logits that are cast to float32 at once."""
 
 
+class Nats(NamedTuple):
+    """-log p of each row given its first id, (N,) float64 each."""
+
+    before: Tensor
+    """Of all ids but the last."""
+    last: Tensor
+    """Of the last one, 0 for rows of one id or none."""
+
+    @property
+    def total(self) -> Tensor:
+        """Of the whole rows."""
+        return self.before + self.last
+
+
 @torch.no_grad()
 def causal_nats(
     logits: Callable[[Tensor, Tensor], Tensor],
@@ -24,14 +39,14 @@ def causal_nats(
     batch_size: int = 16,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> Tensor:
-    """-log p of each row of ids given its first one, summed over tokens: (N,), float64.
+) -> Nats:
+    """-log p of each row of ids given its first one, summed over tokens, that of the last apart.
 
     `logits` takes ids and which of them are real, both (B, L), padded on the right, to logits
     (B, L, V) of the next token. Rows of like length go together; neither their order nor the batch
     size changes a result.
     """
-    nats = torch.zeros(len(rows), dtype=torch.float64)
+    nats = torch.zeros(len(rows), 2, dtype=torch.float64)
     entry = 2 if torch.device(device).type == "cuda" else 4
     done = sum(len(row) < 2 for row in rows)
     size = _rows_at_once(batch_size, num_tokens * entry)
@@ -40,16 +55,18 @@ def causal_nats(
         targets, _ = pad([rows[i][1:] for i in chunk], device)
         next_token, wanted = logits(ids, real).flatten(0, 1), targets.flatten()
         where = real.flatten().nonzero().squeeze(1)
-        total = torch.zeros(len(chunk), dtype=torch.float64, device=device)
+        length, last = ids.shape[1], real.sum(1) - 1
+        total = torch.zeros(2 * len(chunk), dtype=torch.float64, device=device)
         for part in torch.split(where, max(1, SOFTMAX_ENTRIES // num_tokens)):
             scaled = next_token[part].float() / temperature
             nll = F.cross_entropy(scaled, wanted[part], reduction="none")
-            total.index_add_(0, part // ids.shape[1], nll.double())
-        nats[chunk] = total.cpu()
+            row = part // length
+            total.index_add_(0, 2 * row + (part % length == last[row]), nll.double())
+        nats[chunk] = total.view(-1, 2).cpu()
         done += len(chunk)
         if progress is not None:
             progress(done, len(rows))
-    return nats
+    return Nats(*nats.unbind(1))
 
 
 def _rows_at_once(batch_size: int, bytes_per_token: int) -> Callable[[int], int]:

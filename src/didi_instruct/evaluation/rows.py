@@ -26,6 +26,7 @@ from didi_instruct.evaluation.intervals import Interval, around
 from didi_instruct.evaluation.judges import CausalJudge, DiffusionJudge, Judge, Scores
 from didi_instruct.evaluation.mauve import mauve_score
 from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
+from didi_instruct.evaluation.scores import ReadsOn, checked
 from didi_instruct.evaluation.two_sample import two_sample
 from didi_instruct.models.ar import ARModel
 
@@ -117,6 +118,8 @@ class Measuring:
         self.samples, self.yardstick, self._progress = samples, yardstick, progress
         self._recall = recall or (lambda _, make: make())
         self._scores: dict[str, Scores] = {}
+        self._both: tuple[Scores, Scores] | None = None
+        """Texts without and with their ends, where a judge has read both at once."""
 
     def scores(self, ending: bool = False) -> Scores:
         """What the judge says of the texts; with `ending`, of their end-of-text as well.
@@ -130,10 +133,17 @@ class Measuring:
         return self._scores[name]
 
     def _ask(self, ending: bool) -> Scores:
-        assert self.yardstick.judge is not None
-        return self.yardstick.judge.score(
-            self.samples, lambda done, total: self.tell("Judging", done, total), ending=ending
-        )
+        judge = self.yardstick.judge
+        assert judge is not None
+
+        def tell(done: int, total: int) -> None:
+            self.tell("Judging", done, total)
+
+        if not (self.ends_early and isinstance(judge, ReadsOn) and has_end(judge)):
+            return judge.score(self.samples, tell, ending=ending)
+        if self._both is None:
+            self._both = judge.score_both(self.samples, tell)
+        return checked(judge.name, self._both[ending])
 
     @property
     def ends_early(self) -> bool:
@@ -258,7 +268,7 @@ def _path_kl(m: Measuring) -> Measured:
     entropy = Measured(
         {"path_entropy": -log_prob.mean().item(), "path_entropy_ci95": m.interval(-log_prob)}
     )
-    if m.ends_early and isinstance(judge, CausalJudge) and judge.end is None:
+    if m.ends_early and not has_end(judge):
         note = f"the judge {judge.name} has no token that ends a text: name one with --judge-end"
         return entropy | _nothing("path_kl", note)
     scores = m.scores(ending=True)
@@ -284,6 +294,11 @@ def _too_long(judge: Judge, cut: int) -> str:
         "their beginning only: draw shorter ones (--length), use a judge with a longer context, or "
         "give what follows a price (--judge-beyond uniform)"
     )
+
+
+def has_end(judge: Judge) -> bool:
+    """Whether a judge can price the end of a text: a causal LM may have no token for it."""
+    return not (isinstance(judge, CausalJudge) and judge.end is None)
 
 
 def knows_texts(judge: Judge) -> bool:

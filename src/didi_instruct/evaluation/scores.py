@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -57,6 +57,16 @@ class Judge(Protocol):
         self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
     ) -> Scores:
         """Score each sample; with `ending`, the end of those that end before their window too."""
+
+
+@runtime_checkable
+class ReadsOn(Protocol):
+    """A judge from left to right: what it says of a text and of its end is one reading."""
+
+    def score_both(
+        self, samples: SampleSet, progress: Progress | None = None
+    ) -> tuple[Scores, Scores]:
+        """Both that `score` may give, without and with ends, of one pass; not yet `checked`."""
 
 
 def checked(name: str, scores: Scores) -> Scores:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.causal_nats import causal_nats
+from didi_instruct.evaluation.causal_nats import Nats, causal_nats
 from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
 from didi_instruct.evaluation.scores import (
@@ -208,11 +208,26 @@ class ARJudge(TokenJudge):
 
         With `ending`, the token that ends a text before its window as well.
         """
+        if ending:
+            return checked(self.name, self.score_both(samples, progress)[1])
+        lengths = samples.lengths.clone()
+        return checked(self.name, Scores(self._nats(samples, lengths, progress).total, lengths))
+
+    def score_both(
+        self, samples: SampleSet, progress: Progress | None = None
+    ) -> tuple[Scores, Scores]:
+        """Score what counts, and that with the ends, by reading them once."""
+        lengths, ended = samples.lengths.clone(), with_end(samples.tokens, samples.lengths)
+        nats = self._nats(samples, ended, progress)
+        without = torch.where(lengths < ended, nats.before, nats.total)
+        return Scores(without, lengths), Scores(nats.total, ended)
+
+    def _nats(self, samples: SampleSet, lengths: Tensor, progress: Progress | None) -> Nats:
+        """Of the first tokens of each sample, so many."""
         self._check(samples)
         start = self.config.vocab_size - 1
-        lengths = with_end(samples.tokens, samples.lengths) if ending else samples.lengths.clone()
         pairs = zip(samples.tokens.tolist(), lengths.tolist(), strict=True)
-        nats = causal_nats(
+        return causal_nats(
             lambda ids, _: self.network(ids),
             [[start, *row[:length]] for row, length in pairs],
             num_tokens=self.num_tokens,
@@ -221,4 +236,3 @@ class ARJudge(TokenJudge):
             device=self.device,
             progress=progress,
         )
-        return checked(self.name, Scores(nats, lengths))
