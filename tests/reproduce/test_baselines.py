@@ -415,14 +415,15 @@ def test_every_plain_row_has_a_speed_and_no_other(whole):
     rates = {}
     for row in whole.sweep:
         plain = (row["temperature"], row["top_p"]) == (1, 1)
-        assert (row["tokens_per_second"] is None) == (not plain)
-        assert (row["machine"] is None) == (not plain)
-        if plain:
+        timed = plain and row["nfe"] != 3  # drawn to compare passes alone
+        assert (row["tokens_per_second"] is None) == (not timed)
+        assert (row["machine"] is None) == (not timed)
+        if timed:
             rates.setdefault((row["method"], row["nfe"]), set()).add(row["tokens_per_second"])
     assert all(len(each) == 1 for each in rates.values())
     for method in ("SDTT", "DiDi-Instruct, unguided"):
         assert rates[method, 2] == rates[BASELINE, 2]
-    assert rates["DiDi-Instruct", 2] != rates[BASELINE, 2]
+    assert rates["DiDi-Instruct", 2] == rates["DiDi-Instruct, h 10", 2] != rates[BASELINE, 2]
 
 
 def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
@@ -444,7 +445,7 @@ def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
         calls.speeds(context, **{**jobs[1].options, "until_eot": until_eot})
         settings, options = seen.pop()
         assert {setting.source for setting in settings} == {"d"}
-        assert {setting.method for setting in settings} == {"DiDi-Instruct", "DiDi-Instruct, h 10"}
+        assert {setting.method for setting in settings} == {"DiDi-Instruct"}
         assert (options["until_eot"], options["device"]) == (until_eot, "cpu")
 
 

@@ -27,8 +27,8 @@ from didi_instruct.models.streams import side_stream
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
 """Passes before a capture: the first ones compile and choose kernels, which no graph may hold."""
-MOST_GRAPHS = 16
-"""Shapes that are kept; the oldest goes first."""
+MOST_GRAPHS = 48
+"""Shapes that are kept: as many as a sweep over budgets brings, whose graphs share their memory."""
 LOGITS_AT_ONCE = 1 << 26
 """Entries of the logits that tokens are drawn from at a time."""
 
@@ -270,15 +270,15 @@ class GraphedDiT:
         rows = len(values[0])
         there = [s for s in self._ends if rows <= s <= 2 * rows]
         size = min(there, default=min(round_up(rows, 8), most))
-        if size not in self._ends:
-            if len(self._ends) >= MOST_GRAPHS:
-                del self._ends[next(iter(self._ends))]
+
+        def make() -> Callable[..., Tensor]:
             inputs = tuple(grown(v, size) for v in values)
             graph = capture(self.end, inputs, self._pool, dynamic=[0] * len(inputs))
             if not isinstance(graph, Captured) or graph.pool != self._pool:
                 self._pool = None  # a capture that broke off may still hold it
-            self._ends[size] = graph
-        return self._ends[size](*values)
+            return graph
+
+        return keep_few(self._ends, size, make, MOST_GRAPHS)(*values)  # type: ignore[no-any-return]
 
     def end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:
         """Draw: tokens and log-probabilities as columns (R, 2) in float64."""
@@ -295,9 +295,8 @@ class GraphedDiT:
         values = (tokens,) if positions is None else (tokens, positions)
         if c is not self.network.folded_condition:
             values = (*values, c)
-        if key not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
+
+        def make() -> Callable[..., Tensor]:
             inputs = tuple(grown(v, key[0]) if len(v) == rows else v for v in values)
             if positions is None:
                 graph = capture(self.begin, inputs, self._pool)
@@ -305,9 +304,10 @@ class GraphedDiT:
                 dynamic = [None, 1, None][: len(inputs)]
                 graph = capture(self.begin_at, inputs, self._pool, dynamic=dynamic)
                 self._narrows = not tokens.is_cuda or getattr(graph, "is_compiled", False)
-            self._graphs[key] = graph
             self._pool = graph.pool if isinstance(graph, Captured) else None
-        return self._graphs[key](*values)
+            return graph
+
+        return keep_few(self._graphs, key, make, MOST_GRAPHS)(*values)  # type: ignore[no-any-return]
 
     def begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
         """State (B, L, d) before the last MLP; without c as folded."""

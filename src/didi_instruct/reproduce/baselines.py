@@ -54,7 +54,7 @@ class Way:
     """Whether its path KL is a looser bound than the others', and not to be ranked with them."""
 
     as_fast_as: str = ""
-    """A way of the teacher that takes as long, whatever the weights are; empty: its own time."""
+    """Another way that takes as long, whatever the weights are; empty: its own time."""
 
     @property
     def is_baseline(self) -> bool:
@@ -84,6 +84,7 @@ WAYS = (
         method="DiDi-Instruct, h 10",
         sampler="rgas",
         options={"h_start": 10.0, "h_end": 10.0},
+        as_fast_as="DiDi-Instruct",
     ),
     Way(role="jump", method="DiDi-Instruct, jump variant (ours)", as_fast_as=BASELINE),
     Way(role="path", method="likelihood along streams (ours)", as_fast_as=STREAMS),

@@ -125,7 +125,12 @@ def _speed_jobs(scale: Scale) -> list[Job]:
             inputs={
                 name: models[name] for name in (TEACHER, role, f"{role}{LATE}") if name in models
             },
-            options={"methods": timed, **_budgets(scale), "until_eot": scale.until_eot},
+            options={
+                "methods": timed,
+                **_budgets(scale),
+                "costly": [],  # drawn to compare passes alone
+                "until_eot": scale.until_eot,
+            },
         )
         for role, timed in methods.items()
     ]
