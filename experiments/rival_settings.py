@@ -41,7 +41,7 @@ STORIES = {
         "optim.lr=5e-5 dimo.aux_lr=2e-4",
         "dimo.aux_lr=2e-4",
     ),
-    "duo": ("optim.lr=5e-4", "duo.steps=32", "optim.lr=1e-4", "duo.kl=forward"),
+    "duo": ("optim.lr=5e-4", "optim.lr=1e-4", "duo.steps=32", "duo.kl=forward"),
     "didi": (
         "discriminator.saturation=1.0",
         "optim.lr=1e-5",

@@ -2,13 +2,15 @@
 
     python experiments/rivals.py compile --data prepared --judge stories15m --out OUT --minutes 1
     python experiments/rivals.py train   (the same)
+    python experiments/rivals.py draw    (the same)
     didi reproduce baselines --scale small --data prepared --judge stories15m ... --out OUT
 
 `compile` runs a few steps of every training, all beside each other, and throws them away: what they
 compiled stays in the compiler's cache, so that paces and trainings after it do not wait for it.
 `train` measures paces and trains one after the other, in one process, DUO's models last, without
-those that no result waits for. The table then finds all of them. `--scale toy` needs neither data
-nor judge, to see that it runs.
+those that no result waits for. `draw` draws and judges, `--at-once` processes beside each other and
+beside whatever else runs: all that the table needs but speeds. The table then finds all of them.
+`--scale toy` needs neither data nor judge, to see that it runs.
 
     python experiments/rivals.py train --scale oracle --out OUT --minutes 4 --seeds 2
     python experiments/rivals.py table (the same)
@@ -157,21 +159,36 @@ def compile_one(asked: argparse.Namespace) -> None:
     Grid([brief(scale_of(asked))[asked.role]], folder).run()
 
 
-def train(asked: argparse.Namespace) -> None:
-    """Everything that the table samples, one after the other."""
+def jobs_of(asked: argparse.Namespace) -> list[Job]:
+    """Those of the table, what they still need included."""
     scale = scale_of(asked)
     if asked.minutes is not None:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
     (item,) = BASELINE_ITEMS
     assert item.jobs is not None
-    jobs = in_order(item.jobs(scale), lambda job: finished(job, asked.out) is not None)
-    trained = [job for job in jobs if job.trains]
-    if asked.roles:
-        trained = in_order([job for job in trained if role_of(job) in asked.roles])
-    grid = Grid(sorted(trained, key=lambda job: job.name.startswith(LAST)), asked.out, board=Told())
-    grid.run()
+    return in_order(item.jobs(scale), lambda job: finished(job, asked.out) is not None)
+
+
+def run(jobs: Sequence[Job], out: Path, gpus: Sequence[str] = ()) -> None:
+    """Run jobs, and say which failed."""
+    grid = Grid(jobs, out, board=Told())
+    grid.run(gpus)
     for failure in grid.failures:
         print(f"{failure.job.name} failed: {failure.note}")
+
+
+def train(asked: argparse.Namespace) -> None:
+    """Everything that the table samples, one after the other."""
+    trained = [job for job in jobs_of(asked) if job.trains]
+    if asked.roles:
+        trained = in_order([job for job in trained if role_of(job) in asked.roles])
+    run(sorted(trained, key=lambda job: job.name.startswith(LAST)), asked.out)
+
+
+def draw(asked: argparse.Namespace) -> None:
+    """Samples of everything that was trained, and their numbers."""
+    gpus = ["0"] * asked.at_once if asked.scale != "toy" else ()
+    run([job for job in jobs_of(asked) if not job.timed], asked.out, gpus)
 
 
 def table(asked: argparse.Namespace) -> None:
@@ -200,7 +217,7 @@ def truth(out: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Read what is asked for, and do it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("stage", choices=("compile", "train", "table", "one"))
+    parser.add_argument("stage", choices=("compile", "train", "draw", "table", "one"))
     parser.add_argument("--scale", default="small")
     parser.add_argument("--data")
     parser.add_argument("--judge")
@@ -210,11 +227,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150, help="seconds of compiling")
     parser.add_argument("--rivals", type=lambda words: words.split(","), help="of didi reproduce")
     parser.add_argument("--roles", type=lambda words: words.split(","), help="these of them alone")
+    parser.add_argument("--at-once", type=int, default=6, help="processes that draw on one GPU")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    stages = {"compile": compile_all, "train": train, "table": table, "one": compile_one}
-    stages[asked.stage](asked)
+    stages = {"compile": compile_all, "train": train, "draw": draw, "table": table}
+    (stages | {"one": compile_one})[asked.stage](asked)
 
 
 if __name__ == "__main__":
