@@ -9,7 +9,8 @@
 compiled stays in the compiler's cache, so that paces and trainings after it do not wait for it.
 `train` measures paces and trains one after the other, in one process, DUO's models last, without
 those that no result waits for. `draw` draws and judges, `--at-once` processes beside each other and
-beside whatever else runs: all that the table needs but speeds. The table then finds all of them.
+beside whatever else runs: all that the table needs but speeds; with `--untrained` of the teacher
+alone, for which nothing has to be trained. The table then finds all of them.
 `--scale toy` needs neither data nor judge, to see that it runs.
 
     python experiments/rivals.py train --scale oracle --out OUT --minutes 4 --seeds 2
@@ -162,7 +163,7 @@ def compile_one(asked: argparse.Namespace) -> None:
 def jobs_of(asked: argparse.Namespace) -> list[Job]:
     """Those of the table, what they still need included."""
     scale = scale_of(asked)
-    if asked.minutes is not None:
+    if asked.minutes is not None and not asked.untrained:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
     (item,) = BASELINE_ITEMS
     assert item.jobs is not None
@@ -186,9 +187,12 @@ def train(asked: argparse.Namespace) -> None:
 
 
 def draw(asked: argparse.Namespace) -> None:
-    """Samples of everything that was trained, and their numbers."""
+    """Samples of everything that was trained, and their numbers; or of what is there already."""
     gpus = ["0"] * asked.at_once if asked.scale != "toy" else ()
-    run([job for job in jobs_of(asked) if not job.timed], asked.out, gpus)
+    jobs = [job for job in jobs_of(asked) if not job.timed]
+    if asked.untrained:
+        jobs = [job for job in jobs if not (job.trains or job.needs)]
+    run(jobs, asked.out, gpus)
 
 
 def table(asked: argparse.Namespace) -> None:
@@ -228,6 +232,7 @@ def main() -> None:
     parser.add_argument("--rivals", type=lambda words: words.split(","), help="of didi reproduce")
     parser.add_argument("--roles", type=lambda words: words.split(","), help="these of them alone")
     parser.add_argument("--at-once", type=int, default=6, help="processes that draw on one GPU")
+    parser.add_argument("--untrained", action="store_true", help="draw of given models alone")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)

@@ -3,19 +3,17 @@
 #   DATA=prepared/ SOURCE=stories15m/ OUT=runs/rivals MINUTES=0.6 experiments/rivals.sh compile first second
 # DATA is a folder of `didi data prepare --rows document --length 256` with the tokenizer of
 # `stories/teacher`, SOURCE the causal LM whose stories they are.
-#   compile  kernels of all trainings, beside each other, so that none of them waits later; where
-#            there is a left-to-right rival, it learns meanwhile
+#   compile  kernels of all trainings, beside each other, so that none of them waits later; meanwhile
+#            the GPU, which has little to do, draws what the teacher writes
 #   first    all rivals but DUO, or those in ALONE=sdtt,dimo: trained, drawn, in a table
-#   second   DUO, whose teacher takes as long as all of the others, and the table of all; while it is
-#            drawn from, other settings of DUO and DiDi-Instruct learn, SETTING_MINUTES each
-#   settings other settings of every rival's training (rival_settings.py)
+#   second   DUO, whose teacher takes as long as all of the others, and the table of all
+#   settings other settings of training (rival_settings.py), or TRY="--roles duo --most 2"
 # PACES=file: a paces.json of an earlier run on such a GPU, so that what it holds is not measured.
 # KEEP=folder: tables, results, logs and recipes, without weights, are packed there every minute and
 # after each stage: unpacked into an OUT elsewhere, what is done stays done.
 # SCALE=toy needs neither data nor judge, to see that it runs.
 set -euo pipefail
 : "${OUT:?}" "${SCALE:=small}" "${MINUTES:=0.6}" "${SEEDS:=1}" "${AT_ONCE:=6}"
-: "${SETTING_MINUTES:=0.3}"
 here="$(cd "$(dirname "$0")" && pwd)"
 PYTHON="${PYTHON:-python3}"
 given=(--scale "$SCALE" --out "$OUT" --minutes "$MINUTES" --seeds "$SEEDS")
@@ -33,7 +31,6 @@ read -ra more <<<"${MORE:-}" # of didi reproduce: --no-mauve, where mauve-text i
 table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "${more[@]}" "$@"; }
 train() { "$PYTHON" "$here/rivals.py" train "${given[@]}" "$@"; }
 draw() { OMP_NUM_THREADS=3 "$PYTHON" "$here/rivals.py" draw "${given[@]}" --at-once "$AT_ONCE" "$@"; }
-settings() { "$PYTHON" "$here/rival_settings.py" "${given[@]}" --at-once "$AT_ONCE" "$@"; }
 keep() { # results and tables as they lie in OUT, logs apart: a folder with a log is a run to go on with
   [[ -n "${KEEP:-}" && -d "$OUT" ]] || return 0
   mkdir -p "$KEEP"
@@ -59,23 +56,20 @@ for stage in "$@"; do
   echo "$(date +%H:%M:%S) $stage"
   case "$stage" in
     compile)
-      beside=true
-      if [[ ",$names," == *,ar,* && -n "${PACES:-}" ]]; then # without paces it would measure some
-        train --rivals ar --roles ar & beside="wait $!"
-      fi
-      "$PYTHON" "$here/rivals.py" compile "${given[@]}" "${some[@]}"
-      $beside ;;
+      "$PYTHON" "$here/rivals.py" compile "${given[@]}" --limit 240 "${some[@]}" & compiling=$!
+      draw --untrained || echo "not all drawn"
+      wait $compiling ;;
     first)
       train --rivals "$names"
       draw --rivals "$names" || echo "not all drawn"
       table --rivals "$names" || echo "not whole" ;;
     second)
       train
-      settings --roles duo,didi --most 2 --minutes "$SETTING_MINUTES" & tried=$!
       draw || echo "not all drawn"
-      wait $tried || echo "settings failed"
       table ;;
-    settings) settings ;;
+    settings)
+      read -ra try <<<"${TRY:-}"
+      "$PYTHON" "$here/rival_settings.py" "${given[@]}" --at-once "$AT_ONCE" "${try[@]}" ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
   esac
 done
