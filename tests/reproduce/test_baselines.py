@@ -687,6 +687,25 @@ def test_a_method_far_to_the_side_is_cut_and_named():
     assert len(set(PALETTE)) >= sum(not way.own_steps for way in WAYS), "one for each"
 
 
+def test_every_panel_has_a_scale_that_shows_its_methods():
+    """What is far worse is out of view and named; what is far better is what a panel is for."""
+    rows = [
+        made(f"m{n}", nfe, 1.0, base + n, 1.0, 7.0)
+        for nfe, base in ((1, 40_000), (4, 400), (8, 40), (16, 20))
+        for n in range(8)
+    ]
+    bad, good = made("bad", 4, 1.0, 27_000.0, 9.0, 7.0), made("good", 1, 1.0, 500.0, 0.1, 7.0)
+    figure = draw_baselines([*rows, bad, made("bad", 16, 1.0, 5000.0, 9.0, 7.0), good])
+    views = {axis.get_title("left"): axis.get_ylim() for axis in figure.axes}
+    assert views["1 NFE"][0] < 500 < 40_007 < views["1 NFE"][1]
+    assert views["4 NFE"][0] < 400 < 407 < views["4 NFE"][1] < 27_000
+    assert views["16 NFE"][1] < 40
+    assert figure.texts[0].get_text().endswith("far above: bad (4, 16 NFE)")
+    places = [axis.get_position() for axis in figure.axes]
+    assert len({round(place.y0, 3) for place in places}) == 2, "rows of three"
+    assert all(place.x0 > 0.03 and place.x1 < 1 and 0 < place.y0 < place.y1 < 1 for place in places)
+
+
 # Minutes
 
 

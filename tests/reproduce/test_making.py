@@ -12,7 +12,7 @@ from didi_instruct.reproduce import making
 from didi_instruct.reproduce.grid import Standing
 from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.making import judged_by_others, make, origin
+from didi_instruct.reproduce.making import judged_by_others, make, origin, write_only
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import Shown, Table
@@ -99,6 +99,21 @@ def test_a_run_without_results_leaves_the_older_table_as_it_is(toy, tmp_path):
         assert "no luck" in made.error
         assert "earlier run stays" in made.error
     assert {p.name: p.read_bytes() for p in (tmp_path / "tables").iterdir()} == before
+
+
+def test_a_table_of_what_has_finished_runs_nothing(toy, tmp_path):
+    module, scale = toy
+    outcome = write_only([item()], scale, tmp_path)
+    assert not outcome.whole
+    assert outcome.made[0].error.startswith("no table: job: not run yet")
+    assert [one.note for one in outcome.failures] == ["not run yet"]
+    assert not list(tmp_path.iterdir())
+
+    make([item()], scale, tmp_path)
+    text = (tmp_path / "tables" / "thing.md").read_text()
+    module.value = refuse_to_run
+    assert write_only([item()], scale, tmp_path).whole
+    assert (tmp_path / "tables" / "thing.md").read_text().splitlines()[:6] == text.splitlines()[:6]
 
 
 def test_a_table_tells_where_its_jobs_were_made(toy, tmp_path):

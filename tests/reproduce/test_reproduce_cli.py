@@ -60,6 +60,22 @@ def test_an_item_is_made_once_and_its_numbers_are_true(didi, tiny, tmp_path):
     assert "running" not in err
 
 
+def test_tables_of_what_has_finished(didi, tiny, tmp_path, monkeypatch):
+    """Without a GPU at any scale; with minutes by paces that are kept."""
+    code, _, err = didi("reproduce", "generation", "--out", tmp_path, "--write-only")
+    assert code == 1
+    assert "generation: no table: teacher: not run yet" in err
+    assert didi("reproduce", "generation", "--out", tmp_path)[0] == 0
+    (tmp_path / "tables" / "generation.md").unlink()
+    monkeypatch.setattr(making.Grid, "run", None)
+    tiny["scale"] = replace(tiny["scale"], name="paper")
+    assert didi("reproduce", "generation", "--out", tmp_path, "--write-only")[0] == 0
+    assert (tmp_path / "tables" / "generation.md").exists()
+    code, _, err = didi("reproduce", "latency", "--out", tmp_path, "--write-only", "--minutes", 1)
+    assert code == 1
+    assert "latency: no table" in err
+
+
 def test_a_failed_job_leaves_the_rest_and_exit_code_1(didi, tiny, tmp_path):
     scale = tiny["scale"]
     too_many = "discriminator.trainable_blocks=9"

@@ -97,6 +97,10 @@ def command(
         bool,
         typer.Option("--dry-run", help="List the jobs, check what they need, estimate GPU-hours."),
     ] = False,
+    write_only: Annotated[
+        bool,
+        typer.Option("--write-only", help="Tables of what has finished in --out; nothing is run."),
+    ] = False,
     names: Annotated[bool, typer.Option("--list", help="Name all items.")] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu (at small, for who has hours), cuda, cuda:N.")
@@ -145,6 +149,8 @@ def command(
     _refuse_file(folder)
     if dry_run:
         sys.exit(_dry_run(items, chosen, folder, minutes))
+    if write_only:
+        sys.exit(_write_only(items, chosen, folder, minutes))
     if at_once > 1:
         items = _shared(items, item, device)
     sys.exit(_run(items, chosen, folder, device, at_once, minutes))
@@ -222,6 +228,22 @@ def _run(
     except (StoppedError, KeyboardInterrupt) as stopped:
         typer.echo("Stopped; what is done is kept. The same command goes on.", err=True)
         return 128 + (stopped.signal if isinstance(stopped, StoppedError) else signal.SIGINT)
+    return _end(outcome, scale)
+
+
+def _write_only(
+    items: "Sequence[Item]", scale: "Scale", folder: Path, minutes: float | None
+) -> int:
+    from didi_instruct.reproduce.making import write_only
+    from didi_instruct.reproduce.paces import expected
+
+    if minutes is not None:
+        scale = expected(scale, minutes, folder)
+    return _end(write_only(items, scale, folder), scale)
+
+
+def _end(outcome: "Outcome", scale: "Scale") -> int:
+    """Show what was made; return the exit code."""
     _show(outcome)
     typer.echo(scale.says)
     return 0 if outcome.whole else FAILED

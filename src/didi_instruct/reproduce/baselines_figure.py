@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 56, 26, 78, 16, 230
+PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 62, 70, 92, 16, 230
 """Points: of a panel, beside, between and below panels, of a line of the legend and its width."""
-FAR = 3
-"""Widths of the middle half of the plain settings beyond which a method is left out of view."""
+ACROSS = 3
+"""Panels in a row."""
+FAR, ABOVE = 3, 1.0
+"""Widths of the middle half of the plain settings beyond which a method is left out of view: of
+entropy, and upwards of the logarithm of perplexity."""
 Look = tuple[str, str, bool]
 """Colour, marker, and whether it is filled: open for what was not trained to take few steps."""
 
@@ -44,31 +47,37 @@ def draw_baselines(rows: Sequence[Row], title: str = "") -> "Figure":
         raise UserError("The baselines have no two methods at one NFE to draw.")
     shown = [r for r in usable if r["own_steps"] or r["nfe"] in budgets]
     looks = _looks(shown)
-    width = max(LEFT + len(budgets) * (PANEL + BETWEEN), 2 * WORDS + 20)
+    across, rows_of_panels = min(len(budgets), ACROSS), -(-len(budgets) // ACROSS)
+    width = max(LEFT + across * (PANEL + BETWEEN), 2 * WORDS + 20)
     columns = int((width - 10) // WORDS)
     legend = ENTRY * -(-len(looks) // columns) + 2 + (20 if title else 0)
-    height = FOOT + HEIGHT + 28 + legend
+    height = FOOT + rows_of_panels * (HEIGHT + BETWEEN) - 42 + legend
     figure = new_figure(width, height)
     low, high, cut = _window(shown)
+    worse: dict[str, list[int]] = {}
     for place, nfe in enumerate(budgets):
-        box = (LEFT + place * (PANEL + BETWEEN), FOOT, PANEL, HEIGHT)
-        axis = new_axis(figure, box, f"{nfe} NFE")
+        down = rows_of_panels - 1 - place // ACROSS
+        left = LEFT + place % ACROSS * (PANEL + BETWEEN)
+        axis = new_axis(
+            figure, (left, FOOT + down * (HEIGHT + BETWEEN), PANEL, HEIGHT), f"{nfe} NFE"
+        )
+        here = [r for r in shown if r["own_steps"] or r["nfe"] == nfe]
         for method, look in reversed(looks.items()):  # the baseline, which is first, on top
-            mine = [
-                r for r in shown if r["method"] == method and (r["own_steps"] or r["nfe"] == nfe)
-            ]
-            _draw_method(axis, mine, look)
+            _draw_method(axis, [r for r in here if r["method"] == method], look)
         axis.set_xlim(low, high)
         axis.locator_params(axis="x", nbins=5)
         axis.set_xlabel("entropy, nats", fontsize=FONT - 1, color=SOFT)
-        scale(axis, [row["ppl"] for row in shown])
-        if place:
-            axis.tick_params(labelleft=False)
-        else:
+        within, above = _below([r for r in here if low <= r["entropy"] <= high])
+        scale(axis, within)
+        for method in above:
+            worse.setdefault(method, []).append(nfe)
+        if not place % ACROSS:
             axis.set_ylabel("perplexity", fontsize=FONT - 1, color=SOFT)
     _legend(figure, looks, shown, columns, 1 - (20 / height if title else 0))
     words = "large marks: plain sampling; small ones: temperature (solid) and top-p (dotted)"
     words += f"\noutside to the side: {'; '.join(cut)}" if cut else ""
+    far = [f"{method} ({', '.join(map(str, nfes))} NFE)" for method, nfes in worse.items()]
+    words += f"\nfar above: {'; '.join(far)}" if far else ""
     figure.text(8 / width, 10 / height, words, fontsize=FONT - 1, color=SOFT)
     if title:
         figure.text(8 / width, 1 - 15 / height, title, fontsize=FONT, color=INK, parse_math=False)
@@ -89,6 +98,18 @@ def _window(rows: Sequence[Row]) -> tuple[float, float, list[str]]:
     room = 0.06 * (high - low) or 0.1
     outside = [r["method"] for r in rows if _is_plain(r) and not low <= r["entropy"] <= high]
     return low - room, high + room, list(dict.fromkeys(outside))
+
+
+def _below(rows: Sequence[Row]) -> tuple[list[float], list[str]]:
+    """Perplexities of a panel that are in view, and methods whose plain setting lies above.
+
+    What is far better than the others is what the panel is for; what is far worse would press them
+    together.
+    """
+    first, last = np.quantile([np.log(row["ppl"]) for row in rows if _is_plain(row)], (0.25, 0.75))
+    highest = last + (ABOVE * (last - first) or np.inf)
+    outside = [row["method"] for row in rows if _is_plain(row) and np.log(row["ppl"]) > highest]
+    return [row["ppl"] for row in rows if row["method"] not in outside], outside
 
 
 def _is_plain(row: Row) -> bool:

@@ -135,8 +135,8 @@ def require_gpu(scale: Scale, device: str | None = None) -> None:
     size, more = ("169M", "") if scale.name == "paper" else ("10M", "--device cpu, ")
     raise UserError(
         f"--scale {scale.name} trains models of {size} parameters and needs a GPU, but torch sees "
-        f"none: use a machine with one, {more}a smaller --scale, or --dry-run to see what it would "
-        "take."
+        f"none: use a machine with one, {more}a smaller --scale, --dry-run to see what it would "
+        "take, or --write-only for tables of what has finished."
     )
 
 

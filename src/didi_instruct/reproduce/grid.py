@@ -106,6 +106,12 @@ class Grid:
             standing.take(done)
             self._change(standing, "done")
 
+    def give_up(self, why: str) -> None:
+        """Mark what has not finished as lost."""
+        for standing in self.standings:
+            if standing.state == "waiting":
+                self._change(standing, "failed", why)
+
     def _run_in_processes(self, gpus: Sequence[str]) -> None:
         shared = len(set(gpus)) < len(gpus)
         with Processes(gpus, self.out) as processes:

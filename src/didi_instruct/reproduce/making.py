@@ -61,6 +61,17 @@ def make(
     """Run what is missing and write every item's table into `out`."""
     grid = Grid(jobs_of(items, scale, out), out, device=device, board=board or NoBoard())
     grid.run(gpus)
+    return _written(items, scale, grid, out)
+
+
+def write_only(items: Sequence[Item], scale: Scale, out: Path) -> Outcome:
+    """Every item's table of what has finished in `out`; nothing is run, what is missing is said."""
+    grid = Grid(jobs_of(items, scale, out), out)
+    grid.give_up("not run yet")
+    return _written(items, scale, grid, out)
+
+
+def _written(items: Sequence[Item], scale: Scale, grid: Grid, out: Path) -> Outcome:
     return Outcome([write(item, scale, grid, out) for item in items], grid.failures)
 
 
