@@ -5,8 +5,9 @@
     python experiments/rivals.py draw    (the same)
     didi reproduce baselines --scale small --data prepared --judge stories15m ... --out OUT
 
-`compile` runs a few steps of every training, all beside each other, and throws them away: what they
-compiled stays in the compiler's cache, so that paces and trainings after it do not wait for it.
+`compile` runs a few steps of every training that a result waits for, all beside each other, and
+throws them away: what they compiled stays in the compiler's cache, so that paces and trainings
+after it do not wait for it.
 `train` measures paces and trains one after the other, in one process, DUO's models last, without
 those that no result waits for. `draw` draws and judges, `--at-once` processes beside each other and
 beside whatever else runs: all that the table needs but speeds; with `--untrained` of the teacher
@@ -41,9 +42,9 @@ from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.making import lasting, make
 from didi_instruct.reproduce.measuring import EVALS
-from didi_instruct.reproduce.paces import SHORT, pace_jobs
+from didi_instruct.reproduce.paces import SHORT, expected, pace_jobs
 from didi_instruct.reproduce.running import finished
-from didi_instruct.reproduce.scale import Given, Scale, Training, role_of
+from didi_instruct.reproduce.scale import FIRST, Given, Scale, Training, role_of
 from didi_instruct.reproduce.scales import find_scale
 
 JUDGED = {"temperature": 0.8, "collapse_spaces": True, "end": "<s>", "beyond": "uniform"}
@@ -134,11 +135,22 @@ def brief(scale: Scale) -> dict[str, Job]:
     return found
 
 
+def waited_for(asked: argparse.Namespace) -> list[str]:
+    """Roles of the short runs whose models some result of the table still waits for."""
+    scale = scale_of(asked)
+    if asked.minutes is not None:
+        scale = expected(scale, asked.minutes, asked.out)
+    jobs = [job for job in table_jobs(scale, asked.out) if finished(job, asked.out) is None]
+    roles = {role_of(job) for job in jobs if job.trains}
+    roles |= {"path"} if FIRST in roles else set()
+    return [role for role in brief(scale_of(asked)) if role in roles]
+
+
 def compile_all(asked: argparse.Namespace) -> None:
     """All short runs at once, each in a process and a folder of its own."""
     scratch, started = asked.out / "compiling", time.monotonic()
     running = {}
-    for role in asked.roles or brief(scale_of(asked)):
+    for role in asked.roles or waited_for(asked):
         words = [sys.executable, __file__, "one", *sys.argv[2:], "--role", role]
         running[role] = subprocess.Popen(words, start_new_session=True)
     while running and time.monotonic() < started + asked.limit:
@@ -160,14 +172,19 @@ def compile_one(asked: argparse.Namespace) -> None:
     Grid([brief(scale_of(asked))[asked.role]], folder).run()
 
 
+def table_jobs(scale: Scale, out: Path) -> list[Job]:
+    """Jobs of the table, what they still need included, and what is done beside them."""
+    (item,) = BASELINE_ITEMS
+    assert item.jobs is not None
+    return in_order(item.jobs(scale), lambda job: finished(job, out) is not None)
+
+
 def jobs_of(asked: argparse.Namespace) -> list[Job]:
-    """Those of the table, what they still need included."""
+    """The same by the paces of the folder, which are measured where they are not there."""
     scale = scale_of(asked)
     if asked.minutes is not None and not asked.untrained:
         scale = lasting(scale, asked.minutes, asked.out, board=Told())
-    (item,) = BASELINE_ITEMS
-    assert item.jobs is not None
-    return in_order(item.jobs(scale), lambda job: finished(job, asked.out) is not None)
+    return table_jobs(scale, asked.out)
 
 
 def run(jobs: Sequence[Job], out: Path, gpus: Sequence[str] = ()) -> None:

@@ -8,7 +8,8 @@
 #   first    all rivals but DUO, or those in ALONE=sdtt,dimo: trained, drawn, in a table
 #   second   DUO, whose teacher takes as long as all of the others, and the table of all
 #   settings other settings of training (rival_settings.py), or TRY="--roles duo --most 2"
-# PACES=file: a paces.json of an earlier run on such a GPU, so that what it holds is not measured.
+# FROM=experiments/kept/stories-baselines.tar.xz: results of an earlier run with its paces
+# (kept_results.py), from which this one goes on.
 # KEEP=folder: tables, results, logs and recipes, without weights, are packed there every minute and
 # after each stage: unpacked into an OUT elsewhere, what is done stays done.
 # SCALE=toy needs neither data nor judge, to see that it runs.
@@ -51,7 +52,7 @@ names="$(IFS=,; echo "${others[*]}")"
 some=(--rivals "$names") # of what is compiled: all, where all will be trained
 [[ " $* " != *" second "* && " $* " != *" settings "* ]] || some=()
 mkdir -p "$OUT"
-[[ -z "${PACES:-}" || -e "$OUT/paces.json" ]] || cp "$PACES" "$OUT/paces.json"
+[[ -z "${FROM:-}" ]] || "$PYTHON" "$here/kept_results.py" unpack "$FROM" "$OUT"
 for stage in "$@"; do
   echo "$(date +%H:%M:%S) $stage"
   case "$stage" in

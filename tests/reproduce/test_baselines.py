@@ -21,6 +21,7 @@ from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.baselines_findings import (
     at_the_edge,
     gains,
+    less_varied,
     of_other_lengths,
     summary,
     winners,
@@ -618,6 +619,25 @@ def test_a_best_at_the_end_of_the_sweep_is_told():
     (told,) = at_the_edge(MADE)
     assert told == "Best at the lowest temperature of the sweep, 0.9 (NFE): base (8); ar (256)."
     assert at_the_edge([row for row in MADE if row["temperature"] == 1]) == []
+
+
+def test_a_lead_that_variety_was_given_up_for_is_told():
+    """Each at its best setting, beside the baseline of its own order; not where intervals meet."""
+    streams = {"options": {"order": "streams"}}
+    kinds = {
+        BASELINE: (0.3, 0.5, {}), "poor": (0.1, 0.7, {}), "near": (0.1, 0.58, {}),
+        STREAMS: (0.3, 0.7, streams), "ours": (0.3, 0.75, streams), "rich": (0.3, 0.4, streams),
+    }  # fmt: skip
+    rows = []
+    for method, (plain, best, order) in kinds.items():
+        for heat, bleu in ((1.0, plain), (0.9, best)):
+            row = made(method, 8, heat, 9.0, 1.0, 7.0) | order | {"path_kl_best_at": [0.9, 1.0]}
+            rows.append(row | {"self_bleu": bleu, "self_bleu_ci95": [bleu - 0.05, bleu + 0.05]})
+    (told,) = less_varied(rows)
+    assert told.endswith("given up: poor (8 NFE 0.70 against 0.50).")
+    assert less_varied([row for row in rows if row["method"] != "poor"]) == []
+    assert less_varied([row for row in rows if row["method"] != BASELINE]) == []
+    assert less_varied(MADE) == [], "nobody measured it"
 
 
 def test_texts_of_another_length_are_told():

@@ -7,6 +7,7 @@ from statistics import fmean
 from didi_instruct.evaluation.comparison import order_of
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.baselines import PLAIN
+from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS
 from didi_instruct.reproduce.tables import Cell
 
 ORDERS = ("random", "streams")
@@ -74,6 +75,43 @@ def at_the_edge(rows: Sequence[Row]) -> list[str]:
             words = "; ".join(f"{m} ({', '.join(dict.fromkeys(n))})" for m, n in found.items())
             told.append(f"Best at the lowest {name} of the sweep, {end:g} (NFE): {words}.")
     return told
+
+
+def less_varied(rows: Sequence[Row]) -> list[str]:
+    """Whose texts resemble each other more than those of the baseline of its order, both at best.
+
+    By intervals of Self-BLEU. Path KL alone rewards a sampler that leaves out what it is bad at.
+    """
+    places = {_place(row, row["temperature"], row["top_p"]): row for row in rows}
+    chosen = [
+        places[_place(row, *row["path_kl_best_at"])]
+        for row in summary(rows)
+        if row.get("path_kl_best_at") and not row["own_steps"] and not row.get("loose")
+    ]
+    usual = {
+        (row["nfe"], row["seed"], order_of(row)): row
+        for row in chosen
+        if row["method"] in (BASELINE, STREAMS)
+    }
+    found: dict[str, list[str]] = {}
+    for row in chosen:
+        beside = usual.get((row["nfe"], row["seed"], order_of(row)))
+        own, other = (each and each.get("self_bleu_ci95") for each in (row, beside))
+        if beside is not None and own and other and own[0] > other[1]:
+            words = f"{row['nfe']} NFE {row['self_bleu']:.2f} against {beside['self_bleu']:.2f}"
+            found.setdefault(row["method"], []).append(words)
+    if not found:
+        return []
+    words = "; ".join(f"{method} ({', '.join(each)})" for method, each in found.items())
+    return [
+        "Less varied at its best setting than the baseline of its order at its own (Self-BLEU), so "
+        f"that some of what path KL says for it is variety that was given up: {words}."
+    ]
+
+
+def _place(row: Row, temperature: float, top_p: float) -> tuple[object, ...]:
+    """What tells settings of all methods apart."""
+    return row["method"], row["nfe"], row["seed"], temperature, top_p
 
 
 def of_other_lengths(rows: Sequence[Row]) -> list[str]:

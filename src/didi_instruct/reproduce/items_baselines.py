@@ -25,6 +25,7 @@ from didi_instruct.reproduce.baselines_figure import draw_baselines
 from didi_instruct.reproduce.baselines_findings import (
     at_the_edge,
     gains,
+    less_varied,
     of_other_lengths,
     summary,
     winners,
@@ -189,6 +190,7 @@ def _table(scale: Scale, results: Results) -> Table:
             *learnt(rows),
             *winners(sweep),
             *at_the_edge(sweep),
+            *less_varied(sweep),
             *(gains(sweep) if scale.judge != "oracle" else [PUNISHES]),
             *without_vsf(sweep),
             *of_other_lengths(sweep),
