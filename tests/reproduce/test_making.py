@@ -116,6 +116,34 @@ def test_a_table_of_what_has_finished_runs_nothing(toy, tmp_path):
     assert (tmp_path / "tables" / "thing.md").read_text().splitlines()[:6] == text.splitlines()[:6]
 
 
+def test_a_table_of_results_alone_names_the_trainings_behind_them(toy, tmp_path):
+    """Settings and all, whose models are somewhere else."""
+    training = Job(
+        name="model", does="pretrain", recipe="oracle-teacher", overrides=("train.steps=7",)
+    )
+    drawn = replace(JOB, inputs={"model": training})
+    folder = tmp_path / "jobs" / f"job-{drawn.key}"
+    folder.mkdir(parents=True)
+    told = {"key": drawn.key, "seconds": 2.0, "result": 3.5}
+    (folder / "done.json").write_text(json.dumps(told))
+    row = {"method": "a", "nfe": 4, "x": 3.5, "seed": 0, "num_samples": 1}
+    thing = replace(
+        item(),
+        jobs=lambda scale: [drawn],
+        table=lambda scale, results: Table(rows=[row], shown=(Shown("x", "x"),)),
+    )
+    assert write_only([thing], toy[1], tmp_path).whole
+    text = (tmp_path / "tables" / "thing.md").read_text()
+    assert f"- job job: {drawn.key}, 2 s" in text
+    assert f"- job model: {training.key}, trained elsewhere by oracle-teacher" in text
+    jobs = json.loads((tmp_path / "tables" / "thing.json").read_text())["jobs"]
+    assert [(job["name"], job["state"]) for job in jobs] == [
+        ("job", "kept"),
+        ("model", "elsewhere"),
+    ]
+    assert jobs[1]["overrides"] == ["train.steps=7"]
+
+
 def test_a_table_tells_where_its_jobs_were_made(toy, tmp_path):
     """A kept result is of the code and the machine that made it, not of those that write."""
     _, scale = toy

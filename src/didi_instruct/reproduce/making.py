@@ -96,7 +96,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     """One item's table, of the jobs that have finished; without any, an older one stays."""
     assert item.table is not None
     assert item.jobs is not None
-    mine = {job.key for job in in_order(item.jobs(scale))}
+    mine = {job.key: job for job in in_order(item.jobs(scale))}
     standings = [s for s in grid.standings if s.job.key in mine]
     failed = [f"{s.job.name}: {s.note}" for s in grid.failures if s.job.key in mine]
     results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
@@ -124,7 +124,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
             "seeds": scale.seed_list,
             "command": command(item, scale),
         },
-        jobs=[_job(s) for s in standings],
+        jobs=[*map(_job, standings), *_elsewhere(mine, standings)],
         failed=failed,
         figure=picture,
     )
@@ -138,6 +138,8 @@ def _lost(item: Item, why: str, out: Path) -> Made:
     return Made(item, None, error=f"no table: {why}{stays}")
 
 
+ELSEWHERE = "elsewhere"
+"""State of a job whose result others needed and brought, and that is not here."""
 OWN = ("ppl", "path_kl", "vsf", "gap_closed")
 """Numbers that a judge gives, and what is made of them."""
 
@@ -243,6 +245,13 @@ def command(item: Item, scale: Scale) -> str:
 def _name(source: str) -> str:
     """Where a file lay on this machine says nothing to a reader."""
     return Path(source).name if Path(source).exists() else source
+
+
+def _elsewhere(jobs: Mapping[str, Job], standings: Sequence[Standing]) -> list[dict[str, Any]]:
+    """Trainings behind results that came without their models."""
+    here = {standing.job.key for standing in standings}
+    missing = [job for key, job in jobs.items() if job.trains and key not in here]
+    return [_job(Standing(job)) | {"state": ELSEWHERE, "seconds": None} for job in missing]
 
 
 def _job(standing: Standing) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Edition:
     judge: str
     provenance: Mapping[str, str]
     jobs: Sequence[Row] = ()
-    """Name, key and seconds of each job behind the table."""
+    """Name, key and seconds of each job behind the table; None: it was not here."""
     failed: Sequence[str] = ()
     figure: str | None = None
     """Its file, beside the table's."""
@@ -240,9 +240,15 @@ def to_markdown(table: Table, edition: Edition) -> str:
     if table.appendix:
         parts.append(table.appendix)
     facts = [f"- {name}: {value}" for name, value in edition.provenance.items()]
-    facts += [f"- job {j['name']}: {j['key']}, {j['seconds']:.0f} s" for j in edition.jobs]
+    facts += [f"- job {j['name']}: {j['key']}, {_spent(j)}" for j in edition.jobs]
     parts.append("## Where the numbers come from\n\n" + "\n".join(facts))
     return "\n\n".join(parts) + "\n"
+
+
+def _spent(job: Row) -> str:
+    """Seconds of a job, or by what recipe it was trained where nobody here knows them."""
+    seconds = job["seconds"]
+    return f"trained elsewhere by {job['recipe']}" if seconds is None else f"{seconds:.0f} s"
 
 
 def _printed(table: Table) -> tuple[Shown, ...]:
