@@ -41,10 +41,15 @@ def pack(out: Path, file: Path) -> None:
 
 def unpack(file: Path, out: Path) -> None:
     """Lay the results where `didi reproduce --out` looks for them; what is there stays."""
+    paces = out / PACES
+    before = json.loads(paces.read_text(encoding="utf-8")) if paces.exists() else {}
     with tarfile.open(file, "r:xz") as archive:
         for member in archive:
-            if not (out / member.name).exists():
+            if member.name == PACES or not (out / member.name).exists():
                 archive.extract(member, out, filter="data")
+    if before:
+        kept = json.loads(paces.read_text(encoding="utf-8"))
+        paces.write_text(json.dumps(kept | before, indent=1), encoding="utf-8")
 
 
 def _rounded(result: Any) -> Any:

@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--roles", help="these alone, with commas between them")
     parser.add_argument("--most", type=int, help="so many changes of each, the first ones")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--no-mauve", action="store_false", dest="mauve")
     parser.add_argument("--at-once", type=int, default=6)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)

@@ -94,6 +94,7 @@ def scale_of(asked: argparse.Namespace) -> Scale:
         judge=asked.judge,
         judge_options=JUDGED if asked.judge else {},
         seeds=asked.seeds,
+        mauve=asked.mauve,
     )
     scale = find_scale(asked.scale, given)
     return scale.with_rivals(asked.rivals) if asked.rivals else scale
@@ -188,11 +189,11 @@ def jobs_of(asked: argparse.Namespace) -> list[Job]:
 
 
 def run(jobs: Sequence[Job], out: Path, gpus: Sequence[str] = ()) -> None:
-    """Run jobs, and say which failed."""
+    """Run jobs; say which failed, if any did, and end with that."""
     grid = Grid(jobs, out, board=Told())
     grid.run(gpus)
-    for failure in grid.failures:
-        print(f"{failure.job.name} failed: {failure.note}")
+    if grid.failures:
+        sys.exit("\n".join(f"{lost.job.name} failed: {lost.note}" for lost in grid.failures))
 
 
 def train(asked: argparse.Namespace) -> None:
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150, help="seconds of compiling")
     parser.add_argument("--rivals", type=lambda words: words.split(","), help="of didi reproduce")
     parser.add_argument("--roles", type=lambda words: words.split(","), help="these of them alone")
+    parser.add_argument("--no-mauve", action="store_false", dest="mauve")
     parser.add_argument("--at-once", type=int, default=6, help="processes that draw on one GPU")
     parser.add_argument("--untrained", action="store_true", help="draw of given models alone")
     parser.add_argument("--role", help=argparse.SUPPRESS)

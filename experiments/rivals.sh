@@ -3,8 +3,8 @@
 #   DATA=prepared/ SOURCE=stories15m/ OUT=runs/rivals MINUTES=0.6 experiments/rivals.sh compile first second
 # DATA is a folder of `didi data prepare --rows document --length 256` with the tokenizer of
 # `stories/teacher`, SOURCE the causal LM whose stories they are.
-#   compile  kernels of all trainings, beside each other, so that none of them waits later; meanwhile
-#            the GPU, which has little to do, draws what the teacher writes
+#   compile  kernels of the trainings that the table waits for, beside each other, so that none of
+#            them waits later; meanwhile the GPU, which has little to do, draws what the teacher writes
 #   first    all rivals but DUO, or those in ALONE=sdtt,dimo: trained, drawn, in a table
 #   second   DUO, whose teacher takes as long as all of the others, and the table of all
 #   settings other settings of training (rival_settings.py), or TRY="--roles duo --most 2"
@@ -12,7 +12,7 @@
 # (kept_results.py), from which this one goes on.
 # KEEP=folder: tables, results, logs and recipes, without weights, are packed there every minute and
 # after each stage: unpacked into an OUT elsewhere, what is done stays done.
-# SCALE=toy needs neither data nor judge, to see that it runs.
+# MAUVE=no, where mauve-text is missing. SCALE=toy needs neither data nor judge, to see that it runs.
 set -euo pipefail
 : "${OUT:?}" "${SCALE:=small}" "${MINUTES:=0.6}" "${SEEDS:=1}" "${AT_ONCE:=6}"
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -27,9 +27,9 @@ if [[ "$SCALE" == small ]]; then
   others+=(path)
 fi
 [[ -z "${ALONE:-}" ]] || IFS=, read -ra others <<<"$ALONE"
-read -ra more <<<"${MORE:-}" # of didi reproduce: --no-mauve, where mauve-text is missing
+[[ "${MAUVE:-}" != no ]] || given+=(--no-mauve)
 
-table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "${more[@]}" "$@"; }
+table() { "$PYTHON" -m didi_instruct reproduce baselines "${given[@]}" "${judging[@]}" "$@"; }
 train() { "$PYTHON" "$here/rivals.py" train "${given[@]}" "$@"; }
 draw() { OMP_NUM_THREADS=3 "$PYTHON" "$here/rivals.py" draw "${given[@]}" --at-once "$AT_ONCE" "$@"; }
 keep() { # results and tables as they lie in OUT, logs apart: a folder with a log is a run to go on with
@@ -61,11 +61,11 @@ for stage in "$@"; do
       draw --untrained || echo "not all drawn"
       wait $compiling ;;
     first)
-      train --rivals "$names"
+      train --rivals "$names" || echo "not all trained"
       draw --rivals "$names" || echo "not all drawn"
       table --rivals "$names" || echo "not whole" ;;
     second)
-      train
+      train || echo "not all trained"
       draw || echo "not all drawn"
       table ;;
     settings)

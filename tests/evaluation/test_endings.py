@@ -130,6 +130,27 @@ def test_a_judge_is_asked_once_for_texts_and_ends(folder, ends):
     torch.testing.assert_close(alone.nats, found[0].nats)
 
 
+def test_an_end_that_the_model_does_not_know_is_none(tmp_path):
+    """Its tokenizer names one: texts are judged without it."""
+    tokenizer = tiny_tokenizer(start=True)
+    tiny_model("llama", len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+    tokenizer.save_pretrained(tmp_path)
+    judge = CausalJudge(tmp_path)
+    assert judge.end is None
+    samples = ended(TEXTS[:2], [True, True])
+    found = Measuring(samples, Yardstick(judge=judge)).scores()
+    assert found.nats.equal(judge.score(samples).nats)
+
+
+def test_a_damaged_judge_is_named_where_texts_end(folder):
+    judge = CausalJudge(folder)
+    judge.model.lm_head.weight.data.fill_(math.nan)
+    measuring = Measuring(ended(TEXTS[:2], [True, True]), Yardstick(judge=judge))
+    with pytest.raises(UserError, match="answers with NaN"):
+        measuring.scores()
+
+
 def test_a_judge_with_an_end_and_a_uniform_tail_is_a_law_of_texts(tmp_path):
     """All texts of up to 4 letters of 2 with their ends, and all beginnings of 5, sum to 1.
 

@@ -113,6 +113,19 @@ def test_only_so_many_graphs_are_kept(monkeypatch):
     assert (2, 2, 0) not in fast._graphs
 
 
+@torch.no_grad()
+def test_only_so_many_ends_are_kept(monkeypatch):
+    monkeypatch.setattr(graphs, "capture", Buffered)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    network = make()
+    fast = GraphedDiT(network, draw_by_chunks)
+    tokens, sigma, _ = inputs(network, 4)
+    for rows in (1, 5, 30, 1, 30):
+        place, numbers = torch.arange(rows), torch.full((rows,), 0.5, dtype=torch.float64)
+        fast.drawn_at(tokens, sigma, place, numbers)
+    assert sorted(fast._ends) == [1, 30]
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_graphs_are_replayed_and_few():

@@ -31,7 +31,7 @@ from didi_instruct.reproduce.equal_terms import Found, Terms
 from didi_instruct.reproduce.figures import PALETTE
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import Context
-from didi_instruct.reproduce.making import command, make
+from didi_instruct.reproduce.making import command, make, write_only
 from didi_instruct.reproduce.minutes import (
     SHARED,
     bank_minutes,
@@ -622,19 +622,26 @@ def test_a_best_at_the_end_of_the_sweep_is_told():
 
 
 def test_a_lead_that_variety_was_given_up_for_is_told():
-    """Each at its best setting, beside the baseline of its own order; not where intervals meet."""
+    """Each at its best setting, beside the baseline of its own order; not where intervals meet.
+
+    Nor where path KL is no lower, or a looser bound.
+    """
     streams = {"options": {"order": "streams"}}
     kinds = {
-        BASELINE: (0.3, 0.5, {}), "poor": (0.1, 0.7, {}), "near": (0.1, 0.58, {}),
-        STREAMS: (0.3, 0.7, streams), "ours": (0.3, 0.75, streams), "rich": (0.3, 0.4, streams),
+        BASELINE: (0.3, 0.5, 8.0, {}), "poor": (0.1, 0.7, 7.0, {}), "near": (0.1, 0.58, 7.0, {}),
+        "worse": (0.1, 0.7, 8.5, {}), "loosely": (0.1, 0.7, 7.0, {"loose": True}),
+        STREAMS: (0.3, 0.7, 6.0, streams), "ours": (0.3, 0.75, 5.0, streams),
+        "rich": (0.3, 0.4, 5.0, streams),
     }  # fmt: skip
     rows = []
-    for method, (plain, best, order) in kinds.items():
+    for method, (plain, best, path_kl, more) in kinds.items():
         for heat, bleu in ((1.0, plain), (0.9, best)):
-            row = made(method, 8, heat, 9.0, 1.0, 7.0) | order | {"path_kl_best_at": [0.9, 1.0]}
+            row = made(method, 8, heat, 9.0, 1.0, path_kl) | more | {"path_kl_best_at": [0.9, 1.0]}
             rows.append(row | {"self_bleu": bleu, "self_bleu_ci95": [bleu - 0.05, bleu + 0.05]})
     (told,) = less_varied(rows)
     assert told.endswith("given up: poor (8 NFE 0.70 against 0.50).")
+    (both,) = less_varied([*rows, *(row | {"seed": 1} for row in rows)])
+    assert both.endswith("poor (8 NFE 0.70 against 0.50, seed 0; 8 NFE 0.70 against 0.50, seed 1).")
     assert less_varied([row for row in rows if row["method"] != "poor"]) == []
     assert less_varied([row for row in rows if row["method"] != BASELINE]) == []
     assert less_varied(MADE) == [], "nobody measured it"
@@ -721,9 +728,38 @@ def test_every_panel_has_a_scale_that_shows_its_methods():
     assert views["4 NFE"][0] < 400 < 407 < views["4 NFE"][1] < 27_000
     assert views["16 NFE"][1] < 40
     assert figure.texts[0].get_text().endswith("far above: bad (4, 16 NFE)")
+    assert [axis.get_ylabel() for axis in figure.axes] == ["perplexity", "", "", "perplexity"]
     places = [axis.get_position() for axis in figure.axes]
     assert len({round(place.y0, 3) for place in places}) == 2, "rows of three"
     assert all(place.x0 > 0.03 and place.x1 < 1 and 0 < place.y0 < place.y1 < 1 for place in places)
+
+
+def test_what_lies_to_the_side_has_no_say_in_a_panels_scale():
+    """Nor does a panel need a plain setting in view: all of its rows are drawn then."""
+    rows = [
+        made(f"m{n}", nfe, 1.0, 40.0 + n, 1.0, 7.0) | {"entropy": 5 + n / 100}
+        for nfe in (4, 8)
+        for n in range(8)
+    ]
+    side = [made("side", nfe, 1.0, 1.5, 1.0, 7.0) | {"entropy": 2.0} for nfe in (4, 16)]
+    beside = made("other", 16, 1.0, 3.0, 1.0, 7.0) | {"entropy": 2.0}
+    within = made("side", 16, 0.9, 30.0, 1.0, 7.0) | {"entropy": 5.0}
+    figure = draw_baselines([*rows, *side, beside, within])
+    views = {axis.get_title("left"): axis.get_ylim() for axis in figure.axes}
+    assert views["4 NFE"][0] > 35
+    assert views["16 NFE"][0] < 30 < views["16 NFE"][1]
+    figure = draw_baselines([*rows, *side, beside])
+    assert figure.axes[2].get_ylim()[0] < 1.5 < 3 < figure.axes[2].get_ylim()[1]
+
+
+def test_the_table_says_all_that_was_found(tiny, whole, monkeypatch):
+    """Every sentence that reads the sweep is in the notes."""
+    folder, scale = tiny
+    names = ("winners", "at_the_edge", "less_varied", "without_vsf", "of_other_lengths")
+    for name in names:
+        monkeypatch.setattr(items_baselines, name, lambda sweep, name=name: [f"found: {name}"])
+    notes = write_only(BASELINE_ITEMS, scale, folder / "out").made[0].table.notes
+    assert [note for note in notes if note.startswith("found")] == [f"found: {n}" for n in names]
 
 
 # Minutes

@@ -54,8 +54,11 @@ def test_results_come_out_as_they_went_in_but_for_rounding(script, tmp_path):
 
     mine = folder_of(JOB, tmp_path / "b") / "done.json"
     mine.write_text("newer")
+    (tmp_path / "b" / "paces.json").write_text('{"other": 2.5}')
     script.unpack(tmp_path / "kept.tar.xz", tmp_path / "b")
     assert mine.read_text() == "newer", "what is there stays"
+    both = json.loads((tmp_path / "b" / "paces.json").read_text())
+    assert both == {"k": 1.5, "other": 2.5}
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)

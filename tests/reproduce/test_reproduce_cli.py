@@ -10,7 +10,7 @@ from didi_instruct.api.model import load
 from didi_instruct.cli.reproduce import _time as told_time
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.reproduce import making, scales
+from didi_instruct.reproduce import making, paces, scales
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.running import RUN, folder_of
@@ -71,9 +71,12 @@ def test_tables_of_what_has_finished(didi, tiny, tmp_path, monkeypatch):
     tiny["scale"] = replace(tiny["scale"], name="paper")
     assert didi("reproduce", "generation", "--out", tmp_path, "--write-only")[0] == 0
     assert (tmp_path / "tables" / "generation.md").exists()
+    seen = []
+    monkeypatch.setattr(paces, "expected", lambda scale, *given: seen.append(given) or scale)
     code, _, err = didi("reproduce", "latency", "--out", tmp_path, "--write-only", "--minutes", 1)
     assert code == 1
     assert "latency: no table" in err
+    assert seen == [(1.0, tmp_path)]
 
 
 def test_a_failed_job_leaves_the_rest_and_exit_code_1(didi, tiny, tmp_path):

@@ -78,7 +78,7 @@ class CausalJudge:
         self.max_length = _max_length(name, max_length, context)
         self.vocabulary: int = self.model.config.get_text_config().vocab_size
         self.end = _end_token(name, self.tokenizer, end, self.vocabulary)
-        unusual = self.end != self.tokenizer.eos_token_id
+        unusual = self.end not in (None, self.tokenizer.eos_token_id)
         self.name = told_apart(
             name,
             temperature,
@@ -202,10 +202,13 @@ def _start_token(name: str, tokenizer: Any, bos: Bos) -> int | None:
 
 
 def _end_token(name: str, tokenizer: Any, end: str | int | None, known: int) -> int | None:
-    """Id of the token that ends a text: the one asked for, or the tokenizer's; None if neither."""
+    """Id of the token that ends a text: the one asked for, or the tokenizer's; None if neither.
+
+    A tokenizer may name one that its model has never heard of.
+    """
     if end is None:
         usual: int | None = tokenizer.eos_token_id
-        return usual
+        return usual if usual is not None and usual < known else None
     if isinstance(end, str) and not end.isdecimal():
         found: int | None = tokenizer.get_vocab().get(end)
     else:

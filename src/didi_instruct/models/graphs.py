@@ -28,7 +28,8 @@ Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
 """Passes before a capture: the first ones compile and choose kernels, which no graph may hold."""
 MOST_GRAPHS = 48
-"""Shapes that are kept: as many as a sweep over budgets brings, whose graphs share their memory."""
+"""Shapes that are kept: about as many as a sweep over budgets brings. Graphs share what they work
+with; each keeps its inputs and its result, (B, L, d) at most."""
 LOGITS_AT_ONCE = 1 << 26
 """Entries of the logits that tokens are drawn from at a time."""
 

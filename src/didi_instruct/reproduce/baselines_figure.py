@@ -68,7 +68,7 @@ def draw_baselines(rows: Sequence[Row], title: str = "") -> "Figure":
         axis.locator_params(axis="x", nbins=5)
         axis.set_xlabel("entropy, nats", fontsize=FONT - 1, color=SOFT)
         within, above = _below([r for r in here if low <= r["entropy"] <= high])
-        scale(axis, within)
+        scale(axis, within or [row["ppl"] for row in here])
         for method in above:
             worse.setdefault(method, []).append(nfe)
         if not place % ACROSS:
@@ -106,9 +106,10 @@ def _below(rows: Sequence[Row]) -> tuple[list[float], list[str]]:
     What is far better than the others is what the panel is for; what is far worse would press them
     together.
     """
-    first, last = np.quantile([np.log(row["ppl"]) for row in rows if _is_plain(row)], (0.25, 0.75))
+    heights = {row["method"]: np.log(row["ppl"]) for row in rows if _is_plain(row)}
+    first, last = np.quantile([*heights.values()] or [0.0], (0.25, 0.75))
     highest = last + (ABOVE * (last - first) or np.inf)
-    outside = [row["method"] for row in rows if _is_plain(row) and np.log(row["ppl"]) > highest]
+    outside = [method for method, height in heights.items() if height > highest]
     return [row["ppl"] for row in rows if row["method"] not in outside], outside
 
 

@@ -246,7 +246,7 @@ def _reading(scale: Scale) -> list[str]:
         "alone; a student may never have learnt to take so few, or so many.",
         "Tokens/s are those of batches of 16 plain texts, without what follows their end; on a "
         "GPU models are accelerated (`--fast`). Networks of one shape that are sampled in the "
-        "same way share one timing, the teacher's; all are of the first seed.",
+        "same way share one timing; all are of the first seed.",
     ]
 
 
