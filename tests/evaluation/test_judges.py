@@ -20,7 +20,7 @@ from didi_instruct.evaluation import causal_files, causal_judge
 from didi_instruct.evaluation import causal_nats as module
 from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.causal_nats import causal_nats
-from didi_instruct.evaluation.judges import open_judge
+from didi_instruct.evaluation.judges import open_judge, usual_batch
 from didi_instruct.evaluation.paths import nelbo_judge
 from didi_instruct.evaluation.samples import Origin, SampleSet
 from didi_instruct.evaluation.scores import Scores
@@ -573,6 +573,14 @@ def test_a_diffusion_model_judges_by_its_bound(own):
     }
     assert len(prints) == 3
     assert judge.fingerprint in prints
+
+
+def test_a_gpu_reads_more_texts_at_once(own):
+    """What is asked for counts; what fits into memory in any case (batches above)."""
+    folder, *_ = own[0]["ar"]
+    assert open_judge(folder, device="cpu").batch_size == usual_batch(torch.device("cpu")) == 16
+    assert usual_batch(torch.device("cuda")) == 64
+    assert open_judge(folder, device="cpu", batch_size=3).batch_size == 3
 
 
 def test_settings_that_a_judge_has_no_use_for_are_refused(own):

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_judge import Beyond, Bos, CausalJudge
@@ -29,11 +31,16 @@ __all__ = [
 ]
 
 
+def usual_batch(device: torch.device) -> int:
+    """Texts that a judge reads at once: a GPU has to be given enough to do, and few launches."""
+    return 64 if device.type == "cuda" else 16
+
+
 def open_judge(
     source: str | Path,
     *,
     device: str | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     max_length: int | None = None,
     bos: Bos = "auto",
     temperature: float = 1.0,
@@ -48,9 +55,11 @@ def open_judge(
     """Return the judge that `source` names; a model of ours may have a better name than its folder.
 
     `oracle`, a directory written by didi (left-to-right or diffusion), or whatever `CausalJudge`
-    reads. `draws` and `seed` are for the noise of a diffusion model's bound.
+    reads. `batch_size` texts are read at once, as many as fit in any case: by default what suits
+    the device. `draws` and `seed` are for the noise of a diffusion model's bound.
     """
     chosen, folder = pick_device(device), Path(source)
+    batch_size = usual_batch(chosen) if batch_size is None else batch_size
     if str(source) != "oracle" and not is_ours(folder):
         return CausalJudge(
             source,
