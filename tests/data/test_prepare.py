@@ -41,6 +41,24 @@ def run(src: Path, out: Path, **options: Any) -> PrepareResult:
     return prepare.prepare(PrepareSettings(src=str(src), out=out, **settings))
 
 
+def test_a_fingerprint_is_of_the_rows_not_of_the_files_they_came_from(
+    stories: Path, tmp_path: Path
+) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", STORIES)
+    changed = write_jsonl(tmp_path / "changed.jsonl", [*STORIES[:-1], STORIES[-1] + "!"])
+    folders = {
+        "one": run(stories, tmp_path / "one"),
+        "again": run(other, tmp_path / "again"),
+        "changed": run(changed, tmp_path / "text"),
+        "shorter": run(stories, tmp_path / "shorter", length=16),
+        "words": run(stories, tmp_path / "words", tokenizer="bpe:300"),
+        "documents": run(stories, tmp_path / "documents", length=256, rows="document"),
+    }
+    found = {name: Manifest.read(result.folder).fingerprint for name, result in folders.items()}
+    assert found.pop("again") == found["one"]
+    assert len(set(found.values())) == len(found)
+
+
 def tokens_of(folder: Path, split: str) -> np.ndarray:
     """Read a split's rows without the code under test."""
     manifest = json.loads((folder / "manifest.json").read_text())

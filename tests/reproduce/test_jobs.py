@@ -1,11 +1,13 @@
 """A job's key is what decides its result, and nothing else."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from didi_instruct.api import shipped
+from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.reproduce import jobs
 from didi_instruct.reproduce.jobs import Job, content, in_order, spread, stored
 
@@ -74,6 +76,17 @@ def test_data_counts_by_its_content_not_by_its_path(tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     found = {n: teacher(f"data.source={tmp_path / n}.txt").key for n in "abc"}
     assert found["a"] == found["b"] != found["c"]
+
+
+def test_prepared_data_counts_by_its_rows_not_by_the_files_they_came_from(tmp_path):
+    keys = []
+    for name, text in (("a", "one two"), ("b", "one two"), ("c", "one three")):
+        lines = [json.dumps({"text": text * 40}) + "\n"] * 2
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        source = str(tmp_path / f"{name}.jsonl")
+        prepare(PrepareSettings(src=source, out=tmp_path / name, tokenizer="bytes", length=16))
+        keys.append(stored(str(tmp_path / name)))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_folder_is_told_apart_by_the_files_in_it(tmp_path):

@@ -1,5 +1,6 @@
 """What a folder of prepared tokens says about itself: `manifest.json`, written last."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -121,6 +122,13 @@ class Manifest:
     def layout(self) -> Layout:
         """What the rows hold."""
         return Layout(**{k: v for k, v in self.settings.items() if k in ("rows", "long")})
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the rows and of how to read them, whatever files they were made of."""
+        shards = {name: [s.sha256 for s in split.shards] for name, split in self.splits.items()}
+        held = [self.tokenizer.hash, self.tokenizer.eot_id, self.length, self.layout.rows, shards]
+        return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         """Write manifest.json, which makes the folder a finished one."""

@@ -21,6 +21,7 @@ from didi_instruct.api.sources import is_prepared
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
+from didi_instruct.data.manifest import Manifest
 from didi_instruct.models.manifest import is_ours
 
 VERSION, TRAINED = 4, 4
@@ -131,7 +132,7 @@ def stored(source: str) -> str:
     if not path.exists():
         return source
     if path.is_dir() and is_prepared(path):
-        return sha256_file(path / "manifest.json")
+        return Manifest.read(path).fingerprint
     if path.is_dir() and is_ours(path):
         return digest(digests(path))
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
