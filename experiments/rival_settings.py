@@ -15,13 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rivals import ORACLE, Told, scale_of, truth
+from rivals import ORACLE, Told, paced, truth
 
 from didi_instruct.evaluation.curves import read_log
 from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.grid import Grid
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.making import lasting
 from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import Scale
@@ -132,9 +131,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=6)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    scale = scale_of(asked)
-    if asked.minutes is not None:
-        scale = lasting(scale, asked.minutes, asked.out, board=Told())
+    scale = paced(asked)
     changes = ON_ORACLE if asked.scale == ORACLE else STORIES
     known = [r for r in changes if r == "didi" or (scale.has(r) and r not in LONG)]
     roles = asked.roles.split(",") if asked.roles else known

@@ -180,12 +180,17 @@ def table_jobs(scale: Scale, out: Path) -> list[Job]:
     return in_order(item.jobs(scale), lambda job: finished(job, out) is not None)
 
 
-def jobs_of(asked: argparse.Namespace) -> list[Job]:
-    """The same by the paces of the folder, which are measured where they are not there."""
+def paced(asked: argparse.Namespace) -> Scale:
+    """The scale by the paces of the folder, which are measured where they are not there."""
     scale = scale_of(asked)
-    if asked.minutes is not None and not asked.untrained:
-        scale = lasting(scale, asked.minutes, asked.out, board=Told())
-    return table_jobs(scale, asked.out)
+    if asked.minutes is None:
+        return scale
+    return lasting(scale, asked.minutes, asked.out, board=Told())
+
+
+def jobs_of(asked: argparse.Namespace) -> list[Job]:
+    """Those of the table as it is asked for."""
+    return table_jobs(scale_of(asked) if asked.untrained else paced(asked), asked.out)
 
 
 def run(jobs: Sequence[Job], out: Path, gpus: Sequence[str] = ()) -> None:
@@ -215,10 +220,7 @@ def draw(asked: argparse.Namespace) -> None:
 
 def table(asked: argparse.Namespace) -> None:
     """The table of what was trained, which `didi reproduce` makes of its own scales."""
-    scale = scale_of(asked)
-    if asked.minutes is not None:
-        scale = lasting(scale, asked.minutes, asked.out, board=Told())
-    outcome = make(BASELINE_ITEMS, scale, asked.out, board=Told())
+    outcome = make(BASELINE_ITEMS, paced(asked), asked.out, board=Told())
     print(*(path for made in outcome.made for path in made.files), sep="\n")
     if asked.scale == ORACLE:
         (asked.out / "truth.json").write_text(json.dumps(truth(asked.out), indent=1))

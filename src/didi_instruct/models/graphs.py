@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from didi_instruct.models.layers import ALIGN, NEVER, versions
 from didi_instruct.models.remarks import say_once
 from didi_instruct.models.streams import side_stream
 
+K = TypeVar("K")
+V = TypeVar("V")
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WARM_UP = 3
 """Passes before a capture: the first ones compile and choose kernels, which no graph may hold."""
@@ -279,7 +281,7 @@ class GraphedDiT:
                 self._pool = None  # a capture that broke off may still hold it
             return graph
 
-        return keep_few(self._ends, size, make, MOST_GRAPHS)(*values)  # type: ignore[no-any-return]
+        return keep_few(self._ends, size, make, MOST_GRAPHS)(*values)
 
     def end(self, hidden: Tensor, numbers: Tensor, c: Tensor | None = None) -> Tensor:
         """Draw: tokens and log-probabilities as columns (R, 2) in float64."""
@@ -308,7 +310,7 @@ class GraphedDiT:
             self._pool = graph.pool if isinstance(graph, Captured) else None
             return graph
 
-        return keep_few(self._graphs, key, make, MOST_GRAPHS)(*values)  # type: ignore[no-any-return]
+        return keep_few(self._graphs, key, make, MOST_GRAPHS)(*values)
 
     def begin(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
         """State (B, L, d) before the last MLP; without c as folded."""
@@ -355,7 +357,7 @@ class GraphedDiT:
             self._weights_at, self._pool = weights_at, None
 
 
-def keep_few(there: dict[Any, Any], key: object, make: Callable[[], Any], most: int) -> Any:
+def keep_few(there: dict[K, V], key: K, make: Callable[[], V], most: int) -> V:
     """What is there by a key, or made; of more than `most`, what was not used for longest goes."""
     if key not in there:
         if len(there) >= most:

@@ -138,8 +138,6 @@ def _lost(item: Item, why: str, out: Path) -> Made:
     return Made(item, None, error=f"no table: {why}{stays}")
 
 
-ELSEWHERE = "elsewhere"
-"""State of a job whose result others needed and brought, and that is not here."""
 OWN = ("ppl", "path_kl", "vsf", "gap_closed")
 """Numbers that a judge gives, and what is made of them."""
 
@@ -251,7 +249,7 @@ def _elsewhere(jobs: Mapping[str, Job], standings: Sequence[Standing]) -> list[d
     """Trainings behind results that came without their models."""
     here = {standing.job.key for standing in standings}
     missing = [job for key, job in jobs.items() if job.trains and key not in here]
-    return [_job(Standing(job)) | {"state": ELSEWHERE, "seconds": None} for job in missing]
+    return [_job(Standing(job)) | {"state": "elsewhere", "seconds": None} for job in missing]
 
 
 def _job(standing: Standing) -> dict[str, Any]:
