@@ -4,8 +4,10 @@
 
 `OUT` is the folder of `didi reproduce baselines`, whose students are found there and not trained
 again; beside them stand the same with one setting changed. What is compared is path KL, where the
-method has one. `--scale toy` needs neither data nor judge, to see that it runs; nor does `--scale
-oracle`, the oracle language on a CPU (rivals.py), whose rows say what the language says of them.
+method has one, and vsF, where `OUT` has the teacher's sweep. `--write-only` tells what has finished
+there and trains nothing. `--scale toy` needs neither data nor judge, to see that it runs; nor does
+`--scale oracle`, the oracle language on a CPU (rivals.py), whose rows say what the language says of
+them.
 """
 
 import argparse
@@ -15,14 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rivals import ORACLE, Told, paced, truth
+from rivals import ORACLE, Told, paced, scale_of, table_jobs, truth
 
 from didi_instruct.evaluation.curves import read_log
+from didi_instruct.evaluation.frontier import Point, equal_nfe, vsf
 from didi_instruct.reproduce.asking import ALL_TRICKS
+from didi_instruct.reproduce.baselines_compared import BASELINE
 from didi_instruct.reproduce.grid import Grid
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import quality_job
-from didi_instruct.reproduce.running import RUN, folder_of
+from didi_instruct.reproduce.paces import expected
+from didi_instruct.reproduce.running import RUN, finished, folder_of
 from didi_instruct.reproduce.scale import Scale
 
 STORIES = {
@@ -108,6 +113,39 @@ def measure(scale: Scale, role: str, student: Job, seed: int) -> Job:
     )
 
 
+def _scale(asked: argparse.Namespace) -> Scale:
+    if asked.write_only and asked.minutes is not None:
+        return expected(scale_of(asked), asked.minutes, asked.out)
+    return paced(asked)
+
+
+def run(jobs: list[Job], asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each job, by its key; those that failed are named and left out."""
+    if asked.write_only:
+        found = {job.key: finished(job, asked.out) for job in jobs}
+        return {key: done.result for key, done in found.items() if done}
+    grid = Grid(jobs, asked.out, board=Told())
+    grid.run(["0"] * asked.at_once if asked.scale != "toy" else ())
+    for failure in grid.failures:
+        print(f"{failure.job.name} failed: {failure.note}")
+    return dict(grid.results)
+
+
+def frontiers(scale: Scale, out: Path) -> dict[int, list[Point]]:
+    """The baseline's sweep of each seed, as far as it is there."""
+    found: dict[int, list[Point]] = {}
+    for job in table_jobs(scale, out):
+        done = None if job.trains or job.timed else finished(job, out)
+        for row in done.result if done else ():
+            if row.get("method") == BASELINE:
+                found.setdefault(row["seed"], []).append(_point(row))
+    return found
+
+
+def _point(row: dict[str, Any]) -> Point:
+    return Point(*(row[n] for n in ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")))
+
+
 def _place(folder: str, row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells samples of a folder apart here."""
     options = json.dumps(row["options"], sort_keys=True)
@@ -129,9 +167,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--no-mauve", action="store_false", dest="mauve")
     parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--write-only", action="store_true", help="of what has finished in --out")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    scale = paced(asked)
+    scale = _scale(asked)
     changes = ON_ORACLE if asked.scale == ORACLE else STORIES
     known = [r for r in changes if r == "didi" or (scale.has(r) and r not in LONG)]
     roles = asked.roles.split(",") if asked.roles else known
@@ -145,24 +184,24 @@ def main() -> None:
         (role, change, seed): measure(scale, role, student, seed)
         for (role, change, seed), student in trained.items()
     }
-    grid = Grid(list(measured.values()), asked.out, board=Told())
-    grid.run(["0"] * asked.at_once if scale.name != "toy" else ())
+    results, baselines = run([*measured.values()], asked), frontiers(scale, asked.out)
     facts = {}
     if asked.scale == ORACLE:
         facts = {_place(fact["model"], fact): fact for fact in truth(asked.out)}
     found = []
-    for failure in grid.failures:
-        print(f"{failure.job.name} failed: {failure.note}")
     for which, job in measured.items():
-        if job.key not in grid.results:
+        if job.key not in results:
             continue
-        log = read_log(folder_of(trained[which], asked.out) / RUN / "log.jsonl")
-        waits = [round(record["disc_waits"], 2) for record in log if "disc_waits" in record]
+        log = folder_of(trained[which], asked.out) / RUN / "log.jsonl"
+        records = read_log(log) if log.exists() else []
+        waits = [round(record["disc_waits"], 2) for record in records if "disc_waits" in record]
         role, change, seed = which
         folder = folder_of(trained[which], asked.out).name
-        for row in grid.results[job.key]:
+        for row in results[job.key]:
             told = {name: row.get(name) for name in TOLD}
             line = {"role": role, "changed": change, "seed": seed, "nfe": row["nfe"], **told}
+            equals = equal_nfe(baselines.get(row["seed"], ()), row["nfe"])
+            line |= {"vsf": vsf(_point(row), equals).value}
             fact = facts.get(_place(folder, row), {})
             line |= {name: fact[name] for name in ("mistakes", "latent_share") if fact}
             found.append(line | ({"waits": waits} if waits else {}))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 62, 70, 92, 16, 230
+PANEL, HEIGHT, LEFT, BETWEEN, FOOT, ENTRY, WORDS = 300, 250, 74, 70, 92, 16, 230
 """Points: of a panel, beside, between and below panels, of a line of the legend and its width."""
 ACROSS = 3
 """Panels in a row."""
