@@ -76,14 +76,18 @@ def _distinct(picks: Tensor, count: int) -> Tensor:
 
     The k-th is the n-th of the numbers that are left, counted past those taken, in rising order.
     """
-    taken: list[Tensor] = []
-    for k in range(picks.shape[-1]):
-        number = (picks[..., k] * (count - k)).long().clamp(max=count - k - 1)
-        if taken:
-            for other in torch.stack(taken, -1).sort(-1).values.unbind(-1):
-                number = number + (number >= other)
+    left = count - torch.arange(picks.shape[-1], device=picks.device)
+    places = (picks * left).int().minimum(left.int() - 1)
+    chosen: list[Tensor] = []
+    taken: list[Tensor] = []  # the same numbers, rising
+    for number in places.movedim(-1, 0).contiguous():
+        for other in taken:
+            number = number + (number >= other)
+        chosen.append(number)
+        for rank, other in enumerate(taken):
+            taken[rank], number = other.minimum(number), other.maximum(number)
         taken.append(number)
-    return torch.stack(taken, -1)
+    return torch.stack(chosen, -1).long()
 
 
 def _skip(number: Tensor, x: Tensor) -> Tensor:
