@@ -1,5 +1,7 @@
 """The Gaussian latent of uniform-state diffusion against Gaussians drawn in full."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from scipy.stats import chisquare, ks_2samp
@@ -117,6 +119,17 @@ def test_the_other_tokens_are_different_ones_in_random_order():
     possible = [a * V + b for a in (0, 1, 3) for b in (0, 1, 3) if a != b]
     assert int(pairs[possible].sum()) == 60_000
     assert chisquare(pairs[possible].numpy()).pvalue > FALSE_ALARM
+
+
+def test_every_choice_of_different_tokens_has_its_own_share_of_the_numbers():
+    """All 5 x 4 x 3 ranks of picks give all ordered triples of the 5 other tokens, each once."""
+    ranks = torch.cartesian_prod(torch.arange(5), torch.arange(4), torch.arange(3))
+    picks = (ranks + 0.5) / torch.tensor([5, 4, 3], dtype=torch.float64)
+    text = torch.full((1, len(ranks)), 5)
+    uniforms = torch.full((1, len(ranks), 4), 0.5, dtype=torch.float64)
+    tokens, _ = soft_state(text, level(0.5), 6, 1.0, uniforms, picks[None])
+    found = {tuple(row) for row in tokens[0, :, 1:].tolist()}
+    assert found == set(permutations(range(5), 3))
 
 
 def test_fewer_tokens_share_the_weight_among_themselves():
