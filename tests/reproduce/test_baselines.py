@@ -22,6 +22,7 @@ from didi_instruct.reproduce.baselines_findings import (
     at_the_edge,
     gains,
     less_varied,
+    of_like_lengths,
     of_other_lengths,
     summary,
     winners,
@@ -297,6 +298,16 @@ def test_intervals_are_of_the_seed_that_rows_name(drawn, rows):
     (usual, *_) = of(rows, "DiMO", 2)
     assert other["path_kl_best"] == usual["path_kl_best"]
     assert other["path_kl_best_ci95"] != usual["path_kl_best_ci95"]
+
+
+def test_the_spread_of_lengths_is_that_of_the_judged_tokens(drawn):
+    """Four of 10 and four of 22 tokens: 6 from their mean; none where nobody counted."""
+    lengths = [10, 22] * 4
+    first = drawn[0] | {"values": drawn[0]["values"] | {"tokens": lengths}}
+    bare = {n: v for n, v in drawn[1]["values"].items() if n != "tokens"}
+    found = compared([first, drawn[1] | {"values": bare}, *drawn[2:]], 16)
+    assert found[0]["length_spread"] == pytest.approx(6 * (8 / 7) ** 0.5)
+    assert found[1]["length_spread"] is None
 
 
 def test_a_lost_way_leaves_the_others_as_they_are(drawn, rows):
@@ -659,6 +670,21 @@ def test_texts_of_another_length_are_told():
     assert of_other_lengths(MADE) == [], "nobody counted"
 
 
+def test_texts_of_more_even_lengths_are_told():
+    """A third of the baseline's spread at 8 NFE, half at 4: where it is least; not nine tenths."""
+    few = [row | {"nfe": 4} for row in MADE]
+    spreads = ((MADE[0], 30.0), (MADE[2], 10.0), (MADE[4], 27.0), (few[0], 20.0), (few[2], 10.0))
+    rows = [row | {"length_spread": spread} for row, spread in spreads]
+    (told,) = of_like_lengths(rows)
+    assert told.endswith(
+        "(standard deviation, where it is least): sdtt (10 against 30 tokens at 8 NFE)."
+    )
+    assert of_like_lengths(rows[1:3]) == [], "no baseline"
+    assert of_like_lengths(MADE) == [], "nobody counted"
+    even = [row | {"length_spread": 0.0} for row in rows]
+    assert of_like_lengths(even) == [], "all texts of a language are as long"
+
+
 def test_winners_are_those_of_all_seeds():
     """A second seed in which the first's winner is last: intervals of both meet the other's."""
     other = [
@@ -755,7 +781,14 @@ def test_what_lies_to_the_side_has_no_say_in_a_panels_scale():
 def test_the_table_says_all_that_was_found(tiny, whole, monkeypatch):
     """Every sentence that reads the sweep is in the notes."""
     folder, scale = tiny
-    names = ("winners", "at_the_edge", "less_varied", "without_vsf", "of_other_lengths")
+    names = (
+        "winners",
+        "at_the_edge",
+        "less_varied",
+        "without_vsf",
+        "of_other_lengths",
+        "of_like_lengths",
+    )
     for name in names:
         monkeypatch.setattr(items_baselines, name, lambda sweep, name=name: [f"found: {name}"])
     notes = write_only(BASELINE_ITEMS, scale, folder / "out").made[0].table.notes

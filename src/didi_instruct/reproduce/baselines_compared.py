@@ -35,6 +35,7 @@ def with_values(row: Row, values: Mapping[str, NDArray[np.float64]]) -> Row:
 def compared(rows: Sequence[Row], most_steps: int | None = None) -> list[Row]:
     """Rows of one seed with their places on both baselines' frontiers, and without `values`.
 
+    `length_spread` says how much the lengths of texts vary.
     Numbers against the teacher in streams order begin with `streams_`; there are none where that
     was lost. A row without perplexity, of a judge of its own samples, has none of these.
     """
@@ -49,9 +50,15 @@ def compared(rows: Sequence[Row], most_steps: int | None = None) -> list[Row]:
     return [
         row
         | (other | chosen if row["ppl"] is not None else {})
-        | {"is_baseline": row["method"] == BASELINE}
-        for row, other, chosen in zip(found, beside, best, strict=True)
+        | {"is_baseline": row["method"] == BASELINE, "length_spread": _spread(each)}
+        for row, other, chosen, each in zip(found, beside, best, measured, strict=True)
     ]
+
+
+def _spread(measured: Measured) -> float | None:
+    """Standard deviation of the lengths of texts, in tokens of the judge; None without two."""
+    lengths = measured.values.get("tokens", np.empty(0))
+    return float(lengths.std(ddof=1)) if len(lengths) > 1 else None
 
 
 def _measured(row: Row) -> Measured:
