@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rivals import ORACLE, Told, paced, scale_of, table_jobs, truth
+from rivals import ORACLE, Told, foretold, paced, table_jobs, truth
 
 from didi_instruct.evaluation.curves import read_log
 from didi_instruct.evaluation.frontier import Point, equal_nfe, vsf
@@ -26,7 +26,6 @@ from didi_instruct.reproduce.baselines_compared import BASELINE
 from didi_instruct.reproduce.grid import Grid
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import quality_job
-from didi_instruct.reproduce.paces import expected
 from didi_instruct.reproduce.running import RUN, finished, folder_of
 from didi_instruct.reproduce.scale import Scale
 
@@ -113,12 +112,6 @@ def measure(scale: Scale, role: str, student: Job, seed: int) -> Job:
     )
 
 
-def _scale(asked: argparse.Namespace) -> Scale:
-    if asked.write_only and asked.minutes is not None:
-        return expected(scale_of(asked), asked.minutes, asked.out)
-    return paced(asked)
-
-
 def run(jobs: list[Job], asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Rows of each job, by its key; those that failed are named and left out."""
     if asked.write_only:
@@ -135,15 +128,10 @@ def frontiers(scale: Scale, out: Path) -> dict[int, list[Point]]:
     """The baseline's sweep of each seed, as far as it is there."""
     found: dict[int, list[Point]] = {}
     for job in table_jobs(scale, out):
-        done = None if job.trains or job.timed else finished(job, out)
+        done = finished(job, out) if job.options.get("method") == BASELINE else None
         for row in done.result if done else ():
-            if row.get("method") == BASELINE:
-                found.setdefault(row["seed"], []).append(_point(row))
+            found.setdefault(row["seed"], []).append(Point.of(row))
     return found
-
-
-def _point(row: dict[str, Any]) -> Point:
-    return Point(*(row[n] for n in ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")))
 
 
 def _place(folder: str, row: dict[str, Any]) -> tuple[Any, ...]:
@@ -170,7 +158,7 @@ def main() -> None:
     parser.add_argument("--write-only", action="store_true", help="of what has finished in --out")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    scale = _scale(asked)
+    scale = foretold(asked) if asked.write_only else paced(asked)
     changes = ON_ORACLE if asked.scale == ORACLE else STORIES
     known = [r for r in changes if r == "didi" or (scale.has(r) and r not in LONG)]
     roles = asked.roles.split(",") if asked.roles else known
@@ -201,7 +189,7 @@ def main() -> None:
             told = {name: row.get(name) for name in TOLD}
             line = {"role": role, "changed": change, "seed": seed, "nfe": row["nfe"], **told}
             equals = equal_nfe(baselines.get(row["seed"], ()), row["nfe"])
-            line |= {"vsf": vsf(_point(row), equals).value}
+            line |= {"vsf": vsf(Point.of(row), equals).value}
             fact = facts.get(_place(folder, row), {})
             line |= {name: fact[name] for name in ("mistakes", "latent_share") if fact}
             found.append(line | ({"waits": waits} if waits else {}))

@@ -138,10 +138,8 @@ def brief(scale: Scale) -> dict[str, Job]:
 
 def waited_for(asked: argparse.Namespace) -> list[str]:
     """Roles of the short runs whose models some result of the table still waits for."""
-    scale = scale_of(asked)
-    if asked.minutes is not None:
-        scale = expected(scale, asked.minutes, asked.out)
-    jobs = [job for job in table_jobs(scale, asked.out) if finished(job, asked.out) is None]
+    jobs = table_jobs(foretold(asked), asked.out)
+    jobs = [job for job in jobs if finished(job, asked.out) is None]
     roles = {role_of(job) for job in jobs if job.trains}
     roles |= {"path"} if FIRST in roles else set()
     return [role for role in brief(scale_of(asked)) if role in roles]
@@ -186,6 +184,12 @@ def paced(asked: argparse.Namespace) -> Scale:
     if asked.minutes is None:
         return scale
     return lasting(scale, asked.minutes, asked.out, board=Told())
+
+
+def foretold(asked: argparse.Namespace) -> Scale:
+    """The same with a guess in place of paces that are not there: nothing is run."""
+    scale = scale_of(asked)
+    return scale if asked.minutes is None else expected(scale, asked.minutes, asked.out)
 
 
 def jobs_of(asked: argparse.Namespace) -> list[Job]:

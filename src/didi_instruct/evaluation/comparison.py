@@ -105,8 +105,7 @@ class _Entry:
                 cloud = np.stack([means["entropy"], means["nats"] / means["tokens"]])
         point = None
         if row.get("ppl") is not None and row.get("entropy") is not None:
-            names = ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")
-            point = replace(Point(*(row[name] for name in names)), cloud=cloud)
+            point = replace(Point.of(row), cloud=cloud)
         return cls(row, noise, point, values.get("path_gap"), means.get("path_gap"))
 
 

@@ -9,10 +9,10 @@ is extrapolated.
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,12 @@ class Point:
     top_p: float
     cloud: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
     """(2, R) entropy and log-perplexity in resamples, the same resamples for all points."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Point":
+        """Where a row of a table stands."""
+        names = ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")
+        return cls(*(row[name] for name in names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,15 @@ def at_the_edge(rows: Sequence[Row]) -> list[str]:
             best = row.get("path_kl_best_at")
             if best and end < PLAIN[place] and best[place] == end:
                 found.setdefault(row["method"], []).append(f"{row['nfe']}")
-        if found:
-            words = "; ".join(f"{m} ({', '.join(dict.fromkeys(n))})" for m, n in found.items())
-            told.append(f"Best at the lowest {name} of the sweep, {end:g} (NFE): {words}.")
+        budgets = {method: ", ".join(dict.fromkeys(each)) for method, each in found.items()}
+        told += _naming(f"Best at the lowest {name} of the sweep, {end:g} (NFE)", budgets)
     return told
+
+
+def _naming(words: str, found: Mapping[str, str]) -> list[str]:
+    """A sentence that names methods, with what is said of each; none where nobody is named."""
+    named = "; ".join(f"{method} ({said})" for method, said in found.items())
+    return [f"{words}: {named}."] if found else []
 
 
 def less_varied(rows: Sequence[Row]) -> list[str]:
@@ -107,13 +112,11 @@ def less_varied(rows: Sequence[Row]) -> list[str]:
             words = f"{row['nfe']} NFE {row['self_bleu']:.2f} against {beside['self_bleu']:.2f}"
             words += f", seed {row['seed']}" if seeds > 1 else ""
             found.setdefault(row["method"], []).append(words)
-    if not found:
-        return []
-    words = "; ".join(f"{method} ({'; '.join(each)})" for method, each in found.items())
-    return [
+    return _naming(
         "Lower in path KL than the baseline of its order, each at its best, and less varied "
-        f"(Self-BLEU), so that some of the gain may be variety that was given up: {words}."
-    ]
+        "(Self-BLEU), so that some of the gain may be variety that was given up",
+        {method: "; ".join(each) for method, each in found.items()},
+    )
 
 
 def _place(row: Row, temperature: float, top_p: float) -> tuple[object, ...]:
@@ -132,12 +135,10 @@ def of_other_lengths(rows: Sequence[Row]) -> list[str]:
         if own and other and (own[0] > other[1] or own[1] < other[0]):
             ratio = row["mean_length"] / beside["mean_length"] - 1
             found[row["method"]] = max(ratio, found.get(row["method"], 0.0), key=abs)
-    if not found:
-        return []
-    words = "; ".join(f"{method} ({ratio:+.0%})" for method, ratio in found.items())
-    return [
-        f"Texts of another length than the baseline's, where vsF is not at equal terms: {words}."
-    ]
+    return _naming(
+        "Texts of another length than the baseline's, where vsF is not at equal terms",
+        {method: f"{ratio:+.0%}" for method, ratio in found.items()},
+    )
 
 
 def of_like_lengths(rows: Sequence[Row]) -> list[str]:
@@ -146,19 +147,17 @@ def of_like_lengths(rows: Sequence[Row]) -> list[str]:
     That is variety too, and none of the other numbers shows it: judges and entropy read one text
     at a time, Self-BLEU its n-grams.
     """
-    found: dict[str, dict[float, str]] = {}
+    least: dict[str, tuple[float, str]] = {}
     for row, beside in _beside_baseline(rows):
         own, other = (each.get("length_spread") for each in (row, beside))
         if own is not None and other and own < EVEN * other:
             words = f"{own:.0f} against {other:.0f} tokens at {row['nfe']} NFE"
-            found.setdefault(row["method"], {})[own / other] = words
-    if not found:
-        return []
-    told = "; ".join(f"{method} ({each[min(each)]})" for method, each in found.items())
-    return [
-        "Lengths of texts vary less than the baseline's (standard deviation, where it is least): "
-        f"{told}."
-    ]
+            found = own / other, words
+            least[row["method"]] = min(found, least.get(row["method"], found))
+    return _naming(
+        "Lengths of texts vary less than the baseline's (standard deviation, where it is least)",
+        {method: words for method, (_, words) in least.items()},
+    )
 
 
 def _beside_baseline(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:

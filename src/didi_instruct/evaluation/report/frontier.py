@@ -36,9 +36,9 @@ BETWEEN, TICKS = 18, 26
 
 def points_of(line: Line, nfe: int) -> list[Point]:
     """Settings of a line at one budget whose perplexity and entropy are known."""
-    names = ("ppl", "entropy", "nfe", "passes", "temperature", "top_p")
+    usual = {"passes": 1.0, "temperature": 1.0, "top_p": 1.0}
     rows = [row for row in line.at(nfe) if finite(row.get("ppl")) and finite(row.get("entropy"))]
-    return [Point(*(row.get(name, 1.0) for name in names)) for row in rows]
+    return [Point.of(usual | row) for row in rows]
 
 
 def star_of(
