@@ -16,8 +16,8 @@ import torch
 
 from didi_instruct.config.pretrain import ModelRecipe, PretrainConfig, TrainConfig
 from didi_instruct.models.build import flops_per_token
-from didi_instruct.training.pretrain import PretrainTask, matmul_rate
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
+from didi_instruct.training.pretrain_task import PretrainTask, matmul_rate
 
 
 class RandomSource:

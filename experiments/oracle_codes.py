@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from didi_instruct.api.model import load
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.ema import EMA
+from didi_instruct.training.optim import EMA
 
 BUDGETS = (2, 4, 8, 16)
 ROWS = 1 << 16

@@ -27,8 +27,8 @@ from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.network import NetworkDenoiser
-from didi_instruct.training.pretrain import PretrainTask
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
+from didi_instruct.training.pretrain_task import PretrainTask
 
 SCHEDULE = LogLinear(0.0)
 

@@ -5,7 +5,7 @@
 With N steps, the nats that a teacher pays for true texts when step after step is revealed in some
 order: what independence within steps costs, and what the teacher's own errors cost in the contexts
 that the order leads to. Orders: by chance; by the golden ratio (low discrepancy); by bisection; and
-plans, which give each of 2N positions in a row its step, such as `process.orders.streams`. From
+plans, which give each of 2N positions in a row its step, such as `process.masking.streams`. From
 that plan a search goes on: it moves a position to another step, or swaps two, and keeps what is
 better. Plans are compared on the same texts and know no chance; the best is checked on other texts.
 """
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from didi_instruct.api.model import Model, load
 from didi_instruct.data.dataset import open_data
-from didi_instruct.process.lengths import before_end
-from didi_instruct.process.orders import streams
+from didi_instruct.process.masking import before_end, streams
 
 GOLDEN = (5**0.5 - 1) / 2
 ROWS = 256

@@ -23,10 +23,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
-from didi_instruct.process.lengths import LengthLaw, before_end
+from didi_instruct.process.masking import LengthLaw, before_end
 from didi_instruct.seeding import mix
+from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import make_objective
-from didi_instruct.training.world import World
 
 from .distill.small import Heard, recipe
 

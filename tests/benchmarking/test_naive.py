@@ -12,7 +12,7 @@ from didi_instruct.benchmarking.naive import (
     tilt_dense,
 )
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.process.orders import stream_times, turns
+from didi_instruct.process.masking import stream_times, turns
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.chain import Canvas, Chain, Draw
 from didi_instruct.sampling.guidance import Guidance

@@ -12,7 +12,7 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.distillation.task import Teacher
 from didi_instruct.models.dit import DiT
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 ALONE = World(torch.device("cpu"))
 

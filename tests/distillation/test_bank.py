@@ -21,7 +21,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation import bank as module
 from didi_instruct.distillation.bank import DRAWN, BankSettings, drawing_seconds, open_bank
 from didi_instruct.errors import UserError
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 CPU = torch.device("cpu")
 ALONE = World(CPU)

@@ -16,7 +16,7 @@ from didi_instruct.distillation.dimo import DiMOTask
 from didi_instruct.distillation.mixture import MixtureTask
 from didi_instruct.distillation.sdtt import SDTTTask
 from didi_instruct.distillation.token_matching import TokenMatchingTask
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 from didi_instruct.transfer import Later, sent
 
 from . import small, test_duo

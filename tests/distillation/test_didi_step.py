@@ -13,7 +13,7 @@ from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.distillation.discriminating import smooth_bce
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
-from didi_instruct.process.orders import stream_times
+from didi_instruct.process.masking import stream_times
 from didi_instruct.process.schedule import LogLinear
 
 from .small import (

@@ -26,7 +26,7 @@ from didi_instruct.distillation.monitor import Totals
 from didi_instruct.distillation.rollout import Noise
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.dimo import Start, dimo, later, reader_of

@@ -15,7 +15,7 @@ from didi_instruct.distillation.sdtt import SDTTTask
 from didi_instruct.distillation.task import Teacher
 from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.models.dit import DiT
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,7 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.mixture import MixtureTask, add_masks
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import with_code
-from didi_instruct.process.orders import turns
+from didi_instruct.process.masking import turns, with_code
 
 from .small import Stream, make_task, moved, small_network, weights
 

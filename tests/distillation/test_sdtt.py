@@ -24,7 +24,7 @@ from didi_instruct.distillation.sdtt import (
     two_step_target,
 )
 from didi_instruct.errors import UserError
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import Cosine, LogLinear
 
 from .small import Stream, largest_difference, make_task, moved, settings, small_network, weights

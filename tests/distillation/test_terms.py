@@ -8,7 +8,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.distillation import terms as module
 from didi_instruct.distillation.terms import terms
-from didi_instruct.models import fused
+from didi_instruct.models import compile as fused
 from didi_instruct.models.layers import NEVER
 
 KINDS = ["forward", "backward", "jeffreys"]

@@ -14,7 +14,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.dit import Trunk
 from didi_instruct.models.layers import NEVER
 from didi_instruct.process.divergences import kl
-from didi_instruct.process.lengths import LengthLaw, before_end
+from didi_instruct.process.masking import LengthLaw, before_end
 
 from .small import make_task, small_network, weights
 

@@ -19,7 +19,7 @@ from didi_instruct.evaluation.rows import Measuring, Yardstick, measure
 from didi_instruct.evaluation.samples import SampleSet, text_lengths
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
-from didi_instruct.process.lengths import LengthLaw
+from didi_instruct.process.masking import LengthLaw
 
 V, L, END, MASK = 3, 3, 2, 3
 COUNTS = (0, 4, 1, 2)

@@ -8,12 +8,10 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation import hosting
-from didi_instruct.models.compiling import compiled
+from didi_instruct.models.compile import compiled
 from didi_instruct.models.dit import DiT
-from didi_instruct.training import parallel
-from didi_instruct.training.devices import compiles
-from didi_instruct.training.parallel import compile_network
-from didi_instruct.training.world import World
+from didi_instruct.training import distributed as parallel
+from didi_instruct.training.distributed import World, compile_network, compiles
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from tests.random_models import randomise
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.discriminator import Discriminator, DiscriminatorHead, SpectralLinear
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.precision import upcast
+from didi_instruct.models.layers import upcast
 
 from .plain_networks import discriminator_logits
 

@@ -3,7 +3,7 @@ import torch
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.ema import EMA, warmed_up
+from didi_instruct.training.optim import EMA, warmed_up
 
 
 def linear(value=0.0, dtype=torch.float32):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from didi_instruct.models import fused, remarks
-from didi_instruct.models.fused import Fused, fuses, fusing
+from didi_instruct.models import compile as fused
+from didi_instruct.models import compile as remarks
+from didi_instruct.models.compile import Fused, fuses, fusing
 
 
 def double(x):

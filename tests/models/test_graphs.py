@@ -8,7 +8,8 @@ import torch
 from tests.devices import DEVICES
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.models import graphs, remarks
+from didi_instruct.models import compile as remarks
+from didi_instruct.models import graphs
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import (
     Chosen,

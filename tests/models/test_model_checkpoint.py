@@ -12,13 +12,13 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.files import AtomicFile, sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models import tensors as tensor_files
+from didi_instruct.models import tensor_files
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.tensors import describe
+from didi_instruct.models.tensor_files import describe
 
 CONFIG = ModelConfig(
     layers=2, hidden=16, heads=2, cond_dim=8, vocab_size=11, length=12,

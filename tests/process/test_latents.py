@@ -6,8 +6,14 @@ import pytest
 import torch
 from scipy.stats import chisquare, ks_2samp
 
-from didi_instruct.process.latents import level_of_gamma, soft_state, state
-from didi_instruct.process.uniform import discrete_to_gaussian, gaussian_to_discrete, marginal
+from didi_instruct.process.uniform import (
+    discrete_to_gaussian,
+    gaussian_to_discrete,
+    level_of_gamma,
+    marginal,
+    soft_state,
+    state,
+)
 
 V = 4
 FALSE_ALARM = 1e-6

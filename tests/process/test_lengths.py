@@ -2,7 +2,7 @@
 
 import torch
 
-from didi_instruct.process.lengths import LengthLaw, before_end, goes_on, window
+from didi_instruct.process.masking import LengthLaw, before_end, goes_on, window
 
 
 def test_before_end_stops_at_the_first_end():

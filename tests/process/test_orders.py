@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from didi_instruct.process.orders import numbers, shares, streams, turns
+from didi_instruct.process.masking import numbers, shares, streams, turns
 
 
 def test_eight_streams_by_hand():

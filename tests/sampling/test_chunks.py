@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from didi_instruct.models.fused import fusing
+from didi_instruct.models.compile import fusing
 from didi_instruct.sampling.categorical import draw, restrict
 from didi_instruct.sampling.chunks import CHUNK, chunk_sums, draw_by_chunks, draw_compiled
 

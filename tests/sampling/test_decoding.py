@@ -10,7 +10,7 @@ from tests.devices import DEVICES
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.compiling import compiled
+from didi_instruct.models.compile import compiled
 from didi_instruct.sampling import autoregressive as plain
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.chain import Canvas, Draw

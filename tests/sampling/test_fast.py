@@ -9,10 +9,10 @@ from tests.devices import DEVICES
 from didi_instruct.api.model import Model
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models import graphs
+from didi_instruct.models.compile import say_once
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import GraphedDiT
-from didi_instruct.models.remarks import say_once
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling import network as networks
 from didi_instruct.sampling import planned

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from didi_instruct.models.fused import fusing
+from didi_instruct.models.compile import fusing
 from didi_instruct.sampling.noise import uniforms
 
 

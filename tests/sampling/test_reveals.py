@@ -7,8 +7,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.rollout import Noise, order_of, walk
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import revealed_shares
-from didi_instruct.process.orders import shares, stream_times
+from didi_instruct.process.masking import revealed_shares, shares, stream_times
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from didi_instruct.models import fused
+from didi_instruct.models import compile as fused
+from didi_instruct.models.compile import Fused
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.fused import Fused
 from didi_instruct.sampling import network as networks
 from didi_instruct.sampling.network import NetworkGuide
 from didi_instruct.sampling.tilting import mixture, slopes, tilted

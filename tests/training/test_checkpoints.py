@@ -9,7 +9,7 @@ import torch
 from didi_instruct.errors import UserError
 from didi_instruct.training import checkpoints as module
 from didi_instruct.training.checkpoints import Checkpoints, damage
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 
 @pytest.fixture

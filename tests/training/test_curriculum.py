@@ -12,10 +12,9 @@ from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import UserError
 from didi_instruct.models.build import build_model
 from didi_instruct.process.uniform import nelbo_integrand
-from didi_instruct.training.curriculum import SoftObjective, temperature_at
-from didi_instruct.training.objectives import UniformObjective
-from didi_instruct.training.pretrain import PretrainTask
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
+from didi_instruct.training.objectives import SoftObjective, UniformObjective, temperature_at
+from didi_instruct.training.pretrain_task import PretrainTask
 
 CONFIG = ModelConfig(
     kind="duo", layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=7, length=6,

@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from didi_instruct.training import interrupt as module
-from didi_instruct.training.interrupt import Interrupt
+from didi_instruct.training import loop as module
+from didi_instruct.training.loop import Interrupt
 
 
 def test_signals_are_a_wish_and_repeating_them_changes_nothing():

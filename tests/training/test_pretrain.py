@@ -13,11 +13,10 @@ from didi_instruct.api.pretrain import pretrain
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import TrainingError, UserError
-from didi_instruct.training.interrupt import Interrupt
-from didi_instruct.training.loop import Loop
-from didi_instruct.training.pretrain import PretrainTask
+from didi_instruct.training.distributed import World
+from didi_instruct.training.loop import Interrupt, Loop
+from didi_instruct.training.pretrain_task import PretrainTask
 from didi_instruct.training.reporting import SilentReporter
-from didi_instruct.training.world import World
 
 CPU = World(torch.device("cpu"))
 

@@ -13,8 +13,8 @@ from didi_instruct.benchmarking.report import Bench, add_ratios, make_rows
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case, Progress, empty, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.models.remarks import remarks
-from didi_instruct.training.world import pick_device
+from didi_instruct.models.compile import remarks
+from didi_instruct.training.distributed import pick_device
 
 SWEEPS: dict[str, tuple[int, ...]] = {
     "length": (256, 512, 1024, 2048, 4096, 8192),

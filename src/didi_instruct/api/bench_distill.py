@@ -11,7 +11,7 @@ from didi_instruct.benchmarking.timing import Progress, time_cases
 from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 if TYPE_CHECKING:
     from didi_instruct.config.pretrain import Compile

@@ -16,7 +16,7 @@ from didi_instruct.models.build import build_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import why_not
-from didi_instruct.training.world import pick_device
+from didi_instruct.training.distributed import pick_device
 
 RIVALS = ("plain", "naive", "ar", "transformers")
 """Rows that are no models of their own."""

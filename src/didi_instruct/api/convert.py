@@ -19,7 +19,7 @@ from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.writing import write_foreign
 from didi_instruct.models.quantised import Storage, check_storage
-from didi_instruct.models.tensors import watching
+from didi_instruct.models.tensor_files import watching
 
 Format = Literal["didi", "mdlm-hub", "didi-instruct", "duo-hub", "sdtt-hub", "esm"]
 """What can be written."""

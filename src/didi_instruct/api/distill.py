@@ -37,9 +37,9 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.manifest import read_manifest
+from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.reporting import Reporter, SilentReporter
-from didi_instruct.training.world import World, open_world
 
 CURVES = "curves.png"
 

@@ -32,14 +32,13 @@ from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.masked_lm import MaskedLM
-from didi_instruct.process.lengths import goes_on
+from didi_instruct.process.masking import goes_on
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
 from didi_instruct.sampling.network import NetworkDenoiser
 from didi_instruct.seeding import mix
-from didi_instruct.training.devices import uses_bf16
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World, uses_bf16
 
 if TYPE_CHECKING:
     from didi_instruct.distillation.rollout import References

@@ -19,8 +19,7 @@ from didi_instruct.models.foreign.folders import new_folder
 from didi_instruct.models.manifest import CONFIG, MODEL
 from didi_instruct.models.masked_families import recognise_masked_lm
 from didi_instruct.models.masked_weights import read_weights, weight_stores
-from didi_instruct.models.shown import shown
-from didi_instruct.models.tensors import write_tensors
+from didi_instruct.models.tensor_files import shown, write_tensors
 
 PARTS = ("esm.", "lm_head.")
 BESIDE = (

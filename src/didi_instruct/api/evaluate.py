@@ -23,7 +23,7 @@ from didi_instruct.evaluation.describing import complete
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.evaluation.provenance import versions
 from didi_instruct.models.masked_network import MaskedLM
-from didi_instruct.process.lengths import goes_on
+from didi_instruct.process.masking import goes_on
 
 ROWS_AT_ONCE = 1024
 

@@ -11,7 +11,7 @@ from didi_instruct.api.samplers import Call, Engine, find_sampler
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.process.lengths import LengthLaw
+from didi_instruct.process.masking import LengthLaw
 from didi_instruct.sampling.chain import (
     PAD,
     Callback,

@@ -25,7 +25,7 @@ from didi_instruct.models.foreign.stores import Header, Store, open_store
 from didi_instruct.models.manifest import CONFIG
 from didi_instruct.models.masked_families import recognise_masked_lm
 from didi_instruct.models.masked_weights import check_headers, headers_of, weight_stores
-from didi_instruct.models.shown import shown
+from didi_instruct.models.tensor_files import shown
 
 BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
 """Tensors of a discriminator that are no parameters."""

@@ -18,6 +18,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
 from didi_instruct.models.ar import ARModel
+from didi_instruct.models.compile import say_once
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, Trunk
@@ -27,14 +28,13 @@ from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.graphs import GraphedDiT, why_not
 from didi_instruct.models.inference import InferenceDiT, suits
 from didi_instruct.models.masked_network import MaskedLM
-from didi_instruct.models.remarks import say_once
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.chain import Callback, Denoiser, Samples
 from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.decoding import Decoders
 from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, NetworkGuide
+from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.objectives import make_objective
-from didi_instruct.training.world import pick_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 """Types that weights may be cast to, by name; `float8` also multiplies in 8 bits."""

@@ -24,11 +24,11 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
-from didi_instruct.process.lengths import before_end, goes_on
+from didi_instruct.process.masking import before_end, goes_on
+from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
-from didi_instruct.training.pretrain import PretrainTask
+from didi_instruct.training.pretrain_task import PretrainTask
 from didi_instruct.training.reporting import Reporter, SilentReporter
-from didi_instruct.training.world import World, open_world
 
 ROWS_AT_ONCE = 4096
 """Rows whose lengths are counted together."""

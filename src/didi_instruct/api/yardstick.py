@@ -14,7 +14,7 @@ from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.kept import content_key
 from didi_instruct.evaluation.rows import Begun, Reference, Yardstick
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.training.world import pick_device
+from didi_instruct.training.distributed import pick_device
 
 
 def make_yardstick(

@@ -24,7 +24,7 @@ from didi_instruct.distillation.task import Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import posterior
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 FIRST = 1
 """Iteration to begin with: before iteration 0 the student's entropy is measured on many texts."""

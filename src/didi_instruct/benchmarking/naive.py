@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
-from didi_instruct.process.masking import posterior
-from didi_instruct.process.orders import stream_times, turns
+from didi_instruct.process.masking import posterior, stream_times, turns
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Denoiser
 from didi_instruct.sampling.grids import time_grid

@@ -66,7 +66,7 @@ def _cut(lines: list[str]) -> list[str]:
 
 def _printable(line: str) -> str:
     """Foreign files hold any words; none of them may steer the terminal."""
-    from didi_instruct.models.shown import shown
+    from didi_instruct.models.tensor_files import shown
 
     return shown(line, WIDEST)
 

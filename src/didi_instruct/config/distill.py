@@ -142,7 +142,7 @@ class DistillConfig:
     method: Method = "didi"
     order: Order = "random"
     """Of didi, token-matching and mixture: the order in which the student reveals positions, here
-    and when it is sampled (`process.orders`)."""
+    and when it is sampled (`process.masking`)."""
     student: str | None = None
     """A model to start from; by default a copy of the teacher."""
     prompt: int = 0

@@ -54,7 +54,7 @@ class ModelConfig:
     model draws the length of a text from it before it writes."""
     order: Order = "random"
     """Of an `mdlm`: in which order positions are revealed, where nobody says: by chance, or
-    in `streams`, apart from each other (`process.orders`)."""
+    in `streams`, apart from each other (`process.masking`)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:

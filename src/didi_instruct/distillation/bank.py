@@ -28,7 +28,7 @@ from didi_instruct.data.files import (
 from didi_instruct.data.manifest import write_json
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 BANK_FILE, DRAWN = "bank.json", "drawn.json"
 ROWS_PER_SHARD = 1024

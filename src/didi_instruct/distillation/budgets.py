@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
-from didi_instruct.process.orders import stream_times
+from didi_instruct.process.masking import stream_times
 from didi_instruct.process.schedule import Schedule
 
 

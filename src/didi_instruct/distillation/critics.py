@@ -15,8 +15,8 @@ from didi_instruct.distillation.monitor import RunningMean
 from didi_instruct.distillation.task import ENOUGH_TEXTS, DistillTask, Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT, Trunk
+from didi_instruct.training.distributed import World
 from didi_instruct.training.optim import Updater
-from didi_instruct.training.world import World
 
 BEFORE = 1_000_000
 """Turn of the first of the batches that are drawn before anything is learnt."""

@@ -24,7 +24,7 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import mask
 from didi_instruct.process.weighting import beta_density, beta_times, omega
 from didi_instruct.sampling.chain import Purpose
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 

@@ -21,7 +21,7 @@ from didi_instruct.distillation.task import Teacher, check_fit
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.seeding import mix
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 from didi_instruct.transfer import Later
 
 

@@ -24,12 +24,11 @@ from didi_instruct.distillation.task import StudentTask, Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.divergences import divergence, entropy
-from didi_instruct.process.latents import level_of_gamma, state
 from didi_instruct.process.masking import stratified_times
-from didi_instruct.process.uniform import gaussian_to_discrete
+from didi_instruct.process.uniform import gaussian_to_discrete, level_of_gamma, state
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 

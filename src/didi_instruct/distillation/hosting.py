@@ -14,9 +14,14 @@ from didi_instruct.distillation.rollout import Rows
 from didi_instruct.models.dit import DiT, Trunk
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.network import logits_at
-from didi_instruct.training.devices import compiles, uses_bf16
-from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import (
+    World,
+    compile_network,
+    compiles,
+    gradient_sync,
+    parallelise,
+    uses_bf16,
+)
 from didi_instruct.transfer import sent
 
 Tensors = dict[str, Tensor]

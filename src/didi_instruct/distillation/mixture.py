@@ -35,7 +35,7 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 TOKENS_PER_PASS = 1 << 18

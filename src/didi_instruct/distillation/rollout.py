@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
-from didi_instruct.process.masking import revealed_shares
-from didi_instruct.process.orders import numbers, stream_times
+from didi_instruct.process.masking import numbers, revealed_shares, stream_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.chunks import draw_compiled

@@ -36,7 +36,7 @@ from didi_instruct.process.masking import reveal_probability, revealed_shares, s
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 SMALLEST = 1e-3

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation.rollout import Noise
-from didi_instruct.process.lengths import LengthLaw, before_end, window
+from didi_instruct.process.masking import LengthLaw, before_end, window
 from didi_instruct.sampling.chain import Purpose
 
 WATCHED = 8

@@ -29,14 +29,13 @@ from didi_instruct.distillation.starts import Starts
 from didi_instruct.distillation.terms import terms
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.compile import fusing
 from didi_instruct.models.dit import DiT, Trunk
-from didi_instruct.models.fused import fusing
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.seeding import mix
-from didi_instruct.training.devices import CPU_TOKENS, compiles
+from didi_instruct.training.distributed import CPU_TOKENS, World, compiles
 from didi_instruct.training.optim import Updater, learning_rate
-from didi_instruct.training.world import World
 from didi_instruct.transfer import sent
 
 ENOUGH_TEXTS = 256

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from didi_instruct.models.fused import Fused, fuses, fusing
-from didi_instruct.models.precision import upcast
+from didi_instruct.models.compile import Fused, fuses, fusing
+from didi_instruct.models.layers import upcast
 from didi_instruct.process.divergences import divergence, entropy, kl
 
 

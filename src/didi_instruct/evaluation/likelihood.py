@@ -9,7 +9,7 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
-from didi_instruct.process.lengths import LengthLaw, before_end
+from didi_instruct.process.masking import LengthLaw, before_end
 from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import Batch, make_objective
 

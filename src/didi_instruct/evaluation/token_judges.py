@@ -20,7 +20,7 @@ from didi_instruct.evaluation.scores import (
     digest,
     told_apart,
 )
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.masking import before_end
 from didi_instruct.training.objectives import Batch
 
 

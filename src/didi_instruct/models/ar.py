@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.layers import Block, Embedding, OutputLayer, Positions
-from didi_instruct.models.precision import upcast
-from didi_instruct.models.rotary import Rotary
+from didi_instruct.models.layers import Block, Embedding, OutputLayer, Positions, Rotary, upcast
 
 INIT_STD = 0.02
 

@@ -40,7 +40,7 @@ from didi_instruct.models.manifest import (
     read_manifest,
 )
 from didi_instruct.models.quantised import Storage, pack, read_stored, stored_shapes
-from didi_instruct.models.tensors import check_shapes, write_tensors
+from didi_instruct.models.tensor_files import check_shapes, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT, Trunk
-from didi_instruct.models.precision import no_autocast, upcast
+from didi_instruct.models.layers import no_autocast, upcast
 
 POWER_EPS = 1e-12
 INITIAL_ITERATIONS = 15

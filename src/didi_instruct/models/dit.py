@@ -9,19 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.compiling import compiled
+from didi_instruct.models.compile import compiled
 from didi_instruct.models.layers import (
     Block,
     Embedding,
     Modulated,
     OutputLayer,
     Positions,
+    Rotary,
     TimeEmbedding,
     first_weight,
+    no_autocast,
+    upcast,
     versions,
 )
-from didi_instruct.models.precision import no_autocast, upcast
-from didi_instruct.models.rotary import Rotary
 
 
 class Trunk(nn.Module):

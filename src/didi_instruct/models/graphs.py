@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from didi_instruct.errors import first_line
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.compiling import compiled
+from didi_instruct.models.compile import compiled, say_once
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.halves import begin, finish
 from didi_instruct.models.layers import ALIGN, NEVER, versions
-from didi_instruct.models.remarks import say_once
 from didi_instruct.models.streams import side_stream
 
 K = TypeVar("K")

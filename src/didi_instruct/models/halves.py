@@ -6,8 +6,7 @@ Keys and values of the last block need all positions; what comes after its atten
 from torch import Tensor
 
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.layers import Affine, Block, take
-from didi_instruct.models.precision import reads, upcast
+from didi_instruct.models.layers import Affine, Block, reads, take, upcast
 
 
 def begin(

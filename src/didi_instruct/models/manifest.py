@@ -9,7 +9,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
 from didi_instruct.models.quantised import STORAGES, Storage
-from didi_instruct.models.shown import shown, shown_value
+from didi_instruct.models.tensor_files import shown, shown_value
 
 CONFIG = "config.json"
 FORMAT = "didi"

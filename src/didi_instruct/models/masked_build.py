@@ -19,7 +19,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.stores import Header
 from didi_instruct.models.manifest import CONFIG
 from didi_instruct.models.masked_families import FoundMaskedLM
-from didi_instruct.models.shown import first_few, shown
+from didi_instruct.models.tensor_files import first_few, shown
 
 _BESIDE = re.compile(r"(^|\.)(pooler|seq_relationship|contact_head|position_ids|inv_freq)(\.|$)")
 """Tensors of other tasks than predicting tokens, and tables: files have them or not."""

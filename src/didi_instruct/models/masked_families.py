@@ -8,7 +8,7 @@ from typing import Any, Literal
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.manifest import CONFIG, FORMAT
-from didi_instruct.models.shown import shown, shown_value
+from didi_instruct.models.tensor_files import shown, shown_value
 
 Layout = Literal["esm", "masked-lm"]
 Frame = Literal["tokenizer", "start", "none"]

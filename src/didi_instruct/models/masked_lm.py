@@ -27,7 +27,7 @@ from didi_instruct.models.masked_weights import (
     weight_stores,
 )
 from didi_instruct.models.remote_lm import build_remote, refuse_code
-from didi_instruct.models.shown import first_few, shown
+from didi_instruct.models.tensor_files import first_few, shown
 
 __all__ = ["FoundMaskedLM", "MaskedLM", "load_masked_lm", "recognise_masked_lm"]
 

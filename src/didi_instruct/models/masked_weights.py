@@ -14,7 +14,7 @@ from didi_instruct.models.foreign.places import SUFFIXES, USUAL
 from didi_instruct.models.foreign.stores import Header, Store, open_store
 from didi_instruct.models.manifest import CONFIG
 from didi_instruct.models.masked_families import FoundMaskedLM, name_of
-from didi_instruct.models.shown import shown
+from didi_instruct.models.tensor_files import shown
 
 PREFIX = "model.net."
 """Before the names in checkpoints that DPLM's training writes."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.shown import shown
-from didi_instruct.models.tensors import (
+from didi_instruct.models.tensor_files import (
     Headers,
     in_groups,
     open_tensors,
     read_headers,
     read_shapes,
     read_tensors,
+    shown,
 )
 
 Storage = Literal["float32", "bfloat16", "int8"]

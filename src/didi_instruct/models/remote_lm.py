@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.masked_families import FoundMaskedLM
-from didi_instruct.models.shown import first_few, shown
+from didi_instruct.models.tensor_files import first_few, shown
 
 _OLD_SETTINGS = {"use_cache": False, "use_return_dict": True, "output_attentions": False}
 """What old code reads from a configuration and new ones may lack."""

@@ -9,6 +9,10 @@ over all states of a position, the mask is its last entry. alpha is (B, 1), one 
 or anything else that broadcasts against (B, L).
 """
 
+import functools
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -139,3 +143,99 @@ def check_level(name: str, level: Tensor, tokens: Tensor) -> None:
     """Refuse a level of shape (B,): it would follow the positions, unnoticed when B = L."""
     if level.dim() == 1 and level.numel() > 1 and tokens.dim() > 1:
         raise ValueError(f"{name} is {tuple(level.shape)}: give one per sequence, as (B, 1).")
+
+
+@functools.cache
+def streams(steps: int) -> tuple[int, ...]:
+    """The step at which each of some positions in a row has its turn; the next begin anew."""
+    if steps < 4:
+        return ((0,), (0, 1, 1, 1), (0, 2, 1, 2))[steps - 1]
+    stream = [2 + k for k in range(steps - 4)] + [steps - 1, steps - 2, steps - 1]
+    return (0, *stream, 1, *stream)
+
+
+def turns(open: Tensor, steps: int) -> Tensor:
+    """The step at which each position has its turn in `streams`, counting open ones: (B, L)."""
+    plan = torch.tensor(streams(steps), device=open.device)
+    return plan[(open.cumsum(1) - 1).clamp(min=0) % len(plan)]
+
+
+@functools.cache
+def shares(steps: int) -> tuple[float, ...]:
+    """Share of the positions that `streams` has revealed after 0, 1, ... steps: steps + 1 of them.
+
+    Of whole rounds; a text whose length is no multiple may have a little more or less.
+    """
+    plan = streams(steps)
+    return tuple(sum(turn < n for turn in plan) / len(plan) for n in range(steps + 1))
+
+
+def stream_times(schedule: Schedule, steps: int) -> list[float]:
+    """Times of the steps of `streams`, from 1 to 0: as much is masked then as they leave."""
+    left = 1 - torch.tensor(shares(steps), dtype=torch.float64)
+    alpha_1 = schedule.alpha(torch.ones((), dtype=torch.float64))
+    times: list[float] = schedule.time(1 - left * (1 - alpha_1)).tolist()
+    return [1.0, *times[1:-1], 0.0]
+
+
+def numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:
+    """Numbers in [0, 1): a position is revealed once a larger share of all is.
+
+    Each lies in the middle of its step's shares, so that rounding does not matter. `steps` (B,) are
+    those of the path that each text is on, all of them `known`. Shapes: open (B, L) -> (B, L).
+    """
+    found = torch.zeros(open.shape, dtype=torch.float64, device=open.device)
+    for count in known:
+        edges = torch.tensor(shares(count), dtype=torch.float64, device=open.device)
+        middle = (edges[:-1] + edges[1:]) / 2
+        found = torch.where((steps == count)[:, None], middle[turns(open, count)], found)
+    return found
+
+
+def before_end(tokens: Tensor, end_id: int) -> Tensor:
+    """Positions before the first end of each text, all where there is none: (B, L) -> (B, L)."""
+    return (tokens == end_id).cumsum(1) == 0
+
+
+def goes_on(tokens: Tensor, end_id: int) -> bool:
+    """Whether something other than ends follows an end: such rows are not of one text each."""
+    return bool((~before_end(tokens, end_id) & (tokens != end_id)).any())
+
+
+def window(length: int, mask_id: int, end_id: int, count: Tensor) -> Tensor:
+    """Windows with masks for texts of `count` (B,) tokens, and ends behind: (B, L)."""
+    positions = torch.arange(length, device=count.device)
+    return torch.where(positions < count[:, None], mask_id, end_id)
+
+
+class LengthLaw:
+    """How long texts are, from how many had each length."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        """Take the number of texts of 0, 1, 2, ... tokens; none is empty.
+
+        One text is added at every length, so that none is impossible.
+        """
+        weights = torch.tensor(counts, dtype=torch.float64) + 1
+        weights[0] = 0
+        self._p = weights / weights.sum()
+
+    @cached_property
+    def mean(self) -> float:
+        """Tokens of a text, on average."""
+        return float((self._p * torch.arange(len(self._p))).sum())
+
+    def log_prob(self, count: Tensor, shortest: int = 1) -> Tensor:
+        """Log-probability of lengths (B,), given that none is below `shortest`: float64."""
+        allowed = self._from(shortest)
+        return (allowed / allowed.sum()).log().to(count.device)[count]
+
+    def draw(self, uniforms: Tensor, shortest: int = 1) -> Tensor:
+        """Draw lengths, none below `shortest`: uniforms (B,) in [0, 1) -> (B,)."""
+        total = self._from(shortest).cumsum(0).to(uniforms.device)
+        return torch.searchsorted(total, uniforms * total[-1], right=True).clamp(max=len(total) - 1)
+
+    def _from(self, shortest: int) -> Tensor:
+        if not 1 <= shortest < len(self._p):
+            raise ValueError(f"shortest is {shortest}: use 1 to {len(self._p) - 1}")
+        return torch.where(torch.arange(len(self._p)) >= shortest, self._p, 0.0)

@@ -22,7 +22,7 @@ from didi_instruct.reproduce.measuring import EVALS, judge_of
 from didi_instruct.reproduce.sensitivity import design, shares
 from didi_instruct.reproduce.toy_corpora import toy_models, write_corpora
 from didi_instruct.reproduce.zeroshot import zero_shot_rows
-from didi_instruct.training.world import pick_device
+from didi_instruct.training.distributed import pick_device
 
 HERE = "didi_instruct.reproduce.calls"
 SWEEP = ("most_steps", "late_from", "few", "costly", "temperatures", "top_ps")

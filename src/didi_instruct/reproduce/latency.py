@@ -24,7 +24,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.samples import text_lengths
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
-from didi_instruct.training.world import pick_device
+from didi_instruct.training.distributed import pick_device
 
 TOKENS = 1024
 """Tokens of a text of the paper, which it tells the latency of."""

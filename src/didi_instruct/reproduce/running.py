@@ -16,8 +16,8 @@ from didi_instruct.api.runs import RECIPE, is_begun, steps_made
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce.jobs import Context, Job, content, digest
+from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.reporting import SilentReporter
-from didi_instruct.training.world import pick_device
 
 DONE, SPENT, RUN = "done.json", "spent.json", "run"
 Tell = Callable[[str], None]

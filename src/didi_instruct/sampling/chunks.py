@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from didi_instruct.models.fused import Fused
+from didi_instruct.models.compile import Fused
 from didi_instruct.sampling.chain import in_parts
 
 CHUNK = 64

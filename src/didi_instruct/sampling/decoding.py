@@ -13,8 +13,7 @@ from torch import Tensor
 
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.graphs import capture, grown, keep_few, pad_output
-from didi_instruct.models.layers import Block, versions
-from didi_instruct.models.precision import upcast
+from didi_instruct.models.layers import Block, upcast, versions
 from didi_instruct.sampling.chunks import draw_by_chunks
 
 MOST_KEPT = 4

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from didi_instruct.models.fused import fusing
+from didi_instruct.models.compile import fusing
 from didi_instruct.sampling.categorical import draw
 from didi_instruct.sampling.chain import Canvas, Chain, Denoiser, Purpose, Samples
 from didi_instruct.sampling.chunks import draw_compiled

@@ -7,15 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.errors import first_line
-from didi_instruct.models.compiling import compiled
+from didi_instruct.models.compile import compiled, fusing, say_once
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.fused import fusing
 from didi_instruct.models.graphs import Chosen, GraphedDiT
 from didi_instruct.models.inference import InferenceDiT
-from didi_instruct.models.layers import ALIGN, versions
-from didi_instruct.models.precision import upcast
-from didi_instruct.models.remarks import say_once
+from didi_instruct.models.layers import ALIGN, upcast, versions
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import PAD
 from didi_instruct.sampling.chunks import draw_compiled

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from didi_instruct.models.fused import Fused, fuses
+from didi_instruct.models.compile import Fused, fuses
 from didi_instruct.transfer import sent
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.process.lengths import LengthLaw
-from didi_instruct.process.masking import with_code
+from didi_instruct.process.masking import LengthLaw, with_code
 from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_where, masked_share
 from didi_instruct.sampling.noise import uniforms
 

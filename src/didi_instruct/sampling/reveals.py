@@ -7,8 +7,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import Order
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import reveal_probability
-from didi_instruct.process.orders import stream_times, turns
+from didi_instruct.process.masking import reveal_probability, stream_times, turns
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Chain, Purpose
 from didi_instruct.sampling.grids import Grid, time_grid

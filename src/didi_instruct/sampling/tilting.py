@@ -7,7 +7,7 @@ are -inf and the embeddings there 0, so they have probability 0, slope 0 and til
 import torch
 from torch import Tensor
 
-from didi_instruct.models.fused import Fused
+from didi_instruct.models.compile import Fused
 
 
 def logit_gradient(p: Tensor, slope: Tensor) -> Tensor:

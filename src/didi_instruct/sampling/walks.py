@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from didi_instruct.models.compiling import compiled
+from didi_instruct.models.compile import compiled
 from didi_instruct.models.graphs import (
     LOGITS_AT_ONCE,
     Captured,

@@ -28,8 +28,8 @@ from didi_instruct.data.files import (
     write_atomic,
 )
 from didi_instruct.errors import UserError
-from didi_instruct.models.tensors import write_tensors
-from didi_instruct.training.world import World
+from didi_instruct.models.tensor_files import write_tensors
+from didi_instruct.training.distributed import World
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8})")

@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.compiling import compiled
+from didi_instruct.config.pretrain import CurriculumConfig
+from didi_instruct.models.compile import compiled
 from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.process import masking, uniform
-from didi_instruct.process.lengths import before_end
+from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import make_schedule
+from didi_instruct.process.uniform import soft_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +181,7 @@ class UniformObjective:
         """Mean of the integrand over positions.
 
         Where there are `tokens` and their `weights`, the network reads mixtures of embeddings in
-        place of z (`training.curriculum`).
+        place of z (`SoftObjective`).
         """
         soft = {"embeddings": _mixed(model, batch)} if "weights" in batch else {}
         logits = model(batch["z"], batch["sigma"], **soft).float()
@@ -241,3 +243,36 @@ def make_objective(config: ModelConfig) -> Objective:
         "ar": ARObjective,
     }
     return kinds[config.kind](config)
+
+
+def temperature_at(step: int, config: CurriculumConfig) -> float | None:
+    """Temperature of a step, its logarithm changing evenly; None once the curriculum is over."""
+    if step >= config.steps:
+        return None
+    first, last = config.temperature
+    return float(first * (last / first) ** (step / config.steps))
+
+
+class SoftObjective(UniformObjective):
+    """The uniform-state objective on softened tokens."""
+
+    def __init__(self, config: ModelConfig, temperature: float, tokens: int) -> None:
+        super().__init__(config)
+        self.temperature, self.others = temperature, min(tokens, config.num_tokens) - 1
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Times, and the numbers that the latent's largest entries are made from."""
+        times = masking.stratified_times(count, generator)
+        shape = (count, self.config.length, 2 * self.others + 1)
+        return times, torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
+        """Mix tokens with noise; the state z is the one of most weight."""
+        t, numbers = noise
+        alpha = self.schedule.alpha(t)[:, None]
+        uniforms, picks = numbers[:, : tokens.shape[1]].tensor_split([self.others + 1], -1)
+        found, weights = soft_state(
+            tokens, alpha, self.config.num_tokens, self.temperature, uniforms, picks
+        )
+        z = found.gather(-1, weights.argmax(-1, keepdim=True)).squeeze(-1)
+        return {**self.levels(t), "x": tokens, "z": z, "tokens": found, "weights": weights}

@@ -14,7 +14,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 from .small import METHODS, recipe
 

@@ -19,7 +19,7 @@ from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.manifest import read_manifest
-from didi_instruct.training.world import World
+from didi_instruct.training.distributed import World
 
 from .small import METHODS, Heard, recipe
 

@@ -14,7 +14,7 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.models.foreign.reading import load_foreign, recognise
 from didi_instruct.models.foreign.writing import write_foreign
 from didi_instruct.models.manifest import is_ours, read_manifest
-from didi_instruct.models.tensors import check_shapes, infer
+from didi_instruct.models.tensor_files import check_shapes, infer
 
 from .reference import hub_config, hub_folder, lightning_file, prefixed, weights
 from .test_reading import CORE, OURS

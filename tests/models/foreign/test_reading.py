@@ -302,7 +302,7 @@ def test_a_mask_among_the_tokens_is_refused(tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, 500])
 def test_opening_a_file_again_changes_nothing(tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr("didi_instruct.models.tensors.NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr("didi_instruct.models.tensor_files.NUMBERS_AT_ONCE", at_once)
     loaded = load_foreign(LAYOUTS["mdlm-hub"](tmp_path))
     for key, value in CORE.items():
         assert torch.equal(loaded.model.state_dict()[key], value), key

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.shown import shown
+from didi_instruct.models.tensor_files import shown
 
 MAX_PICKLE = 64 << 20
 """Bytes of structure that are worth reading; the weights are not in the pickle."""

@@ -12,8 +12,7 @@ from typing import Literal
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.settings import Settings
 from didi_instruct.models.foreign.stores import SHADOW, Store
-from didi_instruct.models.shown import first_few, shown, shown_value
-from didi_instruct.models.tensors import describe
+from didi_instruct.models.tensor_files import describe, first_few, shown, shown_value
 
 Layout = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "ar-hub", "didi-instruct", "lightning", "core"]
 WeightSet = Literal["ema", "raw"]

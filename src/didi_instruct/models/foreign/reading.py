@@ -36,9 +36,8 @@ from didi_instruct.models.foreign.special_ids import (
     start_with,
 )
 from didi_instruct.models.foreign.stores import Store, open_store
-from didi_instruct.models.rotary import ROTARY_BASE
-from didi_instruct.models.shown import first_few, shown
-from didi_instruct.models.tensors import check_shapes
+from didi_instruct.models.layers import ROTARY_BASE
+from didi_instruct.models.tensor_files import check_shapes, first_few, shown
 
 _BLOCK = "blocks.0."
 _PARTS = 5

@@ -6,7 +6,7 @@ from typing import Any
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.manifest import CONFIG, FORMAT, read_json
-from didi_instruct.models.shown import shown_value
+from didi_instruct.models.tensor_files import shown_value
 
 _FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "hidden": (int, ("hidden_dim", "model.hidden_size")),

@@ -11,8 +11,7 @@ from didi_instruct.models.foreign.layouts import FIRST, FREQUENCIES
 from didi_instruct.models.foreign.places import USUAL
 from didi_instruct.models.foreign.settings import Settings
 from didi_instruct.models.manifest import LONGEST
-from didi_instruct.models.shown import shown_value
-from didi_instruct.models.tensors import Shapes
+from didi_instruct.models.tensor_files import Shapes, shown_value
 
 Family = Literal["mdlm", "sedd", "duo", "ar"]
 

@@ -17,7 +17,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.shown import shown_value
+from didi_instruct.models.tensor_files import shown_value
 
 NEVER = -3e4
 """A logit whose exponential is 0 also in float64, and that float16 can hold."""

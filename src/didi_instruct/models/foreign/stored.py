@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.models.foreign.archive import Archive
-from didi_instruct.models.shown import shown
+from didi_instruct.models.tensor_files import shown
 
 _STORAGES = {
     "DoubleStorage": torch.float64,

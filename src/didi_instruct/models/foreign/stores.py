@@ -12,8 +12,7 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.pickles import Checkpoint, read_checkpoint
 from didi_instruct.models.foreign.stored import REPEATED, Inert, StoredTensor
-from didi_instruct.models.shown import shown
-from didi_instruct.models.tensors import DTYPES, in_groups
+from didi_instruct.models.tensor_files import DTYPES, in_groups, shown
 
 SHADOW = "ema.shadow_params."
 """Before the number of each averaged weight of a Lightning checkpoint: it keeps a list."""

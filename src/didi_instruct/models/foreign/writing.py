@@ -22,7 +22,7 @@ from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.foreign.folders import new_folder, refuse_full
 from didi_instruct.models.foreign.special_ids import reopen_padding
 from didi_instruct.models.manifest import CONFIG, DISCRIMINATOR, MODEL
-from didi_instruct.models.tensors import write_tensors
+from didi_instruct.models.tensor_files import write_tensors
 
 Writable = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "didi-instruct"]
 

@@ -1,5 +1,7 @@
-"""Functions that a GPU does better as one kernel: compiled there, plain elsewhere."""
+"""Compiled functions, and warnings said once where torch cannot compile."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,8 +11,42 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import first_line
-from didi_instruct.models.compiling import compiled
-from didi_instruct.models.remarks import say_once
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+WRONG = "triton.mix_order_reduction"
+MOST_VERSIONS = 64
+"""Of one function, for all networks, shapes and gradient modes; beyond it torch no longer compiles,
+and its own 8 are what one iteration of distillation takes."""
+
+
+def compiled(function: Function, *, dynamic: bool | None = None, graphs: bool = False) -> Function:
+    """Compile a function; with `graphs` its kernels are launched together, gradients included.
+
+    Since 2.10 inductor sums rows and columns of a gradient in one kernel ("mix-order reduction").
+    Where layer norms one after the other are modulated by vectors that all rows share, as ours
+    are, the vectors' gradients come out as garbage (pytorch issue 193061), so it is turned off.
+    """
+    from torch import _dynamo, _inductor
+
+    limits: Any = _dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_VERSIONS)
+    options: dict[str, Any] = {WRONG: False} if WRONG in _inductor.list_options() else {}
+    if graphs:
+        options["triton.cudagraphs"] = True
+    result: Any = torch.compile(function, dynamic=dynamic, options=options or None)
+    return result  # type: ignore[no-any-return]
+
+
+remarks: list[str] = []
+"""What was said so far: who measures has to repeat it beside the numbers."""
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Tell the user something that need not be told again."""
+    remarks.append(text)
+    logging.getLogger("didi_instruct").warning(text)
+
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

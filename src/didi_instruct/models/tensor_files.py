@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,34 @@ from torch import Tensor
 
 from didi_instruct.config.model import ARCHITECTURES
 from didi_instruct.errors import UserError
-from didi_instruct.models.shown import first_few, shown, shown_value
+
+LONGEST = 80
+"""Characters of a name or a value that are shown."""
+
+LISTED = 3
+"""Tensors named in an error before the rest is only counted."""
+
+
+def shown(text: str, most: int = LONGEST) -> str:
+    """Return one printable line: no line breaks, escape sequences or halves of characters."""
+    if len(text) > most:
+        text = text[: most - 1] + "…"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def shown_value(value: Any, most: int = LONGEST) -> str:
+    """Return a value of a foreign file as Python writes it, on one printable line."""
+    try:
+        return shown(repr(value), most)
+    except (ValueError, RecursionError):  # a number of too many digits, a list without a bottom
+        return f"a {type(value).__name__} that is too large to show"
+
+
+def first_few(names: Collection[str], show: Callable[[str], str] = shown) -> str:
+    """Name a few of many, and count the rest."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(show, islice(names, LISTED))) + more
+
 
 DTYPES = {
     torch.float64: "F64",

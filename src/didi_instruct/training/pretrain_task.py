@@ -18,12 +18,23 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.build import build_model, flops_per_token
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.seeding import mix
-from didi_instruct.training.curriculum import SoftObjective, temperature_at
-from didi_instruct.training.devices import CPU_TOKENS, compiles, uses_bf16
-from didi_instruct.training.objectives import Batch, Objective, make_objective
+from didi_instruct.training.distributed import (
+    CPU_TOKENS,
+    World,
+    compile_network,
+    compiles,
+    gradient_sync,
+    parallelise,
+    uses_bf16,
+)
+from didi_instruct.training.objectives import (
+    Batch,
+    Objective,
+    SoftObjective,
+    make_objective,
+    temperature_at,
+)
 from didi_instruct.training.optim import Updater, learning_rate
-from didi_instruct.training.parallel import compile_network, gradient_sync, parallelise
-from didi_instruct.training.world import World
 
 
 class LossModule(nn.Module):
