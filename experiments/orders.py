@@ -22,7 +22,7 @@ from torch import Tensor
 
 from didi_instruct.api.model import Model, load
 from didi_instruct.data.dataset import open_data
-from didi_instruct.process.masking import before_end, streams
+from didi_instruct.process.masking import before_end, interleaved_plan
 
 GOLDEN = (5**0.5 - 1) / 2
 ROWS = 256
@@ -94,7 +94,7 @@ def search(
     nats: Callable[[tuple[int, ...]], float], steps: int, moves: int, seed: int
 ) -> tuple[tuple[int, ...], float]:
     """Descend from `streams` by single moves."""
-    chance, plan = random.Random(seed), streams(steps)
+    chance, plan = random.Random(seed), interleaved_plan(steps)
     best, begun = nats(plan), time.time()
     for move in range(moves):
         other = neighbour(plan, steps, chance)
@@ -128,7 +128,7 @@ def main() -> None:
             )
             found.append({"steps": steps, "order": order, "nats": nats, "by_step": each})
             print(steps, order, round(nats, 2), each, flush=True)
-        plans = {"streams": streams(steps)}
+        plans = {"streams": interleaved_plan(steps)}
         if args.moves:
             plans["searched"], _ = search(
                 lambda plan, n=steps: path_nats(model, rows, laid_out(plan, rows), n)[0],

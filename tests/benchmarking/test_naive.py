@@ -12,7 +12,7 @@ from didi_instruct.benchmarking.naive import (
     tilt_dense,
 )
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.process.masking import stream_times, turns
+from didi_instruct.process.masking import interleaved_times, interleaved_turns
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.chain import Canvas, Chain, Draw
 from didi_instruct.sampling.guidance import Guidance
@@ -70,7 +70,11 @@ def enumerated_streams(language, steps, guide=None, guidance=None):
     """Law over all texts where each step reveals the positions whose turn it is."""
     V, L = language.num_tokens, language.length
     z, mass = all_states(V + 1, L), all_masked(language)
-    turn, times = turns(torch.ones(1, L) > 0, steps)[0], stream_times(SCHEDULE, steps)
+    turn = interleaved_turns(torch.ones(1, L) > 0, steps)[0]
+    times = interleaved_times(SCHEDULE, steps)
+        interleaved_turns(torch.ones(1, L) > 0, steps)[0],
+        interleaved_times(SCHEDULE, steps),
+    )
     stay = torch.nn.functional.one_hot(z, V + 1).double()
     for n in range(steps):
         logits = language.denoiser(z)

@@ -13,7 +13,7 @@ from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.distillation.discriminating import smooth_bce
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
-from didi_instruct.process.masking import stream_times
+from didi_instruct.process.masking import interleaved_times
 from didi_instruct.process.schedule import LogLinear
 
 from .small import (
@@ -198,7 +198,7 @@ def test_in_streams_texts_stop_on_the_path_and_are_compared_where_chance_says():
     """Of eight steps: the last stop before τ, which is where a text is compared."""
     didi = {"rollout_steps": 8, "score_steps": "last"}
     part = task_of({"didi": didi, "order": "streams"}).compare(0, 0, torch.arange(BATCH))
-    path = torch.tensor(stream_times(LogLinear(1e-3), 8)[:-1], dtype=torch.float64)
+    path = torch.tensor(interleaved_times(LogLinear(1e-3), 8)[:-1], dtype=torch.float64)
     drawn = task_of({"didi": didi}).compare(0, 0, torch.arange(BATCH)).t
     assert torch.equal(part.t, drawn)
     gap = (stops(part)[:, None] - path).abs().amin(1)

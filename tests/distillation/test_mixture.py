@@ -8,7 +8,7 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.mixture import MixtureTask, add_masks
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import turns, with_code
+from didi_instruct.process.masking import interleaved_turns, with_code
 
 from .small import Stream, make_task, moved, small_network, weights
 
@@ -87,7 +87,7 @@ def test_streams_reveal_in_their_turn():
     """States and steps are those of the plan; every text is before a step of its budget."""
     task = task_of({"budgets": [4, 8]}, {"order": "streams", "train": {"batch_size": 64}})
     part = task.part(0, torch.arange(64))
-    plans = [turns(torch.ones(1, task.length, dtype=torch.bool), n)[0] for n in (4, 8)]
+    plans = [interleaved_turns(torch.ones(1, task.length, dtype=torch.bool), n)[0] for n in (4, 8)]
     for z, revealed in zip(part.z, part.revealed, strict=True):
         masked = z == task.mask_id
         fits = [

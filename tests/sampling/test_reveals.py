@@ -7,7 +7,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.budgets import path_times
 from didi_instruct.distillation.rollout import Noise, order_of, walk
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import revealed_shares, shares, stream_times
+from didi_instruct.process.masking import interleaved_shares, interleaved_times, revealed_shares
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.chain import Canvas, Draw
@@ -56,7 +56,7 @@ def test_a_walk_of_a_distillation_has_the_same_law_and_probabilities(steps, sche
     """Under every schedule: false alarms 1e-5."""
     noise, count = Noise(3, torch.arange(20_000)), 20_000
     start, budget = torch.full((1, 4), 3), torch.full((20_000,), steps)
-    times = torch.tensor(stream_times(schedule, steps), dtype=torch.float64)
+    times = torch.tensor(interleaved_times(schedule, steps), dtype=torch.float64)
 
     def rows(z, t, where):
         return LANGUAGE.denoiser(z)[where]
@@ -84,12 +84,12 @@ def test_training_and_sampling_stand_at_the_same_times(steps):
     for schedule in (LogLinear(1e-3), Cosine(0.0)):
         where = torch.arange(steps, dtype=torch.float64) / steps + 1e-6
         _, t, after, _ = path_times((steps,), where, "streams", schedule)
-        expected = torch.tensor(stream_times(schedule, steps), dtype=torch.float64)
+        expected = torch.tensor(interleaved_times(schedule, steps), dtype=torch.float64)
         torch.testing.assert_close(
             torch.stack([t, after]), torch.stack([expected[:-1], expected[1:]])
         )
         shares_then = revealed_shares(schedule, expected)
-        torch.testing.assert_close(shares_then.tolist(), list(shares(steps)))
+        torch.testing.assert_close(shares_then.tolist(), list(interleaved_shares(steps)))
 
 
 def test_a_grid_beside_streams_is_refused():

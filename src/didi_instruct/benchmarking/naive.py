@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
-from didi_instruct.process.masking import posterior, stream_times, turns
+from didi_instruct.process.masking import interleaved_times, interleaved_turns, posterior
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Denoiser
 from didi_instruct.sampling.grids import time_grid
@@ -102,8 +102,8 @@ class _Path:
         self.turns: Tensor | None = None
         """(B, L) the step that reveals each position, where chance has no say in it."""
         if order == "streams":
-            self.turns = turns(start == mask_id, steps)
-            self.times = stream_times(schedule, steps)
+            self.turns = interleaved_turns(start == mask_id, steps)
+            self.times = interleaved_times(schedule, steps)
         else:
             self.times = time_grid("uniform", steps)
         levels = torch.tensor(self.times, dtype=torch.float64, device=start.device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
-from didi_instruct.process.masking import stream_times
+from didi_instruct.process.masking import interleaved_times
 from didi_instruct.process.schedule import Schedule
 
 
@@ -38,5 +38,5 @@ def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:
     """Times of a path in as many steps, from 1 to 0."""
     if order == "streams":
         assert schedule is not None, "how much is masked at a time depends on the schedule"
-        return stream_times(schedule, steps)
+        return interleaved_times(schedule, steps)
     return [1 - n / steps for n in range(steps + 1)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
-from didi_instruct.process.masking import numbers, revealed_shares, stream_times
+from didi_instruct.process.masking import interleaved_numbers, interleaved_times, revealed_shares
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Purpose
 from didi_instruct.sampling.chunks import draw_compiled
@@ -211,7 +211,7 @@ def order_of(
     one of the budgets.
     """
     if order == "streams":
-        return numbers(open, steps, budgets)
+        return interleaved_numbers(open, steps, budgets)
     return noise.uniforms(open.shape[1], Purpose.REVEAL)
 
 
@@ -275,7 +275,7 @@ def _way_to(
     turn = order_of(order, noise, open, count, (steps,))
     if order == "streams":
         stops = torch.tensor(
-            stream_times(schedule, steps)[:-1], dtype=torch.float64, device=tau.device
+            interleaved_times(schedule, steps)[:-1], dtype=torch.float64, device=tau.device
         )
         passed = (stops >= tau[:, None]).sum(1, keepdim=True).clamp(min=1)
         # A walk stands still once it has arrived.

@@ -146,7 +146,7 @@ def check_level(name: str, level: Tensor, tokens: Tensor) -> None:
 
 
 @functools.cache
-def streams(steps: int) -> tuple[int, ...]:
+def interleaved_plan(steps: int) -> tuple[int, ...]:
     """The step at which each of some positions in a row has its turn; the next begin anew."""
     if steps < 4:
         return ((0,), (0, 1, 1, 1), (0, 2, 1, 2))[steps - 1]
@@ -154,31 +154,31 @@ def streams(steps: int) -> tuple[int, ...]:
     return (0, *stream, 1, *stream)
 
 
-def turns(open: Tensor, steps: int) -> Tensor:
+def interleaved_turns(open: Tensor, steps: int) -> Tensor:
     """The step at which each position has its turn in `streams`, counting open ones: (B, L)."""
-    plan = torch.tensor(streams(steps), device=open.device)
+    plan = torch.tensor(interleaved_plan(steps), device=open.device)
     return plan[(open.cumsum(1) - 1).clamp(min=0) % len(plan)]
 
 
 @functools.cache
-def shares(steps: int) -> tuple[float, ...]:
+def interleaved_shares(steps: int) -> tuple[float, ...]:
     """Share of the positions that `streams` has revealed after 0, 1, ... steps: steps + 1 of them.
 
     Of whole rounds; a text whose length is no multiple may have a little more or less.
     """
-    plan = streams(steps)
+    plan = interleaved_plan(steps)
     return tuple(sum(turn < n for turn in plan) / len(plan) for n in range(steps + 1))
 
 
-def stream_times(schedule: Schedule, steps: int) -> list[float]:
+def interleaved_times(schedule: Schedule, steps: int) -> list[float]:
     """Times of the steps of `streams`, from 1 to 0: as much is masked then as they leave."""
-    left = 1 - torch.tensor(shares(steps), dtype=torch.float64)
+    left = 1 - torch.tensor(interleaved_shares(steps), dtype=torch.float64)
     alpha_1 = schedule.alpha(torch.ones((), dtype=torch.float64))
     times: list[float] = schedule.time(1 - left * (1 - alpha_1)).tolist()
     return [1.0, *times[1:-1], 0.0]
 
 
-def numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:
+def interleaved_numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:
     """Numbers in [0, 1): a position is revealed once a larger share of all is.
 
     Each lies in the middle of its step's shares, so that rounding does not matter. `steps` (B,) are
@@ -186,9 +186,11 @@ def numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:
     """
     found = torch.zeros(open.shape, dtype=torch.float64, device=open.device)
     for count in known:
-        edges = torch.tensor(shares(count), dtype=torch.float64, device=open.device)
+        edges = torch.tensor(interleaved_shares(count), dtype=torch.float64, device=open.device)
         middle = (edges[:-1] + edges[1:]) / 2
-        found = torch.where((steps == count)[:, None], middle[turns(open, count)], found)
+        found = torch.where(
+            (steps == count)[:, None], middle[interleaved_turns(open, count)], found
+        )
     return found
 
 

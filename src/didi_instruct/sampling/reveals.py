@@ -7,7 +7,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import Order
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import reveal_probability, stream_times, turns
+from didi_instruct.process.masking import interleaved_times, interleaved_turns, reveal_probability
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.chain import Chain, Purpose
 from didi_instruct.sampling.grids import Grid, time_grid
@@ -24,8 +24,8 @@ class Reveals:
         if order == "streams":
             if grid is not None:
                 raise UserError("order=streams has steps of its own: leave out grid.")
-            self.turns = turns(chain.open, chain.steps)
-            self.times = stream_times(schedule, chain.steps)
+            self.turns = interleaved_turns(chain.open, chain.steps)
+            self.times = interleaved_times(schedule, chain.steps)
         elif order == "random":
             self.times = time_grid("uniform" if grid is None else grid, chain.steps)
         else:
