@@ -72,9 +72,6 @@ def enumerated_streams(language, steps, guide=None, guidance=None):
     z, mass = all_states(V + 1, L), all_masked(language)
     turn = interleaved_turns(torch.ones(1, L) > 0, steps)[0]
     times = interleaved_times(SCHEDULE, steps)
-        interleaved_turns(torch.ones(1, L) > 0, steps)[0],
-        interleaved_times(SCHEDULE, steps),
-    )
     stay = torch.nn.functional.one_hot(z, V + 1).double()
     for n in range(steps):
         logits = language.denoiser(z)
