@@ -8,17 +8,17 @@ a process killed at any point leaves a folder that loads: as it was, or as it wa
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.parse import parse
 from didi_instruct.data.files import (
     AtomicFile,
     no_space_as_user_error,
@@ -27,38 +27,98 @@ from didi_instruct.data.files import (
     sha256_file,
     write_atomic,
 )
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
-from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.manifest import (
-    CONFIG,
-    DISCRIMINATOR,
-    MODEL,
-    TOKENIZER,
-    FileRecord,
-    Manifest,
-    read_manifest,
+from didi_instruct.models.discriminator import Discriminator, build_discriminator, flat_name
+from didi_instruct.models.dit import build_model
+from didi_instruct.models.quantised import Storage, StoredWeights, pack
+from didi_instruct.models.tensor_files import (
+    Shapes,
+    check_shapes,
+    shown,
+    shown_value,
+    write_tensors,
 )
-from didi_instruct.models.quantised import Storage, pack, read_stored, stored_shapes
-from didi_instruct.models.tensor_files import check_shapes, write_tensors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+CONFIG = "config.json"
+MODEL = "model.safetensors"
+DISCRIMINATOR = "discriminator.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
-    from didi_instruct.data.tokenizer import Tokenizer
+FORMAT = "didi"
+VERSION = 1
+
+MAX_LENGTH = 1 << 20
+"""Tokens of a text: more than any model here was trained on, and a rotary table that still fits."""
 
 Network = TypeVar("Network", bound=nn.Module)
 Weights = nn.Module | Mapping[str, Tensor]
 """A network, or its whole state dict (gathered first, if it is sharded)."""
 
 
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and checksum of a file, as a manifest lists them."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Take the record of a file."""
+        return cls(path.stat().st_size, sha256_file(path))
+
+    def damage(self, path: Path, *, verify: bool = True) -> str | None:
+        """Return in words how a file differs from its record; `verify` compares checksums."""
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != self.bytes:
+            change = "truncated" if size < self.bytes else "altered"
+            return f"{path} is {change}: it has {size} bytes instead of {self.bytes}"
+        if verify and (digest := sha256_file(path)) != self.sha256:
+            return f"{path} was altered: its SHA-256 is {digest} instead of {self.sha256}"
+        return None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of config.json."""
+
+    model: ModelConfig
+    files: dict[str, FileRecord]
+    discriminator: ModelConfig | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    storage: Storage | None = None
+    """Type of the parameters in the files; None: the type in which they are used."""
+
+    def __post_init__(self) -> None:
+        """Refuse files that do not belong together, and lengths that no memory holds."""
+        for name in self.files:
+            if name not in (MODEL, DISCRIMINATOR, *TOKENIZER):
+                raise UserError(f"`files` lists {shown_value(name)}, no file of a model folder.")
+        if MODEL not in self.files:
+            raise UserError(f"`files` does not list {MODEL}.")
+        if (self.discriminator is not None) != (DISCRIMINATOR in self.files):
+            raise UserError("`discriminator` and `files` disagree about one.")
+        for group, config in (("model", self.model), ("discriminator", self.discriminator)):
+            if config is not None and config.length > MAX_LENGTH:
+                raise UserError(f"`{group}.length` is {config.length}: {MAX_LENGTH} at most.")
+
+    def to_bytes(self) -> bytes:
+        """Encode it as JSON."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if self.storage is None:
+            del content["storage"]
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+
 @dataclass
 class LoadedModel:
-    """What a folder holds; the networks are in evaluation mode."""
+    """Networks in evaluation mode, and what else a folder holds."""
 
     model: nn.Module
     config: ModelConfig
-    tokenizer: "Tokenizer | None" = None
+    tokenizer: Tokenizer | None = None
     discriminator: Discriminator | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +127,7 @@ def save_model(
     folder: str | Path,
     model: Weights,
     config: ModelConfig,
-    tokenizer: "Tokenizer | None" = None,
+    tokenizer: Tokenizer | None = None,
     discriminator: Weights | None = None,
     provenance: dict[str, Any] | None = None,
     discriminator_config: ModelConfig | None = None,
@@ -82,30 +142,44 @@ def save_model(
     """
     folder = Path(folder)
     _check_tokenizer(folder, config, tokenizer)
-    trunk = None
     tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, storage)}
+    trunk = None
     if discriminator is not None:
         trunk = discriminator_config or config
         if isinstance(discriminator, Discriminator):
             trunk = discriminator.config
-        tensors[DISCRIMINATOR] = _for_disk(
-            folder / DISCRIMINATOR, discriminator, Discriminator, trunk, storage
-        )
+        path = folder / DISCRIMINATOR
+        tensors[DISCRIMINATOR] = _for_disk(path, discriminator, build_discriminator, trunk, storage)
     provenance = json.loads(json.dumps(provenance or {}))  # what is not JSON fails here
-    old = read_manifest(folder) if (folder / CONFIG).exists() else None
-    with no_space_as_user_error(folder):
+    old = read_manifest(folder).files if (folder / CONFIG).exists() else {}
+
+    with no_space_as_user_error(folder), ExitStack() as cleanup:
         folder.mkdir(parents=True, exist_ok=True)
         _finish_interrupted(folder, old)
         require_space(folder, sum(t.nbytes for part in tensors.values() for t in part.values()))
-        save = _Save(folder)
-        try:
-            for name, part in tensors.items():
-                save.add_tensors(name, part)
-            if tokenizer is not None:
-                save.add_tokenizer(tokenizer)
-            save.commit(Manifest(config, save.records, trunk, provenance, storage), old)
-        finally:
-            save.discard()
+        files: dict[str, AtomicFile] = {}
+        records: dict[str, FileRecord] = {}
+
+        def new_file(name: str) -> AtomicFile:
+            files[name] = AtomicFile(folder / name)
+            cleanup.callback(files[name].discard)
+            return files[name]
+
+        for name, part in tensors.items():
+            records[name] = FileRecord(*write_tensors(new_file(name).write, part))
+        texts = {} if tokenizer is None else tokenizer.files()
+        for name in sorted(texts):
+            new_file(name).write(texts[name])
+            records[name] = FileRecord(len(texts[name]), hashlib.sha256(texts[name]).hexdigest())
+        manifest = Manifest(config, records, trunk, provenance, storage)
+        for name in files:
+            _keep_previous(folder / name)
+        for file in files.values():
+            file.commit()
+        write_atomic(folder / CONFIG, manifest.to_bytes())
+        for name in old.keys() - files.keys():
+            (folder / name).unlink(missing_ok=True)
+        _forget_previous(folder)
     return folder
 
 
@@ -123,149 +197,148 @@ def load_model(
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    paths = {name: _locate(folder, name, r, verify) for name, r in manifest.files.items()}
-    trunk = manifest.discriminator
-    if (trunk is not None) != (DISCRIMINATOR in paths):
-        raise UserError(f"{folder / CONFIG}: `discriminator` and `files` disagree about one.")
-    tokenizer = _load_tokenizer(folder, paths)
+    paths = {}
+    for name, record in manifest.files.items():
+        paths[name] = _current(folder / name, record)
+        if (damage := record.damage(paths[name], verify=verify)) is not None:
+            raise UserError(f"{damage}. Fetch it again.")
+    tokenizer = Tokenizer.from_files(paths) if TOKENIZER[0] in paths else None
     _check_tokenizer(folder, manifest.model, tokenizer)
 
     # Every header is checked before the first tensor is read.
-    storage = manifest.storage
-    network = _empty(paths[MODEL], build_model, manifest.model, storage)
+    weights = StoredWeights(paths[MODEL], manifest.storage)
+    network = _on_meta(weights.path, weights.shapes, build_model, manifest.model)
     discriminator = None
-    if trunk is not None:
-        discriminator = _empty(paths[DISCRIMINATOR], Discriminator, trunk, storage)
-        _fill(discriminator, paths[DISCRIMINATOR], device, dtype, storage)
-    _fill(network, paths[MODEL], device, dtype, storage)
+    if manifest.discriminator is not None:
+        critic = StoredWeights(paths[DISCRIMINATOR], manifest.storage)
+        trunk = manifest.discriminator
+        discriminator = _on_meta(critic.path, critic.shapes, build_discriminator, trunk)
+        _fill(discriminator, critic, device, dtype)
+    _fill(network, weights, device, dtype)
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 
-def _on_meta(build: "Callable[[ModelConfig], Network]", config: ModelConfig) -> "Network":
-    with torch.device("meta"):
-        return build(config)
-
-
-def _empty(
-    path: Path,
-    build: "Callable[[ModelConfig], Network]",
-    config: ModelConfig,
-    storage: Storage | None,
-) -> "Network":
-    """Return the network without memory, after checking that the file has just its tensors."""
-    found = stored_shapes(path, storage)
-    if config.layers > len(found):
-        # Not worth building to name each tensor: nonsense in config.json could ask for millions.
-        check_shapes(path, found, {f"blocks.{config.layers - 1}.norm1.weight": ()}, _wanted(config))
-    network = _on_meta(build, config)
-    expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
-    check_shapes(path, found, expected, _wanted(config))
-    return network
-
-
-def _fill(
-    network: nn.Module,
-    path: Path,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    storage: Storage | None,
-) -> None:
-    """Give a network on the meta device the tensors of a file, without copying them."""
-    buffers = [name for name, _ in network.named_buffers()]
-    tensors = read_stored(path, storage, device, dtype, keep=buffers)
+def read_manifest(folder: Path) -> Manifest:
+    """Read config.json of a model folder; anything it does not know is refused."""
+    path = folder / CONFIG
+    if folder.is_file():
+        raise UserError(f"{folder} is a file: give the folder of a model.")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder.")
+    if not path.is_file():
+        steps = sorted((folder / "checkpoints").glob("step-*"))
+        hint = f" Training has not finished; its latest checkpoint is {steps[-1]}." if steps else ""
+        raise UserError(f"{folder} is not a model folder: it has no {CONFIG}.{hint}")
+    content = read_json(path)
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise UserError(f"{path} was not written by didi: it does not say `format: {FORMAT}`.")
+    version = content.pop("version", None)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise UserError(
+            f"{path} has format version {shown_value(version)}, but this didi reads up to "
+            f"{VERSION}: upgrade it."
+        )
     try:
-        network.load_state_dict(tensors, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
-    left = [n for n, t in (*network.named_parameters(), *network.named_buffers()) if t.is_meta]
-    assert not left, left
-    network.eval()
+        for group in ("model", "discriminator"):
+            _require_shape(path, group, content.get(group))
+        return parse(Manifest, content, where=str(path))
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply. Fetch it again.") from error
+    except UserError as error:
+        reason = shown(str(error).removesuffix("."), len(str(path)) + 400)
+        raise UserError(
+            f"{reason}. Fetch it again, or upgrade didi if a newer one wrote it."
+        ) from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that anyone may have written."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+
+
+def is_ours(folder: Path) -> bool:
+    """Tell whether a folder was written by didi, or is one of its unfinished runs."""
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return (folder / "checkpoints").is_dir()
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _require_shape(path: Path, group: str, settings: Any) -> None:
+    """Refuse a shape that leaves to a default what a default cannot know."""
+    if isinstance(settings, dict):
+        for name in ("kind", "layers", "hidden", "heads", "vocab_size", "length"):
+            if name not in settings:
+                raise UserError(f"{path}: `{group}.{name}` is missing.")
+
+
+def _on_meta(
+    path: Path, shapes: Shapes, build: Callable[[ModelConfig], Network], config: ModelConfig
+) -> Network:
+    """Build a network without memory, after checking that `shapes` are just its tensors'."""
+    wanted = (
+        f"`{config.kind}` with {config.layers} layers, hidden {config.hidden}, {config.heads} "
+        f"heads, vocab_size {config.vocab_size}"
+    )
+    if config.layers > len(shapes):
+        # Not worth building to name each tensor: nonsense in config.json could ask for millions.
+        check_shapes(path, shapes, {f"blocks.{config.layers - 1}.norm1.weight": (-1,)}, wanted)
+    with torch.device("meta"):
+        network = build(config)
+    expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
+    check_shapes(path, shapes, expected, wanted)
+    return network
 
 
 def _for_disk(
     path: Path,
     weights: Weights,
-    build: "Callable[[ModelConfig], nn.Module]",
+    build: Callable[[ModelConfig], nn.Module],
     config: ModelConfig,
     storage: Storage | None,
 ) -> dict[str, Tensor]:
     """Return the tensors to write, after checking that `load_model` would accept them."""
     if isinstance(weights, nn.Module):
         weights = getattr(weights, "_orig_mod", weights).state_dict()
-    network = _on_meta(build, config)
-    expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
-    check_shapes(path, {n: tuple(t.shape) for n, t in weights.items()}, expected, _wanted(config))
     tensors = {name: t.detach() for name, t in weights.items()}
-    if storage is None:
-        return tensors
-    return pack(tensors, {name for name, _ in network.named_parameters()}, storage)
+    network = _on_meta(path, {n: tuple(t.shape) for n, t in tensors.items()}, build, config)
+    return pack(tensors, [flat_name(name) for name, _ in network.named_parameters()], storage)
 
 
-def _wanted(config: ModelConfig) -> str:
-    return (
-        f"`{config.kind}` with {config.layers} layers, hidden {config.hidden}, {config.heads} "
-        f"heads, vocab_size {config.vocab_size}"
+def _fill(
+    network: nn.Module,
+    weights: StoredWeights,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Give a network on the meta device the tensors of a file, without copying them."""
+    tensors = weights.read(
+        device, dtype, keep=[flat_name(name) for name, _ in network.named_buffers()]
     )
+    try:
+        network.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{weights.path}: {' '.join(str(error).split())}") from error
+    left = [n for n, t in (*network.named_parameters(), *network.named_buffers()) if t.is_meta]
+    assert not left, left
+    network.eval()
 
 
-def _check_tokenizer(folder: Path, config: ModelConfig, tokenizer: "Tokenizer | None") -> None:
+def _check_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None and tokenizer.size > config.num_tokens:
         extra = {"mdlm": ": no room for the mask", "ar": ": no room for the start symbol"}
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.size} ids and the model vocab_size "
             f"{config.vocab_size}{extra.get(config.kind, '')}."
         )
-
-
-def _load_tokenizer(folder: Path, paths: Mapping[str, Path]) -> "Tokenizer | None":
-    from didi_instruct.data.tokenizer import Tokenizer
-
-    files = {name: paths[name] for name in TOKENIZER if name in paths}
-    if not files:
-        return None
-    if all(path == folder / name for name, path in files.items()):
-        return Tokenizer.load(folder)
-    with tempfile.TemporaryDirectory() as temporary:  # an interrupted save: the names are others
-        for name, path in files.items():
-            shutil.copyfile(path, Path(temporary, name))
-        return Tokenizer.load(Path(temporary))
-
-
-class _Save:
-    """The files of one save: written under temporary names first, then put in place together."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[str, AtomicFile] = {}
-        self.records: dict[str, FileRecord] = {}
-
-    def add_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.files[name] = AtomicFile(self.folder / name)
-        self.records[name] = FileRecord(*write_tensors(self.files[name].write, tensors))
-
-    def add_tokenizer(self, tokenizer: "Tokenizer") -> None:
-        with tempfile.TemporaryDirectory() as temporary:
-            tokenizer.save(Path(temporary))
-            for name in TOKENIZER:
-                if Path(temporary, name).exists():
-                    data = Path(temporary, name).read_bytes()
-                    self.files[name] = AtomicFile(self.folder / name)
-                    self.files[name].write(data)
-                    self.records[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
-
-    def commit(self, manifest: Manifest, old: Manifest | None) -> None:
-        for name in self.files:
-            _keep_previous(self.folder / name)
-        for file in self.files.values():
-            file.commit()
-        write_atomic(self.folder / CONFIG, manifest.to_bytes())
-        gone = set(old.files if old else ()) - set(manifest.files)
-        for path in (*(self.folder / name for name in gone), *self.folder.glob(".*.previous")):
-            path.unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        for file in self.files.values():
-            file.discard()
 
 
 def _previous(path: Path) -> Path:
@@ -282,46 +355,23 @@ def _keep_previous(path: Path) -> None:
         path.replace(_previous(path))
 
 
-def _finish_interrupted(folder: Path, old: Manifest | None) -> None:
+def _current(path: Path, record: FileRecord) -> Path:
+    """Return the file that config.json means: the previous one if a save was killed half-way."""
+    kept = _previous(path)
+    interrupted = kept.exists() and record.damage(path) and record.damage(kept) is None
+    return kept if interrupted else path
+
+
+def _finish_interrupted(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Undo what a killed save left undone, so that files and config.json agree again."""
-    for name, record in (old.files if old else {}).items():
+    for name, record in files.items():
         path = folder / name
-        if _is_undone(path, record):
-            _previous(path).replace(path)
-    for path in folder.glob(".*.previous"):
-        path.unlink()
+        if (current := _current(path, record)) != path:
+            current.replace(path)
+    _forget_previous(folder)
     remove_temporaries(folder)
 
 
-def _matches(path: Path, record: FileRecord) -> bool:
-    return (
-        path.is_file()
-        and path.stat().st_size == record.bytes
-        and sha256_file(path) == record.sha256
-    )
-
-
-def _is_undone(path: Path, record: FileRecord) -> bool:
-    """Whether a save was killed after it replaced this file and before it replaced config.json."""
-    previous = _previous(path)
-    return previous.exists() and not _matches(path, record) and _matches(previous, record)
-
-
-def _locate(folder: Path, name: str, record: FileRecord, verify: bool) -> Path:
-    """Return the file that config.json means, after comparing it with what config.json says."""
-    path = folder / name
-    if _is_undone(path, record):
-        return _previous(path)
-    if not path.is_file():
-        raise UserError(f"{path} is missing ({CONFIG} lists it, {record.bytes} bytes).")
-    size = path.stat().st_size
-    if size != record.bytes:
-        change = "truncated" if size < record.bytes else "altered"
-        raise UserError(
-            f"{path} is {change}: it has {size} bytes, but {CONFIG} says {record.bytes}."
-        )
-    if verify and (digest := sha256_file(path)) != record.sha256:
-        raise UserError(
-            f"{path} was altered: its SHA-256 is {digest}, but {CONFIG} says {record.sha256}."
-        )
-    return path
+def _forget_previous(folder: Path) -> None:
+    for path in folder.glob(".*.previous"):
+        path.unlink(missing_ok=True)

@@ -42,7 +42,7 @@ remarks: list[str] = []
 
 
 @functools.cache
-def say_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """Tell the user something that need not be told again."""
     remarks.append(text)
     logging.getLogger("didi_instruct").warning(text)
@@ -106,6 +106,6 @@ class Fused(Generic[Given, Result]):
             raise
         except Exception as error:  # whatever the compiler raises
             self._refused, reason = True, first_line(error)
-            say_once(f"{self.what} cannot be compiled here, so it runs slower: {reason}")
+            warn_once(f"{self.what} cannot be compiled here, so it runs slower: {reason}")
             return self.plain(*args, **kwargs)
         return result

@@ -1,12 +1,13 @@
-"""The discriminator: the denoiser's trunk and a spectrally normalised head."""
+"""The discriminator: a denoiser's trunk and a spectrally normalised head."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.dit import DiT, Trunk
+from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import no_autocast, upcast
+from didi_instruct.models.network import Mixture, Network
 
 POWER_EPS = 1e-12
 INITIAL_ITERATIONS = 15
@@ -103,27 +104,44 @@ class DiscriminatorHead(nn.Module):
             return F.linear(x, last.weight().to(x.dtype), last.bias.to(x.dtype))
 
 
-class Discriminator(Trunk):
-    """Log-ratio of teacher over student at every position of a noisy text."""
+class Discriminator(nn.Module):
+    """Log-ratio of teacher over student at every position of a noisy text.
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.output_layer = DiscriminatorHead(config.hidden)
+    A trunk without a head (`Network.without_head`) under a head of its own. In files and
+    checkpoints its tensors have flat names (`flat_name`), and so they have in `state_dict`.
+    """
+
+    def __init__(self, trunk: Network) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.output_layer = DiscriminatorHead(trunk.config.hidden)
+        self.register_state_dict_post_hook(_flatten)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_unflatten)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def from_denoiser(cls, dit: DiT) -> "Discriminator":
-        """Return a discriminator with a copy of the denoiser's trunk and a fresh head."""
-        weight = dit.vocab_embed.embedding
-        with torch.device("meta"):
-            discriminator = cls(dit.config)
-        discriminator.to(weight.dtype).to_empty(device=weight.device)
-        head = DiscriminatorHead(dit.config.hidden)  # drawn on the CPU: the same on every device
-        discriminator.output_layer.load_state_dict(head.state_dict())
-        trunk = {k: v for k, v in dit.state_dict().items() if not k.startswith("output_layer.")}
-        result = discriminator.load_state_dict(trunk, strict=False)
-        assert not result.unexpected_keys
-        assert all(k.startswith("output_layer.") for k in result.missing_keys)
+    def from_network(cls, network: Network) -> "Discriminator":
+        """Return a discriminator with a copy of a denoiser's trunk and a fresh head."""
+        trunk = network.without_head()
+        with torch.device("cpu"):  # where it is drawn: the same on every device
+            discriminator = cls(trunk)
+        weight = network.vectors
+        discriminator.output_layer.to(weight.device, weight.dtype)
         return discriminator
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the trunk."""
+        return self.trunk.config
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Transformer blocks, first to last."""
+        return self.trunk.blocks
+
+    @property
+    def vectors(self) -> Tensor:
+        """(vocab_size, d) embedding of every id."""
+        return self.trunk.vectors
 
     def freeze_lower(self, trainable_blocks: int) -> None:
         """Leave only the last `trainable_blocks` blocks and the head trainable."""
@@ -136,23 +154,29 @@ class Discriminator(Trunk):
 
     @property
     def frozen(self) -> int:
-        """Blocks that do not learn, nor does anything below them: what they give can be kept."""
+        """Blocks that do not learn, nor does anything below them: what they give can be kept.
+
+        0 where the trunk cannot be split.
+        """
+        if not self.trunk.splits:
+            return 0
         learn = [any(p.requires_grad for p in block.parameters()) for block in self.blocks]
         count = learn.index(True) if True in learn else len(learn)
-        inputs = [self.vocab_embed, self.sigma_map, self.position_embed]
-        weights = (p for part in inputs if part is not None for p in part.parameters())
-        return 0 if any(weight.requires_grad for weight in weights) else count
+        inside = {id(p) for p in self.blocks.parameters()}
+        others = (p for p in self.trunk.parameters() if id(p) not in inside)
+        return 0 if any(weight.requires_grad for weight in others) else count
 
     @torch.no_grad()
     def below(self, tokens: Tensor, sigma: Tensor | float | None = None) -> Tensor:
         """Return the state (B, L, d) after the frozen blocks, of which there must be some."""
         assert self.frozen, "nothing is frozen"
-        return self.run_blocks(tokens, self.condition(sigma), None, None, stop=self.frozen)
+        x, mods = self.trunk.embed(tokens), self.trunk.modulations(sigma)
+        return self.trunk.trunk(x, mods, stop=self.frozen)
 
     def above(self, state: Tensor, sigma: Tensor | float | None = None) -> Tensor:
         """Return logits (B, L) from the state after the frozen blocks."""
-        hidden = self.run_blocks(None, self.condition(sigma), None, state, start=self.frozen)
-        return self._ratio(hidden)
+        mods = self.trunk.modulations(sigma)
+        return self.log_ratio(self.trunk.trunk(state, mods, start=self.frozen))
 
     def iterate(self) -> None:
         """Do one power iteration in the head: for updates in evaluation mode, without dropout."""
@@ -162,13 +186,47 @@ class Discriminator(Trunk):
 
     def forward(
         self,
-        tokens: Tensor | None,
+        tokens: Tensor,
         sigma: Tensor | float | None = None,
-        embeddings: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attended: Tensor | None = None,
+        mixture: Mixture | None = None,
     ) -> Tensor:
-        """Return logits (B, L), teacher over student; arguments as in `Trunk.trunk`."""
-        return self._ratio(self.trunk(tokens, sigma, attention_mask, embeddings))
+        """Return logits (B, L), teacher over student; arguments as in `Network.embed`."""
+        x, mods = self.trunk.embed(tokens, attended, mixture), self.trunk.modulations(sigma)
+        return self.log_ratio(self.trunk.trunk(x, mods, attended))
 
-    def _ratio(self, hidden: Tensor) -> Tensor:
+    def log_ratio(self, hidden: Tensor) -> Tensor:
+        """Return logits (B, L) from the states after the last block (B, L, d)."""
         return upcast(self.output_layer(hidden)).squeeze(-1)
+
+
+PREFIX = "trunk."
+
+
+def flat_name(name: str) -> str:
+    """Name of a tensor in files and checkpoints: a discriminator's trunk is named like a DiT."""
+    return name.removeprefix(PREFIX)
+
+
+def _flatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Take the trunk's prefix off the names in a state dict, in place and in order."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[prefix + flat_name(name.removeprefix(prefix))] = state.pop(name)
+
+
+def _unflatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Put it back where a state dict is loaded."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        if not name.startswith((prefix + PREFIX, prefix + "output_layer.")):
+            state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
+
+
+def build_discriminator(config: ModelConfig) -> Discriminator:
+    """Return a freshly initialised discriminator on a DiT's trunk."""
+    return Discriminator(DiT(config, head=False))
+
+
+def count_discriminator_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of the discriminator with that trunk."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_discriminator(config).parameters())

@@ -1,19 +1,14 @@
-"""The denoiser, the DiT of the public MDLM checkpoints, and the trunk of all diffusion models."""
-
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""The denoiser, the DiT of the public MDLM checkpoints, and the cost of our networks."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.compile import compiled
+from didi_instruct.models.ar import ARModel
 from didi_instruct.models.layers import (
     Block,
     Embedding,
-    Modulated,
     OutputLayer,
     Positions,
     Rotary,
@@ -21,20 +16,24 @@ from didi_instruct.models.layers import (
     first_weight,
     no_autocast,
     upcast,
-    versions,
 )
+from didi_instruct.models.network import Mixture, Modulations, all_logits
 
 
-class Trunk(nn.Module):
-    """Embedding, time embedding and blocks, named by the core keys (docs/foreign.md).
+class DiT(nn.Module):
+    """Denoiser: tokens and σ = −log α_t to logits of the clean tokens; a `Network`.
 
-    Without `time_conditioning` σ is replaced by 0, so the condition has a single row, broadcast to
-    the batch (gradient included), and the modulation of every layer can be folded for inference.
+    Its tensors are named by the core keys (docs/foreign.md). Without `time_conditioning` σ is
+    replaced by 0, so the condition has a single row, broadcast to the batch (gradient included).
+    Without `head` it is the trunk alone, for a head of another kind.
     """
 
-    folded_condition: Tensor | None
+    align: int = 1
+    splits: bool = True
+    output_layer: OutputLayer
+    """Absent without `head`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, head: bool = True) -> None:
         super().__init__()
         self.config = config
         self.vocab_embed = Embedding(config.vocab_size, config.hidden)
@@ -47,22 +46,36 @@ class Trunk(nn.Module):
             Block(config.hidden, config.heads, config.cond_dim, config.dropout)
             for _ in range(config.layers)
         )
-        self.register_buffer("folded_condition", None, persistent=False)
-        self._folded_from: list[nn.Parameter] = []
-        self._folded_versions: tuple[int, ...] = ()
+        if head:
+            self.output_layer = OutputLayer(config.hidden, config.vocab_size, config.cond_dim)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Map tokens (B, L) to embeddings (B, L, d)."""
-        embeddings: Tensor = self.vocab_embed(tokens)
-        return embeddings
+    @property
+    def vectors(self) -> Tensor:
+        """(vocab_size, d) embedding of every id, the masks' last."""
+        return self.vocab_embed.embedding
 
-    def condition(self, sigma: Tensor | float | None = None) -> Tensor:
-        """Return c = silu(time embedding of σ): (B, cond_dim), or (1, cond_dim) for one σ.
+    def embed(
+        self, tokens: Tensor, attended: Tensor | None = None, mixture: Mixture | None = None
+    ) -> Tensor:
+        """Map tokens (B, L), with soft tokens in place of some, to what the blocks read (B, L, d).
+
+        `attended` makes no difference here.
+        """
+        if mixture is None:
+            x = upcast(self.vocab_embed(tokens))
+        elif mixture.at is None:
+            x = upcast(mixture.vectors).view(*tokens.shape, -1)
+        else:
+            x = upcast(self.vocab_embed(tokens))
+            vectors = mixture.vectors.to(x.dtype)
+            x = x.flatten(0, 1).index_copy(0, mixture.at, vectors).view_as(x)
+        return x if self.position_embed is None else self.position_embed(x)
+
+    def modulations(self, sigma: Tensor | float | None = None) -> Modulations:
+        """Compute c = silu(time embedding of σ): (B, cond_dim), or (1, cond_dim) for one σ.
 
         σ may be (B,), (B, 1) or a number; without time conditioning it is ignored.
         """
-        if self.folded_condition is not None and self._fold_is_current():
-            return self.folded_condition
         weight = first_weight(self.sigma_map.mlp)
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if not self.config.time_conditioning:
@@ -72,160 +85,99 @@ class Trunk(nn.Module):
         else:
             sigma = torch.as_tensor(sigma, dtype=dtype, device=weight.device).reshape(-1)
         with no_autocast(weight.device):
-            return F.silu(self.sigma_map(sigma))
+            return Modulations(F.silu(self.sigma_map(sigma)))
+
+    @torch.no_grad()
+    def constants(self) -> Modulations | None:
+        """Compute the modulations of all layers once, for the weights as they are now.
+
+        None with time conditioning, where they depend on σ.
+        """
+        if self.config.time_conditioning:
+            return None
+        c = self.modulations().c
+        layers = [*self.blocks, self.output_layer] if self.has_head else [*self.blocks]
+        return Modulations(c, tuple(torch.stack(layer.affine(c, ndim=2)) for layer in layers))
 
     def trunk(
         self,
-        tokens: Tensor | None,
-        sigma: Tensor | float | None = None,
-        attention_mask: Tensor | None = None,
-        embeddings: Tensor | None = None,
-    ) -> Tensor:
-        """Return the state after the last block, (B, L, d), in float32.
-
-        Shapes: tokens (B, L), σ (B,); attention_mask (B, L), True where a position is attended
-        (None: all of them, the fast path); embeddings (B, L, d) replace those of the tokens.
-        """
-        return self.run_blocks(tokens, self.condition(sigma), attention_mask, embeddings)
-
-    def run_blocks(
-        self,
-        tokens: Tensor | None,
-        c: Tensor | None,
-        attention_mask: Tensor | None,
-        embeddings: Tensor | None,
+        x: Tensor,
+        mods: Modulations | None = None,
+        attended: Tensor | None = None,
         start: int = 0,
         stop: int | None = None,
     ) -> Tensor:
-        """Blocks `start` to `stop`; from a later one than the first, of a state in `embeddings`."""
-        if embeddings is None:
-            assert tokens is not None, "tokens or embeddings are needed"
-            embeddings = self.embed(tokens)
-        x = upcast(embeddings)
-        if self.position_embed is not None and start == 0:
-            x = self.position_embed(x)
+        """Return the state after the last block, (B, L, d), in float32.
+
+        Shapes: x (B, L, d) from `embed`; attended (B, L), True where a position is attended (None:
+        all of them, the fast path). From a later block `start`, or up to `stop`: a part of it.
+        """
+        assert mods is not None, "blocks are modulated: give what `modulations` or `constants` give"
         cos, sin = self.rotary_emb(x.shape[1])
-        mask = None if attention_mask is None else attention_mask[:, None, None, :]
-        c = self._unless_folded(c)
-        for block in list(self.blocks)[start:stop]:
-            x = block(x, cos, sin, c, mask)
+        mask = None if attended is None else attended[:, None, None, :]
+        for number in range(len(self.blocks))[start:stop]:
+            x = self.blocks[number](x, cos, sin, *mods.of_layer(number), mask)
         return x
 
-    def compile_trunk(self, *, graphs: bool = False) -> None:
-        """Compile the blocks as one graph, for this instance and for good."""
-        self.run_blocks = compiled(self.run_blocks, graphs=graphs)  # type: ignore[method-assign]
+    def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
+        """Map trunk states (..., d) to logits (..., V) of the real tokens, V rounded up to `align`.
 
-    @property
-    def is_folded(self) -> bool:
-        """Whether constant modulations are cached."""
-        return self.folded_condition is not None
-
-    def fold_modulation(self) -> bool:
-        """Cache the modulation of every layer for inference; return whether that was possible.
-
-        It needs a constant condition (no time conditioning) and evaluation mode. The cache is used
-        only while gradients are off, and dropped by `train()`, by loading weights, and when a
-        weight changed in place (a compiled trunk cannot notice the last: call `unfold` there).
+        c has one row, or one per leading index of hidden, so both (B, L, d) with (B, cond_dim) and
+        selected rows (R, d) with (R, cond_dim) work. The end of a text is given, where texts have
+        windows of their own, and so never predicted.
         """
-        if self.config.time_conditioning or self.training:
-            return False
-        self.unfold()
-        with torch.no_grad():
-            c = self.condition()
-            for layer in self._modulated():
-                layer.fold(c)
-        self.folded_condition = c
-        self._folded_from = [
-            p
-            for n, p in self.named_parameters()
-            if re.search(r"sigma_map|adaLN_modulation|norm", n)
-        ]
-        self._folded_versions = versions(self._folded_from)
-        return True
-
-    def unfold(self) -> None:
-        """Drop the cached modulations."""
-        self.folded_condition = None
-        for layer in self._modulated():
-            layer.unfold()
-
-    @contextmanager
-    def folded(self) -> Iterator[None]:
-        """Fold for the duration of a block of inference."""
-        before = self.is_folded
-        self.fold_modulation()
-        try:
-            yield
-        finally:
-            if not before:
-                self.unfold()
-
-    def _modulated(self) -> list[Modulated]:
-        return [m for m in self.modules() if isinstance(m, Modulated)]
-
-    def _fold_is_current(self) -> bool:
-        """Whether the folded modulations may be used: no gradients, and weights as they were."""
-        if torch.is_grad_enabled():
-            return False
-        if not torch.compiler.is_compiling() and self._folded_versions != versions(
-            self._folded_from
-        ):
-            self.unfold()
-            return False
-        return True
-
-    def _unless_folded(self, c: Tensor | None) -> Tensor | None:
-        """Return None, which makes layers use their folded modulation, if c is what they folded."""
-        return None if c is self.folded_condition and not torch.is_grad_enabled() else c
-
-    def train(self, mode: bool = True) -> "Trunk":
-        """Set training or evaluation mode; training drops the folded modulations."""
-        if mode:
-            self.unfold()
-        return super().train(mode)
-
-    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        self.unfold()
-        super()._load_from_state_dict(*args, **kwargs)
-
-
-class DiT(Trunk):
-    """Denoiser: tokens and σ = −log α_t to logits of the clean tokens."""
-
-    align: int = 1
-    """What the number of the head's columns is a multiple of, unless it is told otherwise."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.output_layer = OutputLayer(config.hidden, config.vocab_size, config.cond_dim)
-
-    def head(
-        self,
-        hidden: Tensor,
-        c: Tensor | None = None,
-        num: int | None = None,
-        align: int | None = None,
-    ) -> Tensor:
-        """Map trunk states (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
-
-        c comes from `condition`: (1, cond_dim), or one row per leading index of hidden, so both
-        (B, L, d) with (B, cond_dim) and selected rows (R, d) with (R, cond_dim) work. Without time
-        conditioning it may be left out. `align` as in `OutputLayer`. The end of a text is given,
-        where texts have windows of their own, and so never predicted.
-        """
-        c = self.condition() if c is None else c
-        never, align = self.config.end_id, align or self.align
-        logits: Tensor = self.output_layer(hidden, self._unless_folded(c), num, align, never)
+        assert mods is not None, "the final norm is modulated: give what `modulations` gives"
+        num, never = self.config.num_tokens, self.config.end_id
+        layer = mods.of_layer(-1)
+        logits: Tensor = self.output_layer(hidden, *layer, num=num, align=self.align, never=never)
         return logits
 
     def forward(
-        self,
-        tokens: Tensor,
-        sigma: Tensor | float | None = None,
-        attention_mask: Tensor | None = None,
-        embeddings: Tensor | None = None,
+        self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
     ) -> Tensor:
-        """Return logits (B, L, num_tokens) over the real tokens; arguments as in `trunk`."""
-        c = self.condition(sigma)
-        hidden = self.run_blocks(tokens, c, attention_mask, embeddings)
-        return self.head(hidden, c, self.config.num_tokens, align=1)
+        """Return logits (B, L, V) over the real tokens; arguments as in `embed` and `trunk`."""
+        return all_logits(self, tokens, sigma, attended)
+
+    @property
+    def has_head(self) -> bool:
+        """True where it has an output layer."""
+        return "output_layer" in self._modules
+
+    def without_head(self) -> "DiT":
+        """Copy the trunk alone."""
+        weight = self.vocab_embed.embedding
+        with torch.device("meta"):
+            trunk = DiT(self.config, head=False)
+        trunk.to(weight.dtype).to_empty(device=weight.device)
+        state = self.state_dict()
+        trunk.load_state_dict({n: t for n, t in state.items() if not n.startswith("output_layer.")})
+        return trunk
+
+
+def build_model(config: ModelConfig) -> DiT | ARModel:
+    """Return a freshly initialised network: `DiT` for `mdlm` and `duo`, `ARModel` for `ar`."""
+    return ARModel(config) if config.kind == "ar" else DiT(config)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters, buffers not counted, without allocating them."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(config).parameters())
+
+
+def flops_per_token(
+    config: ModelConfig, head_fraction: float = 1.0, length: int | None = None
+) -> float:
+    """Return the floating-point operations of matrix products in one forward pass, per token.
+
+    A multiplication and an addition count as two. Per block 24·d² (qkv 6, output 2, MLP 16) and
+    4·L·d for the attention (scores and weighted values over L keys; (L + 1) / 2 keys on average in
+    a causal model); the head costs 2·d·V on the `head_fraction` of positions it is applied to.
+    Not counted: embedding, norms, softmax, rotary, and the modulation, which costs per sequence (or
+    per batch), not per token. A training step costs three times as much.
+    """
+    keys = float(config.length if length is None else length)
+    if config.kind == "ar":
+        keys = (keys + 1) / 2
+    block = 24 * config.hidden**2 + 4 * keys * config.hidden
+    return config.layers * block + 2 * config.hidden * config.num_tokens * head_fraction

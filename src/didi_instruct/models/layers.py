@@ -21,12 +21,6 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def reads(layer: nn.Module) -> torch.dtype:
-    """Type of what a linear layer takes in: it may keep its weights in another."""
-    own: torch.dtype = getattr(layer, "reads", None) or layer.weight.dtype  # type: ignore[assignment]
-    return own
-
-
 def product_dtype(weight: Tensor) -> torch.dtype:
     """The type in which a product with a weight is made."""
     kind = weight.device.type
@@ -123,8 +117,7 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate by position, half-split: dimension i pairs with i + D/2.
 
-    Shapes: x (B, L, n, H, D), cos and sin (L, 1, 1, D/2), or (B, L, 1, 1, D/2) where texts differ
-    -> (B, L, n, H, D).
+    Shapes: x (B, L, n, H, D), cos and sin (L, 1, 1, D/2) -> (B, L, n, H, D).
     """
     first, second = upcast(x).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -207,11 +200,6 @@ class Positions(nn.Module):
         return x + upcast(self.embedding[start : start + x.shape[1]])
 
 
-def take(x: Tensor, positions: Tensor) -> Tensor:
-    """What x (B, L, ...) has at some positions (B, W) of each text: (B, W, ...)."""
-    return x[torch.arange(len(x), device=x.device)[:, None], positions]
-
-
 class TimeEmbedding(nn.Module):
     """Sinusoids of σ (width 256, period 10,000, cosine half first), then linear, SiLU, linear."""
 
@@ -231,50 +219,27 @@ class TimeEmbedding(nn.Module):
         return out
 
 
-class Modulated(nn.Module):
-    """A layer whose norms are modulated by the condition: adaLN, initialised at zero.
+class Modulation(nn.Linear):
+    """adaLN: shifts, scales and gates of a layer, linear in the condition, zero at first."""
 
-    With a constant condition the modulation can be computed once: `fold` keeps it in a buffer that
-    no checkpoint contains, and the layer uses it when it is given no condition.
-    """
+    def __init__(self, cond_dim: int, width: int) -> None:
+        super().__init__(cond_dim, width)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
-    folded: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("folded", None, persistent=False)
-
-    def add_modulation(self, cond_dim: int, width: int) -> None:
-        """Declare `adaLN_modulation`, the last parameters of the layer."""
-        self.adaLN_modulation = nn.Linear(cond_dim, width)
-        nn.init.zeros_(self.adaLN_modulation.weight)
-        nn.init.zeros_(self.adaLN_modulation.bias)
-
-    def modulation(self, c: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
-        """Split adaLN(c) for an input of `ndim` dimensions: (d,) each for one row of c.
+    def split(self, c: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
+        """Compute its parts for an input of `ndim` dimensions: (d,) each for one row of c.
 
         Several rows of c give (N, 1, ..., d) each, to broadcast against the input.
         """
         with no_autocast(c.device):
-            out = upcast(self.adaLN_modulation(c.to(self.adaLN_modulation.weight.dtype)))
+            out = upcast(self(c.to(self.weight.dtype)))
         out = out[0] if out.shape[0] == 1 else out.view(out.shape[0], *(1,) * (ndim - 2), -1)
         return out.chunk(parts, dim=-1)
 
-    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
-        """Return the tensors that `forward` works with, given the condition."""
-        raise NotImplementedError
-
-    def fold(self, c: Tensor) -> None:
-        """Keep the modulation for the constant condition c (1, cond_dim)."""
-        self.folded = torch.stack(self.affine(c, ndim=2)).detach()
-
-    def unfold(self) -> None:
-        """Forget it."""
-        self.folded = None
-
 
 class Affine(NamedTuple):
-    """What modulates a block: weight and bias of each norm, gate of each residual branch."""
+    """Modulation of a block: weight and bias of each norm, gate of each residual branch."""
 
     weight1: Tensor | None = None
     bias1: Tensor | None = None
@@ -284,7 +249,7 @@ class Affine(NamedTuple):
     gate2: Tensor | None = None
 
 
-class Block(Modulated):
+class Block(nn.Module):
     """Transformer block: attention with rotary positions, then an MLP ×4 with tanh-GELU.
 
     With `cond_dim` it has the six modulations of adaLN: shift, scale and gate of the attention,
@@ -304,12 +269,12 @@ class Block(Modulated):
             nn.Linear(4 * hidden, hidden),
         )
         if cond_dim is not None:
-            self.add_modulation(cond_dim, 6 * hidden)
+            self.adaLN_modulation = Modulation(cond_dim, 6 * hidden)
 
-    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
-        """Return the six modulations; shift and scale as the norms' bias and weight."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c, 6, ndim)
-        return (
+    def affine(self, c: Tensor, ndim: int) -> Affine:
+        """Compute the modulation under the condition c, for x of `ndim` dimensions."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation.split(c, 6, ndim)
+        return Affine(
             *self.norm1.modulated(shift1, scale1),
             gate1,
             *self.norm2.modulated(shift2, scale2),
@@ -322,23 +287,26 @@ class Block(Modulated):
         cos: Tensor,
         sin: Tensor,
         c: Tensor | None = None,
+        folded: Tensor | None = None,
         mask: Tensor | None = None,
         causal: bool = False,
         extend: Extend | None = None,
     ) -> Tensor:
         """Map x (B, L, d) to (B, L, d).
 
-        c is (1, cond_dim) or (B, cond_dim); None uses the folded modulation, or none if not folded.
-        mask is True where a key is attended, broadcastable to (B, H, L, S).
+        It is modulated by `folded` (6, d), which is `affine` computed before, or else by the
+        condition c (1 or B, cond_dim); None of both: by nothing. mask is True where a key is
+        attended, broadcastable to (B, H, L, S).
         """
-        if c is not None:
-            m = Affine(*self.affine(c, x.ndim))
-        else:
-            m = Affine() if self.folded is None else Affine(*self.folded.unbind())
+        m = Affine()
+        if folded is not None:
+            m = Affine(*folded.unbind())
+        elif c is not None:
+            m = self.affine(c, x.ndim)
         branch = self.norm1(x, m.weight1, m.bias1)
         branch = self.attend(branch, cos, sin, mask, causal, extend)
         x = self.residual(x, branch, m.gate1)
-        branch = self.norm2(x, m.weight2, m.bias2).to(reads(self.mlp[0]))
+        branch = self.norm2(x, m.weight2, m.bias2).to(first_weight(self.mlp).dtype)
         return self.residual(x, self.feed(branch), m.gate2)
 
     def feed(self, x: Tensor) -> Tensor:
@@ -361,21 +329,11 @@ class Block(Modulated):
         mask: Tensor | None = None,
         causal: bool = False,
         extend: Extend | None = None,
-        positions: Tensor | None = None,
     ) -> Tensor:
-        """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads.
-
-        With `positions` (B, W) of those alone, to all: (B, W, d).
-        """
-        qkv = self.attn_qkv(x.to(reads(self.attn_qkv)))
+        """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads."""
+        qkv = self.attn_qkv(x.to(self.attn_qkv.weight.dtype))
         qkv = qkv.unflatten(-1, (3, self.heads, -1))
-        if positions is None:
-            q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
-        else:
-            asking = rotate(take(qkv[:, :, :1], positions), cos[positions], sin[positions])
-            q, k = (
-                part[:, :, 0].transpose(1, 2) for part in (asking, rotate(qkv[:, :, 1:2], cos, sin))
-            )
+        q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
         v = qkv[:, :, 2].transpose(1, 2)
         if extend is not None:
             k, v = extend(k, v)
@@ -390,7 +348,7 @@ class Block(Modulated):
         return x + branch if gate is None else torch.addcmul(x, gate, branch)
 
 
-class OutputLayer(Modulated):
+class OutputLayer(nn.Module):
     """Final norm (with `cond_dim`, modulated by shift and scale) and LM head, zero at first."""
 
     def __init__(self, hidden: int, vocab_size: int, cond_dim: int | None) -> None:
@@ -400,32 +358,41 @@ class OutputLayer(Modulated):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         if cond_dim is not None:
-            self.add_modulation(cond_dim, 2 * hidden)
+            self.adaLN_modulation = Modulation(cond_dim, 2 * hidden)
 
-    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
-        """Return weight and bias of the modulated final norm."""
-        return self.norm_final.modulated(*self.modulation(c, 2, ndim))
+    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
+        """Compute weight and bias of the final norm under the condition c."""
+        return self.norm_final.modulated(*self.adaLN_modulation.split(c, 2, ndim))
+
+    def normed(
+        self, hidden: Tensor, c: Tensor | None = None, folded: Tensor | None = None
+    ) -> Tensor:
+        """Normalise hidden (..., d), modulated as in `Block.forward`; in the weights' type."""
+        affine: tuple[Tensor, ...] = ()
+        if folded is not None:
+            affine = folded.unbind()
+        elif c is not None:
+            affine = self.affine(c, hidden.ndim)
+        x: Tensor = self.norm_final(hidden, *affine)
+        return x.to(self.linear.weight.dtype)
 
     def forward(
         self,
         hidden: Tensor,
         c: Tensor | None = None,
-        num: int | None = None,
+        folded: Tensor | None = None,
+        *,
+        num: int,
         align: int = 1,
         never: int | None = None,
     ) -> Tensor:
-        """Map hidden (..., d) to logits (..., vocab_size), or of the first `num` ids alone.
+        """Map hidden (..., d) to logits (..., num) of the first `num` ids.
 
         c is (1, cond_dim), or has one row per leading index of hidden. The columns are padded to a
         multiple of `align`: GPUs multiply matrices of odd width slowly. Those, and the id `never`,
         have a logit so low that its probability is 0, and yet a number, as -inf is not.
         """
-        affine: tuple[Tensor, ...] = ()
-        if c is not None:
-            affine = self.affine(c, hidden.ndim)
-        elif self.folded is not None:
-            affine = self.folded.unbind()
-        x = self.norm_final(hidden, *affine)
+        x = self.normed(hidden, c, folded)
         weight, bias = self.linear.weight[:num], self.linear.bias[:num]
         if never is not None:
             bias = bias.index_fill(0, torch.full((), never, device=bias.device), NEVER)

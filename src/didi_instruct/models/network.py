@@ -5,7 +5,9 @@ where it is needed, soft tokens can stand in place of tokens, and a discriminato
 on the same trunk.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,12 +27,16 @@ class Modulations(NamedTuple):
         """Modulations of positions that belong to the texts `row` (R,)."""
         return self if len(self.c) == 1 else Modulations(self.c[row])
 
+    def of_layer(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """Arguments of the layer of that number, -1 for the output layer: c, and what is folded."""
+        return self.c, None if self.layers is None else self.layers[number]
+
 
 class Mixture(NamedTuple):
     """Soft tokens: vectors shown at some positions in place of tokens."""
 
-    at: Tensor
-    """(R,) flat positions in (B, L)."""
+    at: Tensor | None
+    """(R,) flat positions in (B, L), each of them once; None: all, in order."""
     vectors: Tensor
     """(R, d)."""
 
@@ -39,8 +45,11 @@ class Network(Protocol):
     """A denoiser network: our DiT, or a masked LM of transformers."""
 
     config: ModelConfig
+    training: bool
     align: int
     """Columns of `head` are a multiple of it; those added have probability 0."""
+    splits: bool
+    """True where `trunk` can be run in parts: from block `start` up to block `stop`."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -62,23 +71,58 @@ class Network(Protocol):
         """Modulations computed once, for inference; None where they depend on time."""
 
     def trunk(
-        self, x: Tensor, mods: Modulations | None = None, attended: Tensor | None = None
+        self,
+        x: Tensor,
+        mods: Modulations | None = None,
+        attended: Tensor | None = None,
+        start: int = 0,
+        stop: int | None = None,
     ) -> Tensor:
-        """State after the last block, (B, L, d), in float32; attended (B, L), None: all."""
+        """State after the last block, (B, L, d), in float32; attended (B, L), None: all.
+
+        Where the network `splits`, that after block `stop` - 1, from x before block `start`.
+        """
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         """Logits (..., V) of the real tokens from states (..., d)."""
+
+    def without_head(self) -> "Network":
+        """Copy all but the head, which is then never called: the body of a discriminator."""
 
     def __call__(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
     ) -> Tensor:
         """Logits (B, L, V), exactly V columns."""
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of any module."""
+
+    def buffers(self) -> Iterator[Tensor]:
+        """As of any module."""
+
+
+AnyNetwork = TypeVar("AnyNetwork", bound=Network)
+
+
+def all_logits(
+    network: Network,
+    tokens: Tensor,
+    sigma: Tensor | float | None = None,
+    attended: Tensor | None = None,
+    *,
+    mixture: Mixture | None = None,
+    mods: Modulations | None = None,
+) -> Tensor:
+    """Logits (B, L, V) at every position of tokens (B, L); `mods` replaces what σ would give."""
+    mods = network.modulations(sigma) if mods is None else mods
+    hidden = network.trunk(network.embed(tokens, attended, mixture), mods, attended)
+    return network.head(hidden, mods)[..., : network.config.num_tokens]
+
 
 def logits_at(
     network: Network,
     tokens: Tensor,
-    sigma: Tensor | None,
+    sigma: Tensor | float | None,
     at: Tensor,
     attended: Tensor | None = None,
     *,
@@ -97,10 +141,34 @@ def logits_at(
     return network.head(hidden, rows)
 
 
-def weights_stamp(network: nn.Module) -> tuple[object, ...]:
-    """Where each weight and buffer lies and how often it was changed in place.
+@contextmanager
+def aligned(network: AnyNetwork, align: int) -> Iterator[AnyNetwork]:
+    """Within, the number of columns of `head` is a multiple of `align`."""
+    before, network.align = network.align, align
+    try:
+        yield network
+    finally:
+        network.align = before
 
-    Two equal stamps mean equal weights, as far as torch can tell.
+
+class WeightsStamp:
+    """Where each weight and buffer lies, and how often it was changed in place.
+
+    Two equal stamps mean equal weights, as far as torch can tell: fused optimizers count nothing.
+    A stamp keeps the memory of its weights, so that no others can lie there.
     """
-    tensors = [*network.parameters(), *network.buffers()]
-    return (*(t.data_ptr() for t in tensors), *versions(tensors))
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._counts = (*(t.data_ptr() for t in tensors), *versions(tensors))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeightsStamp) and self._counts == other._counts
+
+    def __hash__(self) -> int:
+        return hash(self._counts)
+
+
+def weights_stamp(network: nn.Module | Network) -> WeightsStamp:
+    """Return the stamp of a network's weights and buffers as they are now."""
+    return WeightsStamp([*network.parameters(), *network.buffers()])

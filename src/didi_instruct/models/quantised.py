@@ -1,11 +1,11 @@
-"""Weights kept in fewer bytes than they are used in: bfloat16, or 8 bits with a scale per row.
+"""Weights stored in fewer bytes than they are used in: bfloat16, or int8 with a scale per row.
 
-`storage` in config.json says how. A matrix `name` of 8-bit numbers stands beside `name.scale`, one
-float32 per row; what a network gets is their product. Vectors, small matrices and buffers cost
-next to nothing and keep their type. Which matrices are 8-bit is read from the file, not assumed.
+`storage` in config.json says how. An int8 matrix `name` stands beside `name.scale`, one float32
+per row; a network gets their product. Vectors, small matrices and buffers cost next to nothing and
+keep their type. Which matrices are int8 is read from the file, not assumed.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,33 +13,24 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.tensor_files import (
-    Headers,
-    in_groups,
-    open_tensors,
-    read_headers,
-    read_shapes,
-    read_tensors,
-    shown,
-)
+from didi_instruct.models.tensor_files import Headers, in_groups, open_tensors, read_headers, shown
 
 Storage = Literal["float32", "bfloat16", "int8"]
-"""How parameters are kept in a file; all of them are read into float32, or what is asked for."""
+"""Type of the parameters in a file; all are read into float32, or into what is asked for."""
 
 STORAGES: tuple[Storage, ...] = get_args(Storage)
 SCALE = ".scale"
 LARGEST = 127
-"""Of an 8-bit number, on both sides of zero."""
 
 SMALLEST_MATRIX = 4096
-"""Numbers of a matrix below which 8 bits save too little to lose anything for."""
+"""Numbers of a matrix below which int8 saves too little to lose precision for."""
 
-TIGHTEST, TRIES = 0.7, 31
-"""Clipping tried for a row: from this part of its largest number up to all of it."""
+CLIPS = (0.7, 1.0, 31)
+"""Clipping tried for a row: from, up to (as part of its largest number), and how many."""
 
 
 def check_storage(storage: str) -> Storage:
-    """Return a word that says how to store weights, or refuse it."""
+    """Return the storage of that name, or refuse it."""
     for known in STORAGES:
         if storage == known:
             return known
@@ -47,14 +38,13 @@ def check_storage(storage: str) -> Storage:
 
 
 def pack(
-    tensors: Mapping[str, Tensor], parameters: Collection[str], storage: Storage
+    tensors: Mapping[str, Tensor], parameters: Collection[str], storage: Storage | None
 ) -> dict[str, Tensor]:
-    """Return what is written for some tensors; those that are no parameters stay as they are."""
-    packed = {}
-    for name, tensor in tensors.items():
-        if name not in parameters:
-            packed[name] = tensor
-        elif storage == "int8" and tensor.ndim == 2 and tensor.numel() >= SMALLEST_MATRIX:
+    """Return the tensors to write; `parameters` are stored as `storage`, buffers as they are."""
+    packed = dict(tensors)
+    for name in parameters if storage is not None else ():
+        tensor = tensors[name]
+        if storage == "int8" and tensor.ndim == 2 and tensor.numel() >= SMALLEST_MATRIX:
             if not tensor.isfinite().all():
                 raise UserError(f"{name} holds numbers that are not finite: int8 has none such.")
             packed[name], packed[name + SCALE] = quantise(tensor.float())
@@ -64,17 +54,17 @@ def pack(
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix (R, C) to 8 bits; return the numbers and the scale of each row, (R,).
+    """Round a matrix (R, C) to int8 by least squares; return it and the scale of each row (R,).
 
-    Least squares: of some places to clip a row at, and with the best scale for the whole numbers
-    that each gives, the one that is nearest to the row.
+    Each row is clipped at several places and rounded; each result gets the scale that fits it
+    best, and the nearest to the row is kept.
     """
     largest = matrix.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
     rows = matrix / largest[:, None]
     scale = torch.zeros_like(largest)
     numbers = torch.zeros(rows.shape, dtype=torch.int8, device=rows.device)
     least = torch.full_like(largest, torch.inf)
-    for clip in torch.linspace(TIGHTEST, 1.0, TRIES).tolist():
+    for clip in torch.linspace(*CLIPS).tolist():
         tried = (rows * (LARGEST / clip)).round().clamp(-LARGEST, LARGEST)
         fitted = (rows * tried).sum(1) / tried.square().sum(1).clamp(min=1)
         error = (rows - tried * fitted[:, None]).square().sum(1)
@@ -85,49 +75,40 @@ def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scale
 
 
-def stored_shapes(path: Path, storage: Storage | None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that `read_stored` returns, from the header alone."""
-    if storage != "int8":
-        return read_shapes(path)
-    headers = read_headers(path, also=("I8",))
-    scales = _scales(path, headers)
-    return {name: shape for name, (_, shape) in headers.items() if name not in scales}
+class StoredWeights:
+    """A file of weights whose header has been read and checked; tensors are read on demand."""
+
+    def __init__(self, path: Path, storage: Storage | None) -> None:
+        headers = read_headers(path, also=("I8",) if storage == "int8" else ())
+        self.path, self.storage = path, storage
+        self.scales = _scale_names(path, headers)
+        self.shapes = {n: shape for n, (_, shape) in headers.items() if n not in self.scales}
+
+    def read(
+        self, device: torch.device | str, dtype: torch.dtype | None, keep: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Read all tensors: memory-mapped on the CPU, copied only to change device or type.
+
+        `dtype` None is float32 where there is a `storage`, else each tensor's own type. Names in
+        `keep` are not cast.
+        """
+        if dtype is None and self.storage is not None:
+            dtype = torch.float32
+        tensors: dict[str, Tensor] = {}
+        for names in in_groups(self.shapes):
+            with open_tensors(self.path) as file:
+                for name in names:
+                    tensor = file.get_tensor(name)
+                    if name + SCALE in self.scales:
+                        scale = file.get_tensor(name + SCALE).to(device)
+                        tensor = tensor.to(device).float().mul_(scale[:, None])
+                    tensors[name] = tensor.to(device, None if name in keep else dtype)
+        return tensors
 
 
-def read_stored(
-    path: Path,
-    storage: Storage | None,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    keep: Iterable[str] = (),
-) -> dict[str, Tensor]:
-    """Return all tensors of a file as a network wants them; `dtype` and `keep` as `read_tensors`.
-
-    Without a `storage` the file's own types are the network's, and nothing is copied.
-    """
-    if storage is None:
-        return read_tensors(path, device, dtype, keep)
-    to = torch.float32 if dtype is None else dtype
-    if storage != "int8":
-        return read_tensors(path, device, to, keep)
-    kept = set(keep)
-    headers = read_headers(path, also=("I8",))
-    scales = _scales(path, headers)
-    tensors = {}
-    for names in in_groups(stored_shapes(path, storage)):
-        with open_tensors(path) as file:
-            for name in names:
-                tensor = file.get_tensor(name).to(device)
-                if name + SCALE in scales:
-                    scale = file.get_tensor(name + SCALE).to(device)
-                    tensor = tensor.to(torch.float32).mul_(scale[:, None])
-                tensors[name] = tensor if name in kept else tensor.to(to)
-    return tensors
-
-
-def _scales(path: Path, headers: Headers) -> set[str]:
-    """Names of the scales, after checking that each 8-bit matrix has its own."""
-    found = set()
+def _scale_names(path: Path, headers: Headers) -> set[str]:
+    """Return the names of the scales, after checking that each int8 matrix has its own."""
+    names = set()
     for name, (dtype, shape) in headers.items():
         if dtype != "I8":
             continue
@@ -136,5 +117,5 @@ def _scales(path: Path, headers: Headers) -> set[str]:
                 f"{path}: {shown(name)} has 8 bits without a scale (float32) for each row: "
                 "fetch the file again, or write it with `didi convert --storage int8`."
             )
-        found.add(name + SCALE)
-    return found
+        names.add(name + SCALE)
+    return names

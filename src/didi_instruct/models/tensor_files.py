@@ -1,13 +1,15 @@
-"""Tensor files: writing safetensors as a stream, reading headers, telling architectures apart."""
+"""Safetensors files: streamed writing, checked headers, shapes compared by name.
+
+Names and values in these files may be anyone's: errors show them as one printable line.
+"""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,35 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from didi_instruct.config.model import ARCHITECTURES
+from didi_instruct.data.files import AtomicFile
 from didi_instruct.errors import UserError
 
-LONGEST = 80
-"""Characters of a name or a value that are shown."""
+MAX_SHOWN = 80
+"""Characters of a name or a value that an error shows."""
 
-LISTED = 3
-"""Tensors named in an error before the rest is only counted."""
-
-
-def shown(text: str, most: int = LONGEST) -> str:
-    """Return one printable line: no line breaks, escape sequences or halves of characters."""
-    if len(text) > most:
-        text = text[: most - 1] + "…"
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def shown_value(value: Any, most: int = LONGEST) -> str:
-    """Return a value of a foreign file as Python writes it, on one printable line."""
-    try:
-        return shown(repr(value), most)
-    except (ValueError, RecursionError):  # a number of too many digits, a list without a bottom
-        return f"a {type(value).__name__} that is too large to show"
-
-
-def first_few(names: Collection[str], show: Callable[[str], str] = shown) -> str:
-    """Name a few of many, and count the rest."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(map(show, islice(names, LISTED))) + more
-
+MAX_LISTED = 3
+"""Names that an error lists; the rest are counted."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -55,7 +36,7 @@ DTYPES = {
 }
 """Types a weight may have on disk, by their safetensors names."""
 
-_ON_DISK = DTYPES | {
+_WRITABLE = DTYPES | {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -63,7 +44,7 @@ _ON_DISK = DTYPES | {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Types that can be written: foreign models keep a few counters beside their weights."""
+"""Foreign models keep a few counters beside their weights."""
 
 ALIGNMENT = 64
 """Bytes to which torch aligns the tensors it allocates on the CPU."""
@@ -72,19 +53,39 @@ NUMBERS_AT_ONCE = 16 << 20
 """Read between two openings of a file."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-Headers = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Of each tensor its type, by its safetensors name, and its shape."""
-
+Headers = dict[str, tuple[str, tuple[int, ...]]]
+"""Safetensors type and shape of each tensor."""
 
 Watch = Callable[[int, int], None]
-"""Sees how many bytes of how many are written."""
+"""Called with the bytes written so far and in all."""
 
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
+def shown(text: str, most: int = MAX_SHOWN) -> str:
+    """Return one printable line: no line breaks, escape sequences or lone surrogates."""
+    if len(text) > most:
+        text = text[: most - 1] + "…"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def shown_value(value: Any, most: int = MAX_SHOWN) -> str:
+    """Return the `repr` of a value of a foreign file as one printable line."""
+    try:
+        return shown(repr(value), most)
+    except (ValueError, RecursionError):  # an integer of too many digits, a list nested too deeply
+        return f"a {type(value).__name__} that is too large to show"
+
+
+def first_few(names: Collection[str], show: Callable[[str], str] = shown) -> str:
+    """List the first names and count the rest."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(map(show, islice(names, MAX_LISTED))) + more
+
+
 @contextmanager
 def watching(watch: Watch | None) -> Iterator[None]:
-    """Tell `watch` of all tensors written meanwhile, whoever writes them, file by file."""
+    """Report the progress of every file that `write_tensors` writes meanwhile."""
     token = _watch.set(watch)
     try:
         yield
@@ -95,56 +96,66 @@ def watching(watch: Watch | None) -> Iterator[None]:
 def write_tensors(
     write: Callable[[bytes | memoryview], None], tensors: Mapping[str, Tensor]
 ) -> tuple[int, str]:
-    """Pass a safetensors file to `write`, tensor by tensor; return its size and SHA-256.
+    """Pass a safetensors file to `write`, one tensor at a time; return its size and SHA-256.
 
-    One tensor at a time is in memory as bytes, and a full disk is met as the OSError it is.
+    Memory-mapped weights that are aligned like allocated ones give bit-identical products. The
+    format allows no gaps, so tensors that would shift the others come last, wide types first.
     """
-    digest = hashlib.sha256()
-
-    def put(data: bytes | memoryview) -> None:
-        digest.update(data)
-        write(data)
-
-    # Memory-mapped weights that are aligned like allocated ones give the same products to the bit;
-    # the format allows no gaps, so tensors that would shift the others come last, wide types first.
     names = sorted(
         tensors,
-        key=lambda name: (
-            tensors[name].nbytes % ALIGNMENT != 0,
-            -tensors[name].element_size(),
-            name,
-        ),
+        key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, -tensors[n].element_size(), n),
     )
+    ends = dict(zip(names, accumulate(tensors[name].nbytes for name in names), strict=True))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        tensor, end = tensors[name], offset + tensors[name].nbytes
+    for name, end in ends.items():
+        tensor = tensors[name]
         header[name] = {
-            "dtype": _ON_DISK[tensor.dtype],
+            "dtype": _WRITABLE[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
+            "data_offsets": [end - tensor.nbytes, end],
         }
-        offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)
-    put(len(encoded).to_bytes(8, "little"))
-    put(encoded)
+    start = len(encoded).to_bytes(8, "little") + encoded
+    total = max(ends.values(), default=0)
+
+    digest = hashlib.sha256(start)
+    write(start)
     watch = _watch.get()
-    for name in names:
+    for name, end in ends.items():
         flat = tensors[name].detach().cpu().contiguous().view(-1)
-        put(flat.view(torch.uint8).numpy().data)
+        data = flat.view(torch.uint8).numpy().data
+        digest.update(data)
+        write(data)
         if watch is not None:
-            watch(header[name]["data_offsets"][1], offset)
-    return 8 + len(encoded) + offset, digest.hexdigest()
+            watch(end, total)
+    return len(start) + total, digest.hexdigest()
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a safetensors file, from its header alone."""
-    return {name: shape for name, (_, shape) in read_headers(path).items()}
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file that is there whole or not at all."""
+    file = AtomicFile(path)
+    try:
+        write_tensors(file.write, tensors)
+        file.commit()
+    finally:
+        file.discard()
 
 
-def read_headers(path: Path, also: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of every tensor; only real numbers are taken, and the types in `also`."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, memory-mapped."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is not a readable safetensors file: {shown(str(error), 200)}."
+        ) from error
+
+
+def read_headers(path: Path, also: Collection[str] = ()) -> Headers:
+    """Read type and shape of every tensor; types other than floats and `also` are refused."""
     headers = {}
     with open_tensors(path) as file:
         for name in file.keys():  # noqa: SIM118 (a method of the file, not of a dict)
@@ -156,39 +167,12 @@ def read_headers(path: Path, also: Collection[str] = ()) -> dict[str, tuple[str,
     return headers
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; one that cannot be read is the user's to mend."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is not a readable safetensors file: {shown(str(error), 200)}."
-        ) from error
-
-
-def read_tensors(
-    path: Path, device: torch.device | str, dtype: torch.dtype | None, keep: Iterable[str] = ()
-) -> dict[str, Tensor]:
-    """Return all tensors: memory-mapped on the CPU, and copied only to change device or type.
-
-    `dtype` does not apply to the names in `keep`. A file is mapped as a whole, and its pages count
-    as memory until the last of its tensors is gone. So it is opened again now and then: what was
-    cast is let go, and never are both all of the file and all of the copies in memory.
-    """
-    kept = set(keep)
-    tensors: dict[str, Tensor] = {}
-    for names in in_groups(read_shapes(path)):
-        with open_tensors(path) as file:
-            for name in names:
-                to = None if name in kept else dtype
-                tensors[name] = file.get_tensor(name).to(device, to)
-    return tensors
-
-
 def in_groups(shapes: Shapes) -> Iterator[list[str]]:
-    """Names of tensors, as many at a time as may be in memory twice."""
+    """Yield the names of as many tensors at a time as may be in memory twice.
+
+    A file is mapped as a whole, and its pages count as memory until the last of its tensors is
+    gone. Opened anew for each group, a file and a cast copy of it are never both in memory.
+    """
     group: list[str] = []
     size = 0
     for name, shape in shapes.items():
@@ -200,86 +184,46 @@ def in_groups(shapes: Shapes) -> Iterator[list[str]]:
     yield group
 
 
-@dataclass(frozen=True)
-class Inferred:
-    """What the shapes of a checkpoint's tensors say about the network they belong to."""
-
-    role: str
-    """`denoiser`, `discriminator` or `left-to-right model`."""
-    layers: int
-    hidden: int
-    vocab_size: int
-    cond_dim: int | None
-    prefix: str
-    """What precedes the core keys (docs/foreign.md)."""
-
-    def __str__(self) -> str:
-        """Describe it for an error message."""
-        text = (
-            f"a {self.role} with {self.layers} layers, hidden {self.hidden}, "
-            f"vocab_size {self.vocab_size}"
-        )
-        shape = (self.layers, self.hidden, self.vocab_size)
-        for name, known in ARCHITECTURES.items():
-            if shape == (known.layers, known.hidden, known.vocab_size):
-                text += f" (`{name}`)"
-        return text + (f" under the prefix `{shown(self.prefix)}`" if self.prefix else "")
-
-
-def infer(shapes: Shapes) -> Inferred | None:
-    """Recognise the core keys (docs/foreign.md), under any prefix, by the tensors' shapes."""
-    embeddings = [n for n in shapes if n.endswith("vocab_embed.embedding")]
-    if not embeddings or len(shapes[embeddings[0]]) != 2:
-        return None
-    prefix = embeddings[0].removesuffix("vocab_embed.embedding")
-    vocab_size, hidden = shapes[embeddings[0]]
-    own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
-    numbers = [int(m[1]) for n in own if (m := re.match(r"blocks\.(\d{1,6})\.", n))]
-    if any(n.startswith("output_layer.main.") for n in own):
-        role = "discriminator"
-    else:
-        role = "denoiser" if "sigma_map.mlp.0.weight" in own else "left-to-right model"
-    return Inferred(
-        role=role,
-        layers=max(numbers, default=-1) + 1,
-        hidden=hidden,
-        vocab_size=vocab_size,
-        cond_dim=next(iter(own.get("sigma_map.mlp.0.weight", ())), None),
-        prefix=prefix,
-    )
-
-
-def describe(shapes: Shapes) -> str:
-    """Say in words which network some tensors look like."""
-    inferred = infer(shapes)
-    if inferred is not None:
-        return str(inferred)
-    if any("esm." in name or "lm_head." in name for name in shapes):
-        return "an ESM-2 (DPLM) model"
-    return "no network known here"
-
-
 def check_shapes(path: Path, found: Shapes, expected: Shapes, wanted: str) -> None:
-    """Refuse tensors that are not exactly those expected, naming what is wrong."""
-    shared = [n for n in expected if n in found]
+    """Refuse missing, unexpected and misshapen tensors; `wanted` describes the network."""
+
+    def listed(names: list[str], what: str, show: Callable[[str], str] = shown) -> list[str]:
+        plural = "" if len(names) == 1 else "s"
+        return [f"{len(names)} tensor{plural} {what} ({first_few(names, show)})"] if names else []
+
     problems = [
-        _listed([n for n in expected if n not in found], "missing"),
-        _listed([n for n in found if n not in expected], "unexpected"),
-        _listed(
-            [n for n in shared if found[n] != expected[n]],
+        *listed([n for n in expected if n not in found], "missing"),
+        *listed([n for n in found if n not in expected], "unexpected"),
+        *listed(
+            [n for n in expected if n in found and found[n] != expected[n]],
             "of the wrong shape",
             lambda n: f"{shown(n)} {shown_value(found[n])} for {expected[n]}",
         ),
     ]
-    if any(problems):
+    if problems:
         raise UserError(
-            f"{path}: {'; '.join(p for p in problems if p)}. "
+            f"{path}: {'; '.join(problems)}. "
             f"Wanted: {wanted}; the tensors look like {describe(found)}."
         )
 
 
-def _listed(names: list[str], what: str, show: Callable[[str], str] = shown) -> str:
-    if not names:
-        return ""
-    plural = "" if len(names) == 1 else "s"
-    return f"{len(names)} tensor{plural} {what} ({first_few(names, show)})"
+def describe(shapes: Shapes) -> str:
+    """Guess in words the network that tensors belong to, under any prefix (docs/foreign.md)."""
+    embedding = "vocab_embed.embedding"
+    found = next((n for n in shapes if n.endswith(embedding) and len(shapes[n]) == 2), None)
+    if found is None:
+        is_esm = any("esm." in name or "lm_head." in name for name in shapes)
+        return "an ESM-2 (DPLM) model" if is_esm else "no network known here"
+    vocab_size, hidden = shapes[found]
+    prefix = found.removesuffix(embedding)
+    names = [n.removeprefix(prefix) for n in shapes if n.startswith(prefix)]
+    numbers = [int(m[1]) for n in names if (m := re.match(r"blocks\.(\d{1,6})\.", n))]
+    layers = max(numbers, default=-1) + 1
+    role = "denoiser" if "sigma_map.mlp.0.weight" in names else "left-to-right model"
+    if any(n.startswith("output_layer.main.") for n in names):
+        role = "discriminator"
+    text = f"a {role} with {layers} layers, hidden {hidden}, vocab_size {vocab_size}"
+    for name, known in ARCHITECTURES.items():
+        if (layers, hidden, vocab_size) == (known.layers, known.hidden, known.vocab_size):
+            text += f" (`{name}`)"
+    return text + (f" under the prefix `{shown(prefix)}`" if prefix else "")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.process.schedule import Schedule
+from didi_instruct.transfer import sent
 
 
 def mask(x: Tensor, alpha: Tensor, mask_id: int, uniforms: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def interleaved_plan(steps: int) -> tuple[int, ...]:
 
 def interleaved_turns(open: Tensor, steps: int) -> Tensor:
     """The step at which each position has its turn in `streams`, counting open ones: (B, L)."""
-    plan = torch.tensor(interleaved_plan(steps), device=open.device)
+    plan = sent(torch.tensor(interleaved_plan(steps)), open.device)
     return plan[(open.cumsum(1) - 1).clamp(min=0) % len(plan)]
 
 

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
-from didi_instruct.sampling.categorical import draw
-from didi_instruct.sampling.chain import PAD, Callback, Canvas, Chain, Draw, Purpose, Samples
-from didi_instruct.sampling.decoding import Decoders
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, invert, law_of
+from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
 
 
 @torch.no_grad()
@@ -15,7 +15,7 @@ def autoregressive(
     model: ARModel,
     canvas: Canvas,
     *,
-    settings: Draw | None = None,
+    settings: DrawOptions = PLAIN,
     eot_id: int | None = None,
     callback: Callback | None = None,
     decoders: Decoders | None = None,
@@ -34,75 +34,75 @@ def autoregressive(
     others as without.
     """
     _check(model, canvas, eot_id)
-    settings = settings or Draw()
     if decoders is not None and callback is None and _can_decode(canvas, settings):
         return _decoded(decoders, model, canvas, settings, eot_id)
     columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
     to_write = columns[canvas.open.any(0)].tolist()
     start, end = (to_write[0], to_write[-1] + 1) if to_write else (0, 0)
-    # The chain keeps the books; the model is called here, for its cache.
-    chain = Chain(model, canvas, settings, steps=max(1, end - start), callback=callback)
-    runs = chain.open.any(1)
+    state = State(canvas, watched=callback is not None)
+    runs = state.open.any(1)
     cache = KVCache(model.config, batch=int(runs.sum()), length=end)
     # A position is drawn once, so all can share a stream, whatever the other prompts are.
-    uniforms = chain.uniforms(Purpose.TOKEN, 0)
+    u = canvas.noise(settings.seed).uniforms(len(columns), Purpose.TOKEN, 0)
     drawn = torch.zeros_like(runs, dtype=torch.long)
-    begin = torch.full_like(chain.z[:, :1], model.config.vocab_size - 1)
-    unread = torch.cat((begin, chain.z[:, :start]), dim=1)
+    begin = torch.full_like(state.z[:, :1], model.config.vocab_size - 1)
+    unread = torch.cat((begin, state.z[:, :start]), dim=1)
     for column in range(start, end):
-        masked, share = chain.masked, chain.share
+        masked, share = state.masked, state.masked_share
         if not masked.any():
             break
         logits = model(unread[runs], cache, last_only=True)[:, -1]
-        chain.passes += float(runs.double().mean())
+        state.passes += float(runs.double().mean())
         here = masked & (columns == column)
         if here.any():
-            log_p = chain.law(logits[here.any(1)[runs]])
-            token = draw(log_p, uniforms[here])
-            chain.put(here, token, log_p.gather(-1, token[:, None]).squeeze(-1))
+            log_p = law_of(logits[here.any(1)[runs]], settings)
+            token = invert(log_p, u[here])
+            at = here.flatten().nonzero().squeeze(1)
+            state.write(at, token, log_p.gather(-1, token[:, None]).squeeze(-1))
             drawn += here.any(1)
         if eot_id is not None:
-            _fill(chain, here, eot_id)
-        chain.tell(share, masked & ~chain.masked)
+            _fill(state, here, eot_id)
+        if callback is not None:
+            written = (masked & ~state.masked).flatten().nonzero().squeeze(1)
+            callback(state.snapshot(column - start, max(1, end - start), share, written))
         # What follows the end of a row is read by nobody, but has to be a token.
-        last = chain.z[:, column]
+        last = state.z[:, column]
         unread = torch.where((last == PAD) | (last == canvas.mask_id), 0, last)[:, None]
-    return chain.samples(nfe=max(drawn.tolist(), default=0))
+    return state.samples(nfe=max(drawn.tolist(), default=0))
 
 
-def _can_decode(canvas: Canvas, settings: Draw) -> bool:
+def _can_decode(canvas: Canvas, settings: DrawOptions) -> bool:
     """Whether texts begin with nothing, and passes have the type of the weights."""
     device = canvas.tokens.device.type
     blank = canvas.tokens.numel() > 0 and bool(canvas.open.all())
-    return blank and settings.as_it_is and not torch.is_autocast_enabled(device)
+    return blank and not settings.restricted and not torch.is_autocast_enabled(device)
 
 
 def _decoded(
-    decoders: Decoders, model: ARModel, canvas: Canvas, settings: Draw, eot_id: int | None
+    decoders: Decoders, model: ARModel, canvas: Canvas, settings: DrawOptions, eot_id: int | None
 ) -> Samples:
     """The same by captured passes, of texts without prompts."""
     batch, length = canvas.tokens.shape
-    chain = Chain(model, canvas, settings, steps=length)
-    drawn, log_p = decoders.find(batch, length).decode(chain.uniforms(Purpose.TOKEN, 0), eot_id)
+    state = State(canvas)
+    u = canvas.noise(settings.seed).uniforms(length, Purpose.TOKEN, 0)
+    drawn, log_p = decoders.find(batch, length).decode(u, eot_id)
     columns = drawn.shape[1]
     counts = torch.ones_like(drawn, dtype=torch.bool)
     if eot_id is not None:
         end = (drawn == eot_id).long()
         counts = end.cumsum(1) - end == 0  # up to the first one, and that as well
-        chain.z.fill_(eot_id)
-    chain.z[:, :columns] = drawn.where(counts, chain.z[:, :columns])
-    chain.log_prob += log_p.where(counts, 0.0).sum(1)
-    chain.passes = float(columns)
-    return chain.samples(nfe=int(counts.sum(1).max()))
+        state.z.fill_(eot_id)
+    state.z[:, :columns] = drawn.where(counts, state.z[:, :columns])
+    state.costs[:, :columns] = log_p.where(counts, 0.0)
+    state.passes = float(columns)
+    return state.samples(nfe=int(counts.sum(1).max()))
 
 
-def _fill(chain: Chain, here: Tensor, eot_id: int) -> None:
+def _fill(state: State, here: Tensor, eot_id: int) -> None:
     """Fill what is left of the samples that have just drawn the end of text."""
-    over = (here & (chain.z == eot_id)).any(1, keepdim=True)
-    rest = chain.masked & over
-    count = int(rest.sum())
-    token = torch.full((count,), eot_id, device=chain.z.device)
-    chain.put(rest, token, torch.zeros(count, dtype=torch.float64, device=chain.z.device))
+    over = (here & (state.z == eot_id)).any(1, keepdim=True)
+    rest = (state.masked & over).flatten().nonzero().squeeze(1)
+    state.write(rest, torch.full_like(rest, eot_id), torch.zeros_like(rest, dtype=torch.float64))
 
 
 def _check(model: ARModel, canvas: Canvas, eot_id: int | None) -> None:

@@ -1,62 +1,117 @@
-"""What a sampler did, step by step: a callback that remembers, and the files it writes."""
+"""Denoising traces: record every step of a sampler, and save them as HTML, GIF or JSON.
+
+The callback `Trace` records token ids; `Trace.as_dict` adds their texts, and `replay` turns one
+sample of it into the spans of text that the HTML page and the GIF show.
+"""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.sampling import trace_gif, trace_html
-from didi_instruct.sampling.chain import PAD, Step
-from didi_instruct.sampling.trace_text import Decode, find_end, output_ids, token_texts
+from didi_instruct.sampling.state import PAD, Snapshot
 
 FORMAT = "didi-trace-1"
+SUFFIXES = (".html", ".gif", ".json")
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, such as `Tokenizer.decode`."""
+
+_REPLACEMENT = "\ufffd"
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROL_PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
+_CONTROL_PICTURES[0x7F] = 0x2421
 
 
-@dataclass(frozen=True, slots=True)
-class TracedStep:
-    """What one step changed in one sample."""
-
-    time: float
-    """Where the step started, 1 to 0."""
-    revealed: list[int]
-    """Positions written."""
-    tokens: list[int]
-    """What was written there."""
-    confidence: list[float]
-    """What probability the denoiser gave to it."""
-    masked: list[int]
-    """Positions masked again."""
+def visible(text: str) -> str:
+    """Replace control characters by visible symbols, so that text cannot steer a terminal."""
+    return text.translate(_CONTROL_PICTURES)
 
 
-@dataclass(slots=True)
-class TracedSample:
-    """One sample on its way."""
+def token_texts(ids: Sequence[int], decode: Decode, mask_id: int | None = None) -> list[str]:
+    """Text of each position; joined, they are the decoded text.
 
-    start: list[int]
-    """Tokens before the first step."""
-    written: list[bool] | None = None
-    """Which positions were to write; None: all."""
-    steps: list[TracedStep] = field(default_factory=list)
+    A character that takes several tokens belongs to the last of them, and the others have "".
+    Masks and padding have "" too, and are left out before decoding.
+    """
+    texts = [""] * len(ids)
+    shown = [i for i, token in enumerate(ids) if token not in (mask_id, PAD)]
+    if not shown:
+        return texts
+    tokens = [ids[i] for i in shown]
+    # A tokenizer may strip the space of a text's first word; after a mask it has to stay.
+    context = tokens[:1] if mask_id in ids[: shown[0]] else []
+    pieces = _split_at_tokens([*context, *tokens], decode)[len(context) :]
+    for i, piece in zip(shown, pieces, strict=True):
+        texts[i] = piece
+    return texts
 
-    def rows(self, mask_id: int) -> list[list[int]]:
-        """Tokens before the first step, after it, after the second, …."""
-        rows = [self.start]
-        for step in self.steps:
-            row = list(rows[-1])
-            for position, token in zip(step.revealed, step.tokens, strict=True):
-                row[position] = token
-            for position in step.masked:
-                row[position] = mask_id
-            rows.append(row)
-        return rows
+
+def _split_at_tokens(tokens: list[int], decode: Decode) -> list[str]:
+    """Split the decoded text at token boundaries, decoding a few tokens at a time.
+
+    tokens[:settled] decode to text[:settled_at], which ends with a whole character; tokens from
+    `context` on are decoded, because the first of a text may look different.
+    """
+    text, pieces, done = decode(tokens), [], 0
+    context = settled = settled_at = 0
+    prefix = ""
+    for k in range(len(tokens)):
+        longer = decode(tokens[context : k + 1])[len(prefix) :]
+        pairs = zip(longer, text[settled_at:], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        end = max(done, settled_at + common)
+        pieces.append(text[done:end])
+        done = end
+        if longer and common == len(longer) and not longer.endswith(_REPLACEMENT):
+            context, settled, settled_at = settled, k + 1, done
+            prefix = decode(tokens[context:settled])
+    pieces[-1] += text[done:]
+    return pieces
+
+
+def find_end(
+    row: Sequence[int],
+    eot_id: int | None,
+    mask_id: int | None,
+    written: Sequence[bool] | None = None,
+) -> int | None:
+    """Position of the end-of-text token that ends the output, or None.
+
+    It is the first end-of-text that was written (not given) after some text. If the last position
+    was given, so was the end: then it is the first of the given end-of-text tokens that fill the
+    rest of the window. `written` (L,) marks the positions to write; None: all.
+    """
+    ids = [i for i, token in enumerate(row) if token != PAD]
+    if written is not None and ids and not written[ids[-1]]:
+        filling = takewhile(lambda i: row[i] == eot_id and not written[i], reversed(ids))
+        return min(filling, default=None)
+    in_text = False
+    for i in ids:
+        if row[i] == eot_id and in_text and (written is None or written[i]):
+            return i
+        in_text = in_text or row[i] not in (eot_id, mask_id)
+    return None
+
+
+def output_ids(
+    row: Sequence[int], eot_id: int | None, written: Sequence[bool] | None = None
+) -> list[int]:
+    """Tokens of a finished row up to its end, without padding and end-of-text tokens."""
+    end = find_end(row, eot_id, None, written)
+    return [token for token in row[:end] if token not in (PAD, eot_id)]
 
 
 class Trace:
-    """A callback that keeps every step of the first samples; batches may follow each other."""
+    """Sampler callback that records the first `keep` samples, over one or more batches."""
 
     def __init__(
         self,
@@ -66,66 +121,29 @@ class Trace:
         keep: int = 4,
         about: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Keep up to `keep` samples; `about` (sampler, seed, …) is written along."""
+        """Start empty; `about` (sampler, seed, …) is shown with the trace."""
         if keep < 1:
             raise UserError(f"keep is {keep}: trace 1 sample or more.")
         self.mask_id, self.eot_id, self.keep = mask_id, eot_id, keep
         self.about = dict(about or {})
-        self.samples: list[TracedSample] = []
-        self._first, self._count, self._last = 0, 0, []  # type: int, int, list[list[int]]
+        self.samples: list[list[Snapshot]] = []
+        self._batch: list[list[Snapshot]] = []
 
-    def __call__(self, step: Step) -> None:
-        """Remember a step."""
+    def __call__(self, step: Snapshot) -> None:
+        """Record one step."""
         if step.index == 0:
-            self._first = len(self.samples)
-            self._count = min(self.keep - self._first, len(step.tokens))
-        if self._count == 0:
-            return
-        tokens = step.tokens[: self._count].tolist()
-        revealed = step.revealed[: self._count].tolist()
-        confidence = step.confidence[: self._count].tolist()
-        if step.index == 0:
-            self._last = [self._before(*pair) for pair in zip(tokens, revealed, strict=True)]
-            written = [None] * self._count if step.open is None else step.open.tolist()
-            self.samples += [TracedSample(*pair) for pair in zip(self._last, written, strict=False)]
-        for i, row in enumerate(tokens):
-            change = self._change(step.time, self._last[i], row, revealed[i], confidence[i])
-            self.samples[self._first + i].steps.append(change)
-        self._last = tokens
-
-    def _before(self, row: list[int], revealed: list[bool]) -> list[int]:
-        """Undo the first step: what it wrote was masked."""
-        return [self.mask_id if new else t for t, new in zip(row, revealed, strict=True)]
-
-    def _change(
-        self,
-        time: float,
-        before: list[int],
-        row: list[int],
-        revealed: list[bool],
-        confidence: list[float],
-    ) -> TracedStep:
-        written = [
-            i
-            for i, token in enumerate(row)
-            if token not in (self.mask_id, PAD) and (revealed[i] or token != before[i])
-        ]
-        return TracedStep(
-            time,
-            written,
-            [row[i] for i in written],
-            [float(f"{confidence[i]:.4g}") for i in written],
-            [i for i, t in enumerate(row) if t == self.mask_id and before[i] != self.mask_id],
-        )
+            self._batch = [[] for _ in step.tokens[: self.keep - len(self.samples)]]
+            self.samples += self._batch
+        for i, steps in enumerate(self._batch):
+            steps.append(_select(step, i))
 
     def as_dict(self, decode: Decode) -> dict[str, Any]:
-        """Plain data: what the JSON file holds, and what the pictures are made from.
+        """Content of the JSON file, from which the pictures are made too.
 
-        A sample has `text`, the output; its `tokens` after all steps and the `pieces` of text
-        that they wrote, which join to the whole; the position `end` of the end-of-text token that
-        cuts it; the same at the `start` (of a model without masks, what the first step did not
-        change). A step has the positions it `revealed`, and for these the `tokens`, `pieces` and
-        `confidence`; and the positions it `masked` again.
+        A sample has the output `text`; the final `tokens` and their `pieces` of text, which join
+        to the whole; the position `end` of the end-of-text token that ends the output; and the
+        tokens at the `start`. A step has the positions `revealed` with their `tokens`, `pieces`
+        and `confidence`, and the positions `masked` again.
         """
         return {
             "format": FORMAT,
@@ -133,74 +151,206 @@ class Trace:
             "mask_id": self.mask_id,
             "pad_id": PAD,
             "eot_id": self.eot_id,
-            "samples": [self._sample(sample, decode) for sample in self.samples],
+            "samples": [self._sample_as_dict(steps, decode) for steps in self.samples],
         }
 
-    def _sample(self, sample: TracedSample, decode: Decode) -> dict[str, Any]:
-        start, *rows = sample.rows(self.mask_id)
-        final = rows[-1]
-        pieces = token_texts(final, decode, self.mask_id)
-        steps = []
-        for step, row in zip(sample.steps, rows, strict=True):
-            settled = all(row[i] == final[i] for i in step.revealed)
-            texts = pieces if settled else token_texts(row, decode, self.mask_id)
-            steps.append(
+    def _sample_as_dict(self, steps: list[Snapshot], decode: Decode) -> dict[str, Any]:
+        first, final, mask_id = steps[0], steps[-1].tokens, self.mask_id
+        start = first.tokens.masked_fill(first.revealed, mask_id)
+        tokens, is_open = final.tolist(), None if first.open is None else first.open.tolist()
+        pieces = token_texts(tokens, decode, mask_id)
+        changes = []
+        for before, step in pairwise([replace(first, tokens=start), *steps]):
+            row, differs = step.tokens, step.tokens != before.tokens
+            is_mask = row == mask_id
+            at = _positions((step.revealed | differs) & ~is_mask & (row != PAD))
+            is_final = torch.equal(row[at], final[at])
+            texts = pieces if is_final else token_texts(row.tolist(), decode, mask_id)
+            changes.append(
                 {
                     "time": step.time,
-                    "revealed": step.revealed,
-                    "tokens": step.tokens,
-                    "pieces": [texts[i] for i in step.revealed],
-                    "confidence": step.confidence,
-                    "masked": step.masked,
+                    "revealed": at,
+                    "tokens": row[at].tolist(),
+                    "pieces": [texts[i] for i in at],
+                    "confidence": [float(f"{p:.4g}") for p in step.confidence[at].tolist()],
+                    "masked": _positions(is_mask & differs),
                 }
             )
-        end = find_end(final, self.eot_id, self.mask_id, sample.written)
-        output = output_ids(final, self.eot_id, sample.written)
+        output = output_ids(tokens, self.eot_id, is_open)
         return {
-            "text": decode([token for token in output if token != self.mask_id]),
-            "tokens": final,
+            "text": decode([token for token in output if token != mask_id]),
+            "tokens": tokens,
             "pieces": pieces,
-            "end": end,
-            "start": start,
-            "start_pieces": token_texts(start, decode, self.mask_id),
-            "steps": steps,
+            "end": find_end(tokens, self.eot_id, mask_id, is_open),
+            "start": start.tolist(),
+            "start_pieces": token_texts(start.tolist(), decode, mask_id),
+            "steps": changes,
         }
 
     def write(self, path: str | Path, tokenizer: Tokenizer | None) -> None:
-        """Write .html, .gif (the first sample) or .json; without a tokenizer, of token ids."""
+        """Write .html, .json or .gif (the first sample only); token ids without a tokenizer."""
+        from didi_instruct.sampling import trace_gif, trace_html
+
         path = Path(path)
         check_path(path)
         if not self.samples:
             raise UserError(f"{path}: no step was traced, there is nothing to write.")
-        decode = _numbers if tokenizer is None else tokenizer.decode
-        data = _WRITERS[path.suffix.lower()](self.as_dict(decode))
+        trace = self.as_dict(_join_ids if tokenizer is None else tokenizer.decode)
+        match path.suffix.lower():
+            case ".html":
+                content = trace_html.render(trace)
+            case ".gif":
+                content = trace_gif.render(trace)
+            case _:
+                content = (json.dumps(trace, ensure_ascii=False) + "\n").encode("utf-8", "replace")
         with no_space_as_user_error(path.parent):
-            write_atomic(path, data)
+            write_atomic(path, content)
+
+
+def _join_ids(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def _positions(mask: torch.Tensor) -> list[int]:
+    return mask.nonzero().flatten().tolist()
+
+
+def _select(step: Snapshot, i: int) -> Snapshot:
+    """Copy sample `i` of a step to the CPU."""
+    tensors = (step.tokens, step.revealed, step.confidence)
+    tokens, revealed, confidence = (x[i].to("cpu", copy=True) for x in tensors)
+    is_open = None if step.open is None else step.open[i].to("cpu", copy=True)
+    return replace(step, tokens=tokens, revealed=revealed, confidence=confidence, open=is_open)
 
 
 def check_path(path: Path) -> None:
-    """Refuse, before any work is done, a file that a trace cannot be written to."""
-    if path.suffix.lower() not in _WRITERS:
-        known = ", ".join(_WRITERS)
+    """Refuse a path that no trace can be written to."""
+    from didi_instruct.sampling.trace_gif import require_pillow
+
+    if path.suffix.lower() not in SUFFIXES:
+        known = ", ".join(SUFFIXES)
         raise UserError(f"{path}: a trace is written as one of {known}, not `{path.suffix}`.")
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}.")
     if path.is_dir():
         raise UserError(f"{path}: is a folder, not a file.")
     if path.suffix.lower() == ".gif":
-        trace_gif.require_pillow()
+        require_pillow()
 
 
-def _json(trace: dict[str, Any]) -> bytes:
-    return (json.dumps(trace, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+class State(IntEnum):
+    """A span is masked, partly masked, shown with its final text or with another one."""
+
+    MASKED = 0
+    PARTIAL = 1
+    SHOWN = 2
+    DRAFT = 3
 
 
-def _numbers(ids: Any) -> str:
-    return " ".join(map(str, ids))
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions `first` to `last` (included), and the piece of the final text that they write."""
+
+    first: int
+    last: int
+    text: str
+    given: bool
+    """Known before the first step."""
+    eot: bool
+    repeated_eot: bool
+    """An end-of-text right after another."""
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """White space before, the word that is shown, white space after."""
+        if self.eot:
+            return ("", "·", " ") if self.repeated_eot else (" ", "end", " ")
+        word = self.text.strip()
+        return self.text.partition(word) if word else ("", "", self.text)
 
 
-_WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
-    ".html": trace_html.render,
-    ".gif": trace_gif.render,
-    ".json": _json,
-}
+@dataclass(frozen=True, slots=True)
+class Change:
+    """State and text of a span after a step that touched it."""
+
+    step: int
+    """From 1; 0 before the first step."""
+    span: int
+    state: State
+    confidence: float
+    """Of the least certain token."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One sample as spans of text that change from step to step."""
+
+    spans: list[Span]
+    changes: list[list[Change]]
+    """Of every span before the first step, then of those that each step touched."""
+    times: list[float]
+    """Time before the first step and after each step."""
+    ends: list[int]
+    """Spans that end the output as soon as they are shown."""
+
+    def after(self, step: int) -> list[Change]:
+        """Last change of every span after `step` steps."""
+        last = list(self.changes[0])
+        for change in chain.from_iterable(self.changes[1 : step + 1]):
+            last[change.span] = change
+        return last
+
+
+def replay(trace: dict[str, Any], sample: dict[str, Any]) -> Replay:
+    """Follow the spans of a sample of `Trace.as_dict` through its steps."""
+    spans, mask_id = _find_spans(trace, sample), trace["mask_id"]
+    span_at = {p: i for i, span in enumerate(spans) for p in range(span.first, span.last + 1)}
+    row, pieces = list(sample["start"]), list(sample["start_pieces"])
+    confidence = [1.0] * len(row)
+
+    def observe(step: int, i: int) -> Change:
+        part = slice(spans[i].first, spans[i].last + 1)
+        if mask_id in row[part]:
+            hidden = {mask_id, trace["pad_id"]}.issuperset(row[part])
+            state = State.MASKED if hidden else State.PARTIAL
+        else:
+            state = State.SHOWN if row[part] == sample["tokens"][part] else State.DRAFT
+        text = visible("".join(pieces[part])) if state == State.DRAFT else spans[i].text
+        return Change(step, i, state, min(confidence[part]), text)
+
+    changes = [[observe(0, i) for i in range(len(spans))]]
+    for n, step in enumerate(sample["steps"], start=1):
+        for k, position in enumerate(step["revealed"]):
+            row[position] = step["tokens"][k]
+            pieces[position] = step["pieces"][k]
+            confidence[position] = step["confidence"][k]
+        for position in step["masked"]:
+            row[position], confidence[position] = mask_id, 1.0
+        touched = {span_at[position] for position in (*step["revealed"], *step["masked"])}
+        changes.append([observe(n, i) for i in sorted(touched)])
+    end = sample["end"]
+    ends = [i for i, s in enumerate(spans) if end is not None and s.eot and s.last >= end]
+    return Replay(spans, changes, [*(step["time"] for step in sample["steps"]), 0.0], ends)
+
+
+def _find_spans(trace: dict[str, Any], sample: dict[str, Any]) -> list[Span]:
+    """Join tokens without a text of their own to the one that completes their character."""
+    final, start, pieces = sample["tokens"], sample["start"], sample["pieces"]
+    written = {position for step in sample["steps"] for position in step["revealed"]}
+    spans: list[Span] = []
+    first = 0
+    for i, piece in enumerate(pieces):
+        if not piece and i < len(pieces) - 1:
+            continue
+        part = range(first, i + 1)
+        first = i + 1
+        if all(final[p] == trace["pad_id"] for p in part):
+            continue
+        given = written.isdisjoint(part) and all(start[p] == final[p] for p in part)
+        eot = final[i] == trace["eot_id"]
+        repeated = eot and bool(spans) and spans[-1].eot
+        spans.append(Span(part[0], i, visible(piece), given, eot, repeated))
+    while spans and spans[-1].eot and spans[-1].given:
+        spans.pop()  # they fill the window after a text whose length was given
+    return spans

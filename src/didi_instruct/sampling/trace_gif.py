@@ -1,57 +1,55 @@
-"""A trace as an animated GIF: a frame before the first step and one after each.
+"""A trace as an animated GIF: one frame before the first step and one after each.
 
-`render` draws the first sample of one trace, `render_beside` those of several in columns, in step
-with each other: one that needs more steps is still at work when the others are done.
+`render` draws the first sample of a trace; `render_beside` those of several traces in columns that
+keep in step, so that one that needs more steps is still at work when the others are done.
 """
 
-import importlib.util
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from didi_instruct.errors import MissingExtraError
-from didi_instruct.sampling.trace_layout import END, Box, lay_out
-from didi_instruct.sampling.trace_view import State, Unit, view
+from didi_instruct.sampling.trace import Change, Span, State, replay
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
-    from PIL.ImageFont import FreeTypeFont
+    from PIL.ImageFont import FreeTypeFont, ImageFont
 
 PAPER, INK, SOFT, RULE = "#fffefc", "#23211e", "#8b857c", "#e4dfd7"
 MASK, HALF, DIM, ACCENT, DRAFT = "#e9e4db", "#d4ccbd", "#c4beb4", "#0d7a74", "#8a5a9e"
-FIRST_MS, LAST_MS, WORD_MS, LONGEST_MS = 900, 2000, 20, 6000
-"""How long the first frame stays, and the last: a while, and time to read each of its words."""
-MOST_STEPS = 128
-"""Of a longer trace, this many steps are shown, evenly spread."""
 SHADES = 10
+FIRST_MS, LAST_MS, LAST_MS_PER_WORD, LAST_MS_LIMIT = 900, 2000, 20, 6000
+MAX_STEPS = 128
+"""A longer trace is thinned to this many steps, evenly spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Measures of a column, in pixels."""
+    """Measures of a column in pixels; `size` and `small` are those of the fonts."""
 
     width: int = 760
     margin: int = 40
     header: int = 84
     size: int = 18
-    """Of the letters."""
     small: int = 13
-    leading: int = 32
-    """From line to line."""
+    line_height: int = 32
 
 
 ALONE = Style()
-BESIDE = Style(width=398, margin=22, header=70, size=15, small=12, leading=26)
+BESIDE = Style(width=398, margin=22, header=70, size=15, small=12, line_height=26)
 """Two columns are as wide as GitHub shows a picture without shrinking it."""
 
 
 def require_pillow() -> None:
-    """Say what to install where Pillow is missing."""
-    if importlib.util.find_spec("PIL") is None:
+    """Raise MissingExtraError without Pillow."""
+    if find_spec("PIL") is None:
         raise MissingExtraError("A GIF trace", "eval")
 
 
@@ -64,150 +62,151 @@ def render(trace: dict[str, Any]) -> bytes:
 def render_beside(traces: Mapping[str, dict[str, Any]]) -> bytes:
     """Draw the first samples of several traces beside each other, each under its title."""
     require_pillow()
-    parts = enumerate(traces.items())
-    return _animate([_Column(t, BESIDE, i * BESIDE.width, title) for i, (title, t) in parts])
+    named = enumerate(traces.items())
+    return _animate([_Column(t, BESIDE, i * BESIDE.width, title) for i, (title, t) in named])
 
 
 def _animate(columns: list["_Column"]) -> bytes:
     from PIL import Image, ImageDraw
 
     steps = max(column.steps for column in columns)
-    drawn = {round(i * steps / min(steps, MOST_STEPS)) for i in range(steps + 1)}
+    num_drawn = min(steps, MAX_STEPS)
     size = sum(c.style.width for c in columns), max(c.height for c in columns)
-    palette, frames = _palette(), []
-    for n in range(steps + 1):
-        for column in columns:
-            column.advance()
-        if n not in drawn:
-            continue
+    palette, frames, previous = _palette(), [], 0
+    for step in (round(n * steps / num_drawn) for n in range(num_drawn + 1)):
         page = Image.new("RGB", size, PAPER)
         for column in columns:
-            column.draw(ImageDraw.Draw(page))
+            column.draw(ImageDraw.Draw(page), step, previous)
         frames.append(page.quantize(palette=palette, dither=Image.Dither.NONE))
+        previous = step
     step_ms = int(max(60, min(700, 8000 / steps)))
     words = sum(len(column.boxes) for column in columns)
-    last_ms = min(LAST_MS + WORD_MS * words, LONGEST_MS)
-    return _encode(frames, [FIRST_MS, *[step_ms] * (len(frames) - 2), last_ms])
+    last_ms = min(LAST_MS + LAST_MS_PER_WORD * words, LAST_MS_LIMIT)
+    duration = [FIRST_MS, *[step_ms] * (num_drawn - 1), last_ms]
+    file, options = io.BytesIO(), {"save_all": True, "loop": 0, "optimize": True}
+    frames[0].save(file, "GIF", append_images=frames[1:], duration=duration, **options)
+    return file.getvalue()
 
 
 class _Column:
-    """One sample on its way, and where it stands on the page."""
-
-    def __init__(
-        self, trace: dict[str, Any], style: Style, left: int = 0, title: str | None = None
-    ) -> None:
-        sample = trace["samples"][0]
-        self.style, self.left, self.title, self.end = style, left, title, sample["end"]
-        self.view = view(trace, sample)
-        self.steps, self.done = len(self.view.steps), -1
-        room = style.width - 2 * style.margin
-        self.boxes = lay_out(self.view.units, font(style.size).getlength, room)
-        self._frames = self.view.frames()
-        self._states: list[State] = []
-        self._texts: list[str] = []
-        self._fresh: set[int] = set()
-
-    @property
-    def height(self) -> int:
+    def __init__(self, trace: dict[str, Any], style: Style, x: int = 0, title: str = "") -> None:
+        self.style, self.title = style, title
+        self.left, self.right = x + style.margin, x + style.width - style.margin
+        self.replay = replay(trace, trace["samples"][0])
+        self.steps = len(self.replay.times) - 1
+        length = font(style.size).getlength
+        self.boxes = lay_out(self.replay.spans, length, self.right - self.left)
         lines = max((box.line for box in self.boxes), default=0) + 1
-        return self.style.header + lines * self.style.leading + self.style.margin - 8
+        self.height = style.header + lines * style.line_height + style.margin - 8
 
-    def advance(self) -> None:
-        """Go on by a step; after the last nothing is new."""
-        found = next(self._frames, None)
-        if found is not None:
-            self._states, self._texts, fresh = found
-            self._fresh |= fresh
-            self.done += 1
+    def draw(self, pen: "ImageDraw", step: int, previous: int) -> None:
+        """Draw the state after `step`; what changed since the `previous` frame is highlighted."""
+        self._draw_header(pen, min(step, self.steps))
+        changes = self.replay.after(step)
+        ends = (i for i in self.replay.ends if changes[i].state == State.SHOWN)
+        end = next(ends, len(changes))
+        for i, (change, box) in enumerate(zip(changes, self.boxes, strict=True)):
+            colour = ACCENT if change.step > previous else DIM if i > end else INK
+            self._draw_span(pen, change, box, colour)
 
-    def draw(self, pen: "ImageDraw") -> None:
-        self._draw_header(pen)
-        past = self.view.past_end(self._states, self.end)
-        for i, box in enumerate(self.boxes):
-            colour = ACCENT if i in self._fresh else DIM if i >= past else INK
-            self._draw_unit(pen, box, self.view.units[i], self._states[i], self._texts[i], colour)
-        self._fresh = set()
+    def _draw_header(self, pen: "ImageDraw", step: int) -> None:
+        base, small = self.style.header - 44, font(self.style.small)
+        labels = [f"step {step}/{self.steps}", f"t = {self.replay.times[step]:.2f}"]
+        if self.title:
+            labels = [self.title, labels[0]]
+        colour = INK if self.title else SOFT
+        pen.text((self.left, base), labels[0], colour, small, anchor="ls")
+        pen.text((self.right, base), labels[1], SOFT, small, anchor="rs")
+        pen.rectangle((self.left, base + 11, self.right, base + 13), RULE)
+        if step:
+            filled = self.left + (self.right - self.left) * step / self.steps
+            pen.rectangle((self.left, base + 11, filled, base + 13), ACCENT)
 
-    def _draw_header(self, pen: "ImageDraw") -> None:
-        style, count = self.style, f"step {self.done}/{self.steps}"
-        left, right = self.left + style.margin, self.left + style.width - style.margin
-        begin, end = count, f"t = {self.view.times[self.done]:.2f}"
-        if self.title is not None:
-            begin, end = self.title, count
-        base = style.header - 44
-        pen.text((left, base), begin, INK if self.title else SOFT, font(style.small), anchor="ls")
-        pen.text((right, base), end, SOFT, font(style.small), anchor="rs")
-        pen.rectangle((left, base + 11, right, base + 13), RULE)
-        if self.done:
-            filled = left + (right - left) * self.done / self.steps
-            pen.rectangle((left, base + 11, filled, base + 13), ACCENT)
-
-    def _draw_unit(
-        self, pen: "ImageDraw", box: Box, unit: Unit, state: State, text: str, colour: str
-    ) -> None:
-        style = self.style
-        x = self.left + style.margin + box.x
-        base = style.header + box.line * style.leading + style.size + 4
-        if state < State.SHOWN:
-            top, bottom = base - style.size + 1, base + style.size // 4 + 1
-            frame = (x + 0.5, top, x + max(box.width, 6) - 1.5, bottom)
-            pen.rounded_rectangle(frame, 4, HALF if state == State.PARTIAL else MASK)
-        elif unit.eot and state == State.SHOWN:
-            if box.word == END:
+    def _draw_span(self, pen: "ImageDraw", change: Change, box: "Box", colour: str) -> None:
+        size, x = self.style.size, self.left + box.x
+        base = self.style.header + box.line * self.style.line_height + size + 4
+        if change.state < State.SHOWN:
+            block = (x + 0.5, base - size + 1, x + max(box.width, 6) - 1.5, base + size // 4 + 1)
+            pen.rounded_rectangle(block, 4, HALF if change.state == State.PARTIAL else MASK)
+        elif change.state == State.DRAFT:
+            draft = change.text.strip()
+            fitting = size * box.width / max(font(size).getlength(draft), 1)
+            pen.text((x, base), draft, DRAFT, font(max(7, min(size, int(fitting)))), anchor="ls")
+        elif self.replay.spans[change.span].eot:
+            if not self.replay.spans[change.span].repeated_eot:
                 pen.rounded_rectangle((x, base - 14, x + box.width, base + 4), 8, outline=colour)
             middle = (x + box.width / 2, base - 5)
-            pen.text(middle, box.word, colour, font(style.small - 3), anchor="mm")
-        elif state == State.DRAFT:
-            word = text.strip()
-            room = box.width / max(font(style.size).getlength(word), 1)
-            size = max(7, min(style.size, int(style.size * room)))
-            pen.text((x, base), word, DRAFT, font(size), anchor="ls")
-        elif box.word.strip():
-            pen.text((x, base), box.word, colour, font(style.size), anchor="ls")
+            pen.text(middle, box.word, colour, font(self.style.small - 3), anchor="mm")
+        else:
+            pen.text((x, base), box.word, colour, font(size), anchor="ls")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Place of a span's word; `x` is its left edge."""
+
+    x: float
+    line: int
+    width: float
+    word: str
+
+
+def lay_out(spans: list[Span], length: Callable[[str], float], width: float) -> list[Box]:
+    """Set the final text in lines of a width, so that nothing moves while it is written.
+
+    Lines break before words; a word that is longer than a line breaks between its spans.
+    """
+    boxes: list[Box] = []
+    x, line = 0.0, 0
+    for run, blank in _runs(spans):
+        if x > 0 and x + length("".join(run)) > width:
+            x, line = 0.0, line + 1
+        start, begun = x, ""
+        for word in run:
+            if x > 0 and start + length(begun + word) > width:
+                x, line, start, begun = 0.0, line + 1, 0.0, ""
+            begun += word
+            x = start + length(begun)  # measured as one text, because of kerning
+            boxes.append(Box(x - length(word), line, length(word or " "), word))
+        if "\n" in blank:
+            x, line = 0.0, line + blank.count("\n")
+        x += length(" ") * len(blank.rpartition("\n")[2])
+    return boxes
+
+
+def _runs(spans: list[Span]) -> Iterator[tuple[list[str], str]]:
+    """Words of spans without white space between them, and the white space after each run."""
+    run: list[str] = []
+    for before, word, after in (span.parts for span in spans):
+        if before:
+            yield run, before
+            run = []
+        run.append(word)
+        if after:
+            yield run, after
+            run = []
+    yield run, ""
 
 
 @cache
-def font(size: int) -> "FreeTypeFont":
+def font(size: int) -> "FreeTypeFont | ImageFont":
     """DejaVu Sans, which Matplotlib brings and which knows many scripts; else Pillow's own."""
     from PIL import ImageFont
 
-    spec = importlib.util.find_spec("matplotlib")
-    if spec is not None and spec.origin is not None:
-        path = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
-        if path.is_file():
-            return ImageFont.truetype(str(path), size)
-    found = ImageFont.load_default(size)
-    assert isinstance(found, ImageFont.FreeTypeFont)
-    return found
+    try:
+        path = files("matplotlib") / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
+        return ImageFont.truetype(str(path), size)
+    except (ModuleNotFoundError, OSError):
+        return ImageFont.load_default(size)
 
 
 def _palette() -> "Image":
-    """Flat colours and the shades of those that are written with: 54, which take 6 bits each.
-
-    All frames share them, or colours would flicker.
-    """
+    """Colours of all frames, which would flicker without a common palette; 54 take 6 bits each."""
     from PIL import Image, ImageColor
 
-    paper = ImageColor.getrgb(PAPER)
-    colours: list[tuple[int, ...]] = [paper, *map(ImageColor.getrgb, (RULE, MASK, HALF))]
-    for ink in map(ImageColor.getrgb, (INK, SOFT, DIM, ACCENT, DRAFT)):
-        for shade in range(1, SHADES + 1):
-            mixed = (p + (i - p) * shade // SHADES for p, i in zip(paper, ink, strict=True))
-            colours.append(tuple(mixed))
+    flat = [ImageColor.getrgb(colour) for colour in (PAPER, RULE, MASK, HALF)]
+    inks = [ImageColor.getrgb(colour) for colour in (INK, SOFT, DIM, ACCENT, DRAFT)]
+    shades = [np.linspace(flat[0], ink, SHADES + 1)[1:] for ink in inks]
     palette = Image.new("P", (1, 1))
-    palette.putpalette([part for colour in colours for part in colour])
+    palette.putpalette(np.concatenate([flat, *shades]).astype(np.uint8).tobytes())
     return palette
-
-
-def _encode(frames: list["Image"], times: list[int]) -> bytes:
-    file = io.BytesIO()
-    frames[0].save(
-        file,
-        "GIF",
-        save_all=True,
-        append_images=frames[1:],
-        duration=times,
-        loop=0,
-        optimize=True,
-    )
-    return file.getvalue()

@@ -1,98 +1,59 @@
-"""A trace as one HTML page that plays it: no network, no files beside it."""
+"""A trace as one HTML page that plays it, without network or other files."""
 
-import html
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.sampling.trace_view import Change, Unit, View, view
+from jinja2 import Environment, StrictUndefined
 
-TEMPLATE = Path(__file__).with_name("trace_page.html")
+from didi_instruct.sampling.trace import Change, Replay, State, replay
+
+TEMPLATE = Path(__file__).with_name("trace.html.j2")
 
 
 def render(trace: dict[str, Any]) -> bytes:
-    """Fill the page with what `Trace.as_dict` returns.
+    """Render what `Trace.as_dict` returns.
 
-    The final texts are in the page itself, so they can be read, printed and searched without
-    the script; the script only hides what is not yet written.
+    The final texts are in the page itself, to be read, printed and searched without its script,
+    which only hides what is not yet written.
     """
-    views = [view(trace, sample) for sample in trace["samples"]]
-    ends = [sample["end"] for sample in trace["samples"]]
-    data = [_data(*pair) for pair in zip(views, ends, strict=True)]
+    replays = [replay(trace, sample) for sample in trace["samples"]]
     about = dict(trace["about"])
-    parts = {
-        "title": html.escape(str(about.pop("title", "Denoising, step by step"))),
-        "facts": _facts(views, about),
-        "tabs": "".join(
-            f'<button type="button" data-sample="{i}">{i + 1}</button>' for i in range(len(views))
-        ),
-        "samples": "\n".join(_article(i, v) for i, v in enumerate(views)),
-        "data": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
-    }
-    # Cut at the marks of the template before filling, so that no text can pose as a mark.
-    pieces = TEMPLATE.read_text(encoding="utf-8").split("%%")
-    page = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    num_steps = [len(r.changes) - 1 for r in replays]
+    num_tokens = [r.spans[-1].last + 1 for r in replays if r.spans]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=about.pop("title", "Denoising, step by step"),
+        facts=[f"{_range(num_steps)} steps", f"{_range(num_tokens)} tokens"]
+        + [f"{name} {value}" for name, value in about.items()],
+        samples=[r.spans for r in replays],
+        data=[_data(r) for r in replays],
+    )
     return page.encode("utf-8", "replace")
 
 
-def _facts(views: list[View], about: dict[str, Any]) -> str:
-    steps, tokens = {len(v.steps) for v in views}, {v.units[-1].last + 1 for v in views if v.units}
-    facts = [f"{_span(steps)} steps", f"{_span(tokens)} tokens"]
-    facts += [f"{name} {value}" for name, value in about.items()]
-    return "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
-
-
-def _span(numbers: Iterable[int]) -> str:
+def _range(numbers: list[int]) -> str:
     low, high = min(numbers, default=0), max(numbers, default=0)
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _article(index: int, shown: View) -> str:
-    spans, previous = [], None
-    for unit in shown.units:
-        spans.append(_unit(unit, again=previous is not None and previous.eot))
-        previous = unit
-    return (
-        f'<article id="sample-{index}" aria-label="Sample {index + 1}">'
-        f'<h2>Sample {index + 1}</h2><p dir="auto">{"".join(spans)}</p></article>'
-    )
-
-
-def _unit(unit: Unit, *, again: bool) -> str:
-    """Spaces around a word stay outside of its block; alone, they are the block."""
-    kind = "t given" if unit.given else "t"
-    if unit.eot:
-        return f'<span class="{kind} eot">{"" if again else "end"}</span>'
-    word = unit.text.strip()
-    if not word:
-        lines = "\n" in unit.text
-        inside, outside = ("", unit.text) if lines else (unit.text, "")
-        return f'<span class="{kind}{" line" if lines else ""}">{inside}</span>{outside}'
-    before, _, after = unit.text.partition(word)
-    return f'{before}<span class="{kind}">{html.escape(word)}</span>{after}'
-
-
-def _data(shown: View, end: int | None) -> dict[str, Any]:
-    """Per step: the time after it, and [unit, state, confidence, text of a draft] of changes."""
+def _data(played: Replay) -> dict[str, Any]:
+    """Input of the page's script; a change is [span, state, confidence, text of a draft]."""
 
     def pack(change: Change) -> list[Any]:
-        draft = [change.text.strip()] if change.text != shown.units[change.unit].text else []
-        return [change.unit, int(change.state), float(f"{change.confidence:.2g}"), *draft]
+        draft = [change.text.strip()] if change.text != played.spans[change.span].text else []
+        return [change.span, int(change.state), float(f"{change.confidence:.2g}"), *draft]
 
-    ends = [i for i, u in enumerate(shown.units) if end is not None and u.eot and u.last >= end]
+    start, *steps = played.changes
     return {
-        "time": round(shown.times[0], 4),
-        "start": [pack(change) for change in shown.start],
+        "time": round(played.times[0], 4),
+        "start": [pack(change) for change in start if change.state != State.MASKED],
         "steps": [
-            {"time": round(time, 4), "changes": [pack(change) for change in step]}
-            for time, step in zip(shown.times[1:], shown.steps, strict=True)
+            {"time": round(time, 4), "changes": [pack(change) for change in changes]}
+            for time, changes in zip(played.times[1:], steps, strict=True)
         ],
-        "ends": ends,
-        "tokens": [u.last - u.first + 1 for u in shown.units],
+        "ends": played.ends,
+        "tokens": [span.last - span.first + 1 for span in played.spans],
     }
-
-
-def _script_safe(text: str) -> str:
-    """JSON that cannot close the element it stands in, nor open a comment there."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

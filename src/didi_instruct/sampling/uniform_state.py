@@ -9,19 +9,10 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.process.uniform import posterior
-from didi_instruct.sampling.categorical import draw
-from didi_instruct.sampling.chain import (
-    PAD,
-    Callback,
-    Canvas,
-    Chain,
-    Denoiser,
-    Draw,
-    Purpose,
-    Samples,
-    in_parts,
-)
-from didi_instruct.sampling.grids import Grid, time_grid
+from didi_instruct.sampling.denoiser import Denoiser
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, in_parts, invert, law_of
+from didi_instruct.sampling.plan import Grid, local_positions, time_grid
+from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
 
 
 @torch.no_grad()
@@ -31,8 +22,7 @@ def uniform_state(
     canvas: Canvas,
     *,
     steps: int,
-    num_tokens: int | None = None,
-    settings: Draw | None = None,
+    settings: DrawOptions = PLAIN,
     grid: Grid = "uniform",
     greedy_tail: bool = False,
     callback: Callback | None = None,
@@ -45,49 +35,60 @@ def uniform_state(
     the denoiser's law.
 
     These models have no mask. `canvas.mask_id` only marks the positions to write, and is any number
-    that is neither a token nor `PAD`; without `num_tokens` it is V, the number of tokens. Given
-    tokens stay as they are, and the denoiser sees them among noise as if they might be noise too.
+    that is neither a token nor `PAD`. Given tokens stay as they are, and the denoiser sees them
+    among noise as if they might be noise too.
 
     A text can be reached along many paths: `log_prob` is None. A callback sees as revealed what a
     step has changed, and as confidence what the denoiser thinks of the tokens now there.
     """
-    num_tokens = canvas.mask_id if num_tokens is None else num_tokens
+    num_tokens = denoiser.num_tokens
     _check(canvas, num_tokens)
-    chain = Chain(denoiser, canvas, settings or Draw(), steps=steps, callback=callback)
-    times = time_grid(grid, steps)
+    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
+    length, times = state.z.shape[1], time_grid(grid, steps)
     alphas = schedule.alpha(torch.tensor(times, dtype=torch.float64))
     alphas[-1] = 1.0  # not up to rounding
-    start = (chain.uniforms(Purpose.START, 0) * num_tokens).long().clamp(max=num_tokens - 1)
-    chain.z = torch.where(chain.open, start, chain.z)
+    start = (noise.uniforms(length, Purpose.START, 0) * num_tokens).long().clamp(max=num_tokens - 1)
+    state.z = torch.where(state.open, start, state.z)
+    at = state.open.flatten().nonzero().squeeze(1)
+    rows = state.open.any(1).nonzero().squeeze(1)
+    reads = local_positions(at, rows, length)
     for n in range(steps):
-        before = chain.z
-        if chain.open.any():
-            logits = chain.logits(times[n], chain.open)
-            if logits.shape[1] != num_tokens:
-                raise UserError(
-                    f"The denoiser knows {logits.shape[1]} tokens, not {num_tokens}: "
-                    "give the number as num_tokens, or as the canvas's mask_id."
-                )
+        before = state.z.clone() if callback is not None else state.z
+        if len(at):
+            shown = state.reads(rows)
+            state.count(len(shown))
+            logits = denoiser.logits(shown, times[n], reads)
+            u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
             greedy = greedy_tail and n == steps - 1
-            _reverse_step(chain, logits, n, alphas[n + 1], alphas[n], greedy=greedy)
-        chain.tell(times[n], chain.z != before)
-    return chain.samples(nfe=steps, exact_path=False)
+            _reverse_step(
+                state, logits, at, u, settings, alphas[n : n + 2].to(at.device), greedy=greedy
+            )
+        if callback is not None:
+            changed = (state.z != before).flatten().nonzero().squeeze(1)
+            callback(state.snapshot(n, steps, times[n], changed))
+    return state.samples(nfe=steps, exact_path=False)
 
 
 def _reverse_step(
-    chain: Chain, logits: Tensor, n: int, alpha_s: Tensor, alpha_t: Tensor, *, greedy: bool
+    state: State,
+    logits: Tensor,
+    at: Tensor,
+    u: Tensor,
+    options: DrawOptions,
+    alphas: Tensor,
+    *,
+    greedy: bool,
 ) -> None:
-    """Replace the token at every open position, by logits (R, V) of x there."""
-    alpha_s, alpha_t = (alpha.to(logits.device).view(1, 1) for alpha in (alpha_s, alpha_t))
-    uniforms = chain.uniforms(Purpose.TOKEN, n)[chain.open]
+    """Replace the token at every open position by logits (R, V) of x; alphas (2,) of t and s."""
+    alpha_t, alpha_s = alphas.view(2, 1, 1)
     tokens, beliefs = [], []
-    for part, z, numbers in in_parts(logits, chain.z[chain.open], uniforms):
-        log_p = chain.law(part)
+    for part, z, numbers in in_parts(logits, state.z.flatten()[at], u):
+        log_p = law_of(part, options)
         law = posterior(z[None], log_p.exp()[None], alpha_s, alpha_t)[0]
-        token = law.argmax(-1) if greedy else draw(law.log(), numbers)
+        token = law.argmax(-1) if greedy else invert(law.log(), numbers)
         tokens.append(token)
         beliefs.append(log_p.gather(-1, token[:, None]).squeeze(-1))
-    chain.put(chain.open, torch.cat(tokens), torch.cat(beliefs))
+    state.write(at, torch.cat(tokens), torch.cat(beliefs))
 
 
 def _check(canvas: Canvas, num_tokens: int) -> None:

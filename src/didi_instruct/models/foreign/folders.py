@@ -9,7 +9,7 @@ from pathlib import Path
 
 from didi_instruct.data.files import sync_folder
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import CONFIG
+from didi_instruct.models.checkpoint import CONFIG
 
 
 def refuse_full(folder: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import DISCRIMINATOR, MODEL, is_ours
+from didi_instruct.models.checkpoint import DISCRIMINATOR, MODEL, is_ours
 
 SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
 USUAL = (MODEL, "pytorch_model.bin")

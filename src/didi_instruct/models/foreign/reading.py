@@ -12,9 +12,9 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import LoadedModel
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import Discriminator, build_discriminator, flat_name
+from didi_instruct.models.dit import build_model
 from didi_instruct.models.foreign.layouts import (
     FREQUENCIES,
     Keys,
@@ -174,7 +174,7 @@ def _critic(store: Store, keys: Keys, config: ModelConfig) -> _Part:
             f"{store.path}: the discriminator's vocabulary is {frame.vocab_size}, and the model's "
             f"{config.vocab_size}: they do not belong together."
         )
-    part = _Part(store, keys, framed(config, frame), Discriminator)
+    part = _Part(store, keys, framed(config, frame), build_discriminator)
     return _checked(part, f"a discriminator, {frame}")
 
 
@@ -250,7 +250,7 @@ def _on_meta(part: _Part) -> nn.Module:
 def _load(part: _Part, device: torch.device | str, dtype: torch.dtype | None) -> nn.Module:
     """Build a network around the tensors of a file, without copying them."""
     network = _on_meta(part)
-    buffers = {name for name, _ in network.named_buffers()}
+    buffers = {flat_name(name) for name, _ in network.named_buffers()}
     keys = {name: key for key, name in part.keys.items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in part.store.read(keys):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import CONFIG, FORMAT, read_json
+from didi_instruct.models.checkpoint import CONFIG, FORMAT, read_json
 from didi_instruct.models.tensor_files import shown_value
 
 _FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {

@@ -7,10 +7,10 @@ from typing import Literal
 
 from didi_instruct.config.model import ARCHITECTURES, ModelConfig
 from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import MAX_LENGTH
 from didi_instruct.models.foreign.layouts import FIRST, FREQUENCIES
 from didi_instruct.models.foreign.places import USUAL
 from didi_instruct.models.foreign.settings import Settings
-from didi_instruct.models.manifest import LONGEST
 from didi_instruct.models.tensor_files import Shapes, shown_value
 
 Family = Literal["mdlm", "sedd", "duo", "ar"]
@@ -148,7 +148,7 @@ def config_of(
     path: Path, frame: Frame, family: Family, settings: Settings, notes: list[str]
 ) -> ModelConfig:
     """Put together our configuration; what nothing tells is the layout's default, and noted."""
-    if settings.length is not None and settings.length > LONGEST:
+    if settings.length is not None and settings.length > MAX_LENGTH:
         raise UserError(f"{settings.path}: texts of {settings.length} tokens are not sensible.")
     if frame.vocab_size == BERT and family != "duo":
         raise UserError(

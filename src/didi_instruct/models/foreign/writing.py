@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import (
-    AtomicFile,
     no_space_as_user_error,
     require_space,
     write_atomic,
 )
 from didi_instruct.errors import UserError
-from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.checkpoint import CONFIG, DISCRIMINATOR, MODEL, LoadedModel
 from didi_instruct.models.foreign.folders import new_folder, refuse_full
 from didi_instruct.models.foreign.special_ids import reopen_padding
-from didi_instruct.models.manifest import CONFIG, DISCRIMINATOR, MODEL
-from didi_instruct.models.tensor_files import write_tensors
+from didi_instruct.models.tensor_files import save_tensors
 
 Writable = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "didi-instruct"]
 
@@ -125,12 +123,7 @@ def _write(
 ) -> None:
     with new_folder(folder) as hidden:
         for name, tensors in files.items():
-            file = AtomicFile(hidden / name)
-            try:
-                write_tensors(file.write, tensors)
-                file.commit()
-            finally:
-                file.discard()
+            save_tensors(hidden / name, tensors)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save(hidden)
         write_atomic(hidden / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())

@@ -1,96 +1,89 @@
-"""The denoiser as a CPU writes with it: the same function of the same weights, laid out anew.
+"""Denoiser of a DiT on a CPU: the same function of the same weights, laid out anew.
 
 Without time conditioning all that modulates a layer is constant, so gates go into the matrices
 before them. Halves of q and k that turn together are put side by side, so that rotary positions
-are one product of complex numbers. Weights are packed (`models/packed.py`). The last block needs
-keys and values of all positions, the rest of it those alone whose logits are asked for. And the
-state of a text that has not begun depends on nothing but its length: it is kept.
+are one product of complex numbers. Weights are packed. The last block needs keys and values of all
+positions, the rest of it those alone whose logits are asked for.
 
 Float32 results differ from the network's by rounding. A network in bfloat16 multiplies in
 bfloat16 here too; its residual stream stays float32, as in the network.
 """
 
 import math
+import platform
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.float8 import is_float8
-from didi_instruct.models.layers import NEVER, NORM_EPS, Block, versions
-from didi_instruct.models.packed import PackedLinear
-
-KEPT_BYTES = 2**26
-"""Memory for states of texts not begun, one for each length: enough for all those of stories."""
+from didi_instruct.models.layers import NEVER, NORM_EPS, Block
+from didi_instruct.sampling.denoiser import LogitsDenoiser
+from didi_instruct.sampling.state import Reads
 
 ROUND = 16
 """Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number."""
-
 SMALL = 2**20
 """Attention weights that are held all at once in bfloat16, where the kernel that avoids it is
 slower."""
 
 
-def suits(network: nn.Module) -> bool:
-    """Whether a network can be laid out so."""
-    if not isinstance(network, DiT) or network.training or network.config.time_conditioning:
+def fits(network: DiT) -> bool:
+    """True for networks that can be laid out so."""
+    if network.training or network.config.time_conditioning:
         return False
     weight = network.vocab_embed.embedding
-    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    return known and not is_float8(network)  # which looks at every layer
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-class InferenceDiT:
-    """A `DiT` for inference on a CPU. The weights are copied; `is_current` tells when in vain."""
+def packed_denoiser(network: DiT) -> LogitsDenoiser:
+    """Denoiser of a network that `fits`, with a copy of its weights."""
+    packed = PackedDiT(network)
+
+    def logits(reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
+        where = torch.zeros(reads.tokens.shape, dtype=torch.bool)
+        where.view(-1)[at] = True
+        found = packed.logits(reads.tokens, where, reads.attended)
+        if bool((at[1:] > at[:-1]).all()):
+            return found
+        return found[(where.flatten().cumsum(0) - 1)[at]]
+
+    return LogitsDenoiser(logits, network.config.num_tokens)
+
+
+class PackedDiT:
+    """A DiT for inference on a CPU, with a copy of its weights."""
 
     def __init__(self, network: DiT) -> None:
-        """Lay out the weights of a network that `suits`."""
-        assert suits(network), "a DiT in evaluation mode, on the CPU, without time conditioning"
+        """Lay out the weights of a network that `fits`."""
+        assert fits(network), "a DiT in evaluation mode, on the CPU, without time conditioning"
         self.config = network.config
-        self._made_of = [p.detach() for p in network.parameters()]
-        self._versions = versions(self._made_of)
-        self._kept: dict[bytes, Tensor] = {}
+        mods = network.constants()
+        assert mods is not None
+        assert mods.layers is not None
+        *folded, last = mods.layers
         with torch.no_grad():
-            c = network.condition()
             self._embedding = network.vocab_embed.embedding.detach()
             learned = network.position_embed
             self._positions = None if learned is None else learned.embedding.detach().float()
             rotary = network.rotary_emb
             self._turns = torch.complex(rotary.cos, rotary.sin)[:, None]
-            *blocks, last = (_Block(b, c) for b in network.blocks if isinstance(b, Block))
-            self._blocks, self._last = blocks, last
-            self._norm = network.output_layer.affine(c, ndim=2)
+            pairs = zip(network.blocks, folded, strict=True)
+            blocks = [_Block(b, own) for b, own in pairs if isinstance(b, Block)]
+            *self._blocks, self._last = blocks
+            self._norm = last.unbind()
             linear, num = network.output_layer.linear, self.config.num_tokens
             bias = linear.bias.clone()
             if self.config.end_id is not None:
                 bias[self.config.end_id] = NEVER
             self._head = PackedLinear(linear.weight[:num], bias[:num])
 
-    def is_current(self, network: nn.Module) -> bool:
-        """Whether a network still has the weights that were laid out, as far as torch can tell."""
-        weights = list(network.parameters())
-        return (
-            suits(network)
-            and [w.data_ptr() for w in weights] == [w.data_ptr() for w in self._made_of]
-            and versions(weights) == self._versions
-        )
-
-    def forget(self) -> None:
-        """Drop the states that are kept."""
-        self._kept.clear()
-
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor:
-        """Logits (B, L, V) over the real tokens; `attended` (B, L), None: all."""
-        logits = self.rows(tokens, torch.ones_like(tokens, dtype=torch.bool), attended)
-        return logits.view(*tokens.shape, -1)
-
-    @torch.no_grad()
-    def rows(self, tokens: Tensor, where: Tensor, attended: Tensor | None = None) -> Tensor:
+    def logits(self, tokens: Tensor, where: Tensor, attended: Tensor | None = None) -> Tensor:
         """Logits (R, V) of the positions that `where` (B, L) selects, in order."""
         mask = None if attended is None else attended[:, None, None, :]
-        x = self._before_last(tokens, mask)
+        x = self._run(tokens, mask)
         # Selected positions first, in order, then others: rows are as wide as the widest needs.
         counts = where.sum(1)
         width = min(math.ceil(max(1, int(counts.max())) / ROUND) * ROUND, tokens.shape[1])
@@ -98,18 +91,6 @@ class InferenceDiT:
         x = self._last.selected(x, self._turns, mask, chosen)
         x = x[torch.arange(width) < counts[:, None]]
         return self._head(_normed(x, *self._norm))
-
-    def _before_last(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """State (B, L, d) that the last block gets, from memory if nothing is written yet."""
-        if len(tokens) > 1 or mask is not None or not self._is_blank(tokens):
-            return self._run(tokens, mask)
-        key = tokens.numpy().tobytes()
-        x = self._kept.pop(key, None)
-        x = self._run(tokens, mask) if x is None else x
-        if (len(self._kept) + 1) * x.nbytes > KEPT_BYTES and self._kept:
-            self._kept.pop(next(iter(self._kept)), None)
-        self._kept[key] = x  # the last to go
-        return x
 
     def _run(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         x = F.embedding(tokens, self._embedding).float()
@@ -120,21 +101,12 @@ class InferenceDiT:
             x = block(x, turns, mask)
         return x
 
-    def _is_blank(self, tokens: Tensor) -> bool:
-        """Whether a text is masks alone, and ends behind them."""
-        if self.config.mask_id is None:
-            return False
-        blank = tokens >= self.config.mask_id
-        if self.config.end_id is not None:
-            blank |= tokens == self.config.end_id
-        return bool(blank.all())
-
 
 class _Block:
     """A block whose modulation is constant."""
 
-    def __init__(self, block: Block, c: Tensor) -> None:
-        weight1, bias1, gate1, weight2, bias2, gate2 = block.affine(c, ndim=2)
+    def __init__(self, block: Block, folded: Tensor) -> None:
+        weight1, bias1, gate1, weight2, bias2, gate2 = folded.unbind()
         self.norm1, self.norm2, self.heads = (weight1, bias1), (weight2, bias2), block.heads
         weight = block.attn_qkv.weight
         width = weight.shape[1] // block.heads
@@ -195,3 +167,68 @@ def _gated(weight: Tensor, gate: Tensor) -> Tensor:
     """Rows of a matrix, or numbers of a vector, times the gate of each."""
     gate = gate.view(-1, *(1,) * (weight.ndim - 1))
     return (weight.float() * gate).to(weight.dtype)
+
+
+# Packed matrix products: oneDNN, which is inside PyTorch on most CPUs, wants weights in tiles, and
+# adds a bias, a GELU or a residual while a tile is in a register. Where it is missing, all in plain
+# steps.
+
+PACK_ROWS = 256
+"""Of x, to choose the layout for; any number works."""
+
+X86 = ("x86_64", "amd64")
+"""Elsewhere oneDNN may fall back on loops that are there for reference, and slow."""
+
+OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+"""What is used of PyTorch's namespace for oneDNN, which makes no promises."""
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """True where oneDNN multiplies by weights of a type on this machine, and does it well."""
+    mkldnn: Any = torch.backends.mkldnn  # oneDNN's name of old
+    if not mkldnn.is_available() or not mkldnn.enabled:
+        return False
+    if platform.machine().lower() not in X86:
+        return False
+    if not all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+class PackedLinear:
+    """x ↦ x Wᵀ + b of a fixed W (out, in) and b (out,), in their type."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Copy the weights into the layout that suits; without oneDNN they stay as they lie."""
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.dtype, self.fused = weight.dtype, packs(weight.dtype)
+        if self.fused:
+            pack = torch.ops.mkldnn._reorder_linear_weight
+            self.weight = pack(self.weight.contiguous(), PACK_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x (..., in) to (..., out)."""
+        if not self.fused:
+            return F.linear(x.to(self.dtype), self.weight, self.bias)
+        return self._run(x, "none", "")
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """The tanh-GELU of it."""
+        if not self.fused:
+            return F.gelu(self(x), approximate="tanh")
+        return self._run(x, "gelu", "tanh")
+
+    def added(self, x: Tensor, to: Tensor) -> Tensor:
+        """It, added to a residual stream (..., out), in the stream's type."""
+        if not self.fused or to.dtype != self.dtype:
+            return to + self(x)
+        run = torch.ops.mkldnn._linear_pointwise.binary
+        out: Tensor = run(x.to(self.dtype), to, self.weight, self.bias, "add")
+        return out
+
+    def _run(self, x: Tensor, then: str, variant: str) -> Tensor:
+        run = torch.ops.mkldnn._linear_pointwise
+        out: Tensor = run(x.to(self.dtype), self.weight, self.bias, then, [], variant)
+        return out

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.categorical import draw, restrict
-from didi_instruct.sampling.chain import (
-    Callback,
-    Canvas,
-    Chain,
-    Denoiser,
-    Draw,
+from didi_instruct.sampling.ancestral import coded_logits
+from didi_instruct.sampling.denoiser import Denoiser
+from didi_instruct.sampling.draw import (
+    PLAIN,
+    DrawOptions,
+    Noise,
     Purpose,
-    Samples,
     in_parts,
-    masked_share,
+    invert,
+    law_of,
+    restrict,
 )
+from didi_instruct.sampling.plan import Step, check_steps, local_positions, step_codes
+from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 
 def confidence(log_p: Tensor, token: Tensor) -> Tensor:
@@ -47,18 +49,18 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "entropy": certainty,
     "margin": margin,
 }
-"""What comes first: of these numbers the highest."""
+"""Sureness of drawn tokens: the highest come first."""
 
 
 @torch.no_grad()
-def ordered(
+def by_confidence(
     denoiser: Denoiser,
     canvas: Canvas,
     *,
     steps: int | None = None,
     order: str = "confidence",
     threshold: float | None = None,
-    settings: Draw | None = None,
+    settings: DrawOptions = PLAIN,
     callback: Callback | None = None,
 ) -> Samples:
     """Draw a token for every mask at each step, and keep those that come first in `order`.
@@ -75,42 +77,101 @@ def ordered(
     There is no schedule: the denoiser is told the share of the text that is masked.
     """
     lowest = _lowest(steps, order, threshold)
-    most = max([1, *canvas.open.sum(1).tolist()]) if steps is None else steps
-    chain = Chain(denoiser, canvas, settings or Draw(), steps=most, callback=callback)
-    nfe = 0
+    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
+    if steps is not None:
+        check_steps(steps)
+    nfe = keep_surest(
+        denoiser, state, noise, settings, state.open, order,
+        steps=steps, lowest=lowest, callback=callback,
+    )  # fmt: skip
+    return state.samples(nfe=nfe, exact_path=False)
+
+
+def keep_surest(
+    denoiser: Denoiser,
+    state: State,
+    noise: Noise,
+    options: DrawOptions,
+    inside: Tensor,
+    order: str,
+    *,
+    steps: int | None,
+    lowest: float = math.nan,
+    first: int = 0,
+    scheduled: int | None = None,
+    callback: Callback | None = None,
+) -> int:
+    """Write the positions `inside` (B, L) in order of sureness; return the number of steps.
+
+    In `steps` steps, or without as many as it takes to keep all that reach `lowest`. A callback is
+    told of steps from `first` on, of those `scheduled` in all.
+    """
+    count = inside.sum()
+    most = max([1, *inside.sum(1).tolist()]) if steps is None else steps
+    done = 0
     for n in range(most):
-        masked, share = chain.masked, chain.share
+        masked = state.masked & inside
+        share, keep = float(masked.sum() / count.clamp(min=1)), masked
         if steps is None and not masked.any():
             break
-        keep = masked
         if masked.any():
-            token, log_p, value = candidates(chain, masked, order, n)
+            at, token, log_p, value = _candidates(denoiser, state, noise, options, masked, order, n)
             place = rank(value, masked)
             if steps is None:
                 keep = masked & ((value >= lowest) | (place < 1))
             else:
                 left = masked.sum(1, keepdim=True)
                 keep = masked & (place < -(-left // (steps - n)))
-            kept = keep[masked]
-            chain.put(keep, token[kept], log_p[kept])
-        chain.tell(share, keep)
-        nfe += 1
-    return chain.samples(nfe=nfe, exact_path=False)
+            kept = keep.view(-1)[at]
+            state.write(at[kept], token[kept], log_p[kept])
+        if callback is not None:
+            written = keep.flatten().nonzero().squeeze(1)
+            callback(state.snapshot(first + n, scheduled or most, share, written))
+        done += 1
+    return done
 
 
-def candidates(chain: Chain, masked: Tensor, order: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token for every mask: tokens (R,), their log-probabilities (R,), values (B, L)."""
-    logits = chain.logits(masked_share(chain.z, chain.canvas.mask_id), masked)
-    uniforms = chain.uniforms(Purpose.TOKEN, n)[masked]
+def _candidates(
+    denoiser: Denoiser,
+    state: State,
+    noise: Noise,
+    options: DrawOptions,
+    masked: Tensor,
+    order: str,
+    n: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw a token for every mask: positions, tokens, log-probabilities (R,), sureness (B, L)."""
+    length, at = state.z.shape[1], masked.flatten().nonzero().squeeze(1)
+    rows = masked.any(1).nonzero().squeeze(1)
+    z = state.z[rows]
+    row = None
+    if len(rows) > 1 and bool((z == z[:1]).all()):
+        # The same text in every row, such as all masks: one row serves all.
+        columns = masked.any(0)
+        reads, row = columns.nonzero().squeeze(1), (columns.cumsum(0) - 1)[at % length]
+        rows = rows[:1]
+    else:
+        reads = local_positions(at, rows, length)
+    shown = state.reads(rows)
+    codes = step_codes(noise, n, state.canvas.masks)
+    step = Step(n, 0.0, shown.masked_share(state.mask_id), rows, reads, at, at, row, codes=codes)
+    if codes is None:
+        state.count(len(shown))
+        logits = denoiser.logits(shown, step.t, reads)
+    else:
+        logits, row = coded_logits(denoiser, state, step, shown)
+    logits = logits if row is None else logits[row]
+    u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
     tokens, log_ps, values = [], [], []
-    for part, numbers in in_parts(logits, uniforms):
+    for part, numbers in in_parts(logits, u):
         own = restrict(part)
-        token = draw(chain.law(part), numbers)
+        token = invert(law_of(part, options), numbers)
         tokens.append(token)
         log_ps.append(own.gather(-1, token[:, None]).squeeze(-1))
         values.append(ORDERS[order](own, token))
     value = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
-    return torch.cat(tokens), torch.cat(log_ps), value.masked_scatter(masked, torch.cat(values))
+    value = value.masked_scatter(masked, torch.cat(values))
+    return at, torch.cat(tokens), torch.cat(log_ps), value
 
 
 def rank(value: Tensor, masked: Tensor) -> Tensor:
@@ -124,7 +185,7 @@ def rank(value: Tensor, masked: Tensor) -> Tensor:
 
 
 def _lowest(steps: int | None, order: str, threshold: float | None) -> float:
-    """Return the value that passes a threshold, or say what is wrong with the arguments."""
+    """Return the sureness that passes a threshold, or say what is wrong with the arguments."""
     if order not in ORDERS:
         raise UserError(f"`{order}` is not an order. Known: {', '.join(ORDERS)}.")
     if (steps is None) == (threshold is None):

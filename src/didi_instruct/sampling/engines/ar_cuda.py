@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.graphs import capture, grown, keep_few, pad_output
 from didi_instruct.models.layers import Block, upcast, versions
-from didi_instruct.sampling.chunks import draw_by_chunks
+from didi_instruct.sampling.draw import draw_by_chunks
+from didi_instruct.sampling.engines.cuda import pad_output
+from didi_instruct.sampling.engines.cuda_graphs import capture, grown, keep_few
 
 MOST_KEPT = 4
 """Sizes of batches, and lengths, whose decoders are kept."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import LengthLaw, with_code
-from didi_instruct.sampling.chain import PAD, Denoiser, Purpose, logits_where, masked_share
-from didi_instruct.sampling.noise import uniforms
+from didi_instruct.process.masking import LengthLaw
+from didi_instruct.sampling.denoiser import Denoiser
+from didi_instruct.sampling.draw import Purpose, uniforms
+from didi_instruct.sampling.state import PAD, split_padding
 
 GAP = re.compile(r" *_{3,}")
 WITNESSES = 4
@@ -193,13 +194,13 @@ def _length_law(
             truth += [row[i] for i in hidden]
             rows.append([mask_id if i in hidden else token for i, token in enumerate(row)])
             selected.append([i in hidden for i in range(len(row))])
-        z = stack(rows, device)
-        where = stack(selected, device) == 1
-        time = masked_share(z, mask_id)
+        reads = split_padding(stack(rows, device))
+        at = (stack(selected, device) == 1).flatten().nonzero().squeeze(1)
+        time = reads.masked_share(mask_id)
         each = []
         for code in range(masks):
-            coded = with_code(z, mask_id, code)
-            log_p = logits_where(denoiser, coded, time, where).double().log_softmax(-1).cpu()
+            coded = reads.with_codes(mask_id, code)
+            log_p = denoiser.logits(coded, time, at).double().log_softmax(-1).cpu()
             each.append(log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1))
         scores = scores + torch.stack(each).logsumexp(0)
     return scores.softmax(0).cumsum(0)

@@ -1,0 +1,1 @@
+"""Denoisers of a network on a device: the same laws, laid out for it."""

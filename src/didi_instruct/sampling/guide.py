@@ -1,0 +1,251 @@
+"""Guides of guided sampling: a discriminator's log-ratios, their gradient, and the settings.
+
+Eq. (10) tilts logits along the gradient of the reward, through the average embedding that each mask
+shows the discriminator: with respect to logits that is p * (E g - p . E g), g the gradient at the
+embedding. The vocabulary may be padded to a width W that GPUs like: added columns have probability
+0, slope 0 and tilt 0.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from didi_instruct.errors import UserError, first_line
+from didi_instruct.models.compile import Fused, compiled, warn_once
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.network import Mixture, Modulations, WeightsStamp
+from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.denoiser import times_of
+from didi_instruct.sampling.state import Reads
+
+Score = Literal["sum", "mean"]
+Select = Literal["sample", "best"]
+
+FORWARD = 1
+FORWARD_AND_BACKWARD = 3
+"""Cost of the discriminator's part in a step, in forward passes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guidance:
+    """Settings of Algorithm 2; h = 0 and one candidate leave ancestral sampling as it is."""
+
+    h_start: float = 30.0
+    """Tilting scale h of the first step. A negative h is the control: it must do harm."""
+    h_end: float = 40.0
+    """h of the last tilting step, with a straight line between the two."""
+    candidates: int = 4
+    """M, the states among which a re-ranking step chooses."""
+    split: float = 0.5
+    """Fraction of the steps that tilt, rounded down; the others re-rank."""
+    score: Score = "sum"
+    """Re-rank by log-ratios summed over all written positions, or averaged over masked ones."""
+    select: Select = "sample"
+    """Take a candidate with probability softmax(score), or the one of the best score."""
+    clamp: float = 1.0
+    """Largest entry of the reward's gradient with respect to the logits."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot guide."""
+        for name, value in (("h_start", self.h_start), ("h_end", self.h_end)):
+            if not math.isfinite(value):
+                raise UserError(f"guidance.{name} is {value}: use a finite number.")
+        if self.candidates < 1:
+            raise UserError(
+                f"guidance.candidates is {self.candidates}: use 1 (no re-ranking) or more."
+            )
+        if not 0 <= self.split <= 1:
+            raise UserError(f"guidance.split is {self.split}: use 0 (no tilting) to 1 (all steps).")
+        if not self.clamp > 0:
+            raise UserError(f"guidance.clamp is {self.clamp}: use more than 0.")
+        for name, word, words in (("score", self.score, Score), ("select", self.select, Select)):
+            if word not in get_args(words):
+                known = ", ".join(get_args(words))
+                raise UserError(f"`{word}` is not a guidance.{name}. Known: {known}.")
+
+    def scales(self, steps: int) -> list[float]:
+        """The h of each tilting step."""
+        # The margin keeps 0.29 * 100 = 28.999... from losing a step.
+        tilting = math.floor(self.split * steps + 1e-9)
+        slope = (self.h_end - self.h_start) / max(tilting - 1, 1)
+        return [self.h_start + slope * n for n in range(tilting)]
+
+
+class Guide(Protocol):
+    """Log-ratios of teacher over student."""
+
+    @property
+    def num_tokens(self) -> int:
+        """V, the real tokens it knows."""
+
+    def vectors(self, columns: int) -> Tensor:
+        """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
+
+    def log_ratio(self, reads: Reads, t: float) -> Tensor:
+        """Log-ratio (U, L) at every position."""
+
+    def gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
+        """Gradient (R, d) at the vectors of a mixture of the log-ratios summed where `counted`."""
+
+
+class DiscriminatorGuide:
+    """A discriminator as a guide. `fast` compiles it; its weights then take no gradients."""
+
+    def __init__(
+        self, discriminator: Discriminator, schedule: Schedule, *, fast: bool = False
+    ) -> None:
+        self.discriminator, self.schedule = discriminator.eval(), schedule
+        if fast:
+            discriminator.requires_grad_(False)
+        self._compiles = fast
+        self._compiled: Any = None
+        self._vectors: tuple[WeightsStamp, Tensor] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """V, the real tokens it knows."""
+        return self.discriminator.config.num_tokens
+
+    def vectors(self, columns: int) -> Tensor:
+        """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
+        stamp = WeightsStamp([self.discriminator.vectors])
+        if self._vectors is None or self._vectors[0] != stamp or len(self._vectors[1]) != columns:
+            own = self.discriminator.vectors[: self.num_tokens].detach()
+            self._vectors = stamp, F.pad(own, (0, 0, 0, columns - len(own)))
+        return self._vectors[1]
+
+    @torch.no_grad()
+    def log_ratio(self, reads: Reads, t: float) -> Tensor:
+        """Log-ratio (U, L) at every position."""
+        x = self.discriminator.trunk.embed(reads.tokens, reads.attended)
+        return self._score(x, self._sigma(reads, t), reads.attended)
+
+    @torch.no_grad()
+    def gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
+        """Gradient (R, d) at the vectors of a mixture of the log-ratios summed where `counted`.
+
+        No weight accumulates a gradient.
+        """
+        vectors = mixture.vectors.detach().to(self.discriminator.vectors.dtype)
+        given = reads, Mixture(mixture.at, vectors), self._sigma(reads, t), counted
+        try:
+            return self._gradient(*given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler, which may meet gradients last
+            if not self._compiles:
+                raise
+            self._give_up(error)
+            return self._gradient(*given)
+
+    def _gradient(
+        self, reads: Reads, mixture: Mixture, sigma: Tensor | None, counted: Tensor
+    ) -> Tensor:
+        with torch.enable_grad():
+            vectors = mixture.vectors.detach().requires_grad_()
+            shown = Mixture(mixture.at, vectors)
+            x = self.discriminator.trunk.embed(reads.tokens, reads.attended, shown)
+            ratio = self._score(x, sigma, reads.attended)
+            (gradient,) = torch.autograd.grad(ratio, vectors, counted.to(ratio.dtype))
+        return gradient
+
+    def _sigma(self, reads: Reads, t: float) -> Tensor | None:
+        if not self.discriminator.config.time_conditioning:
+            return None
+        return self.schedule.sigma(times_of(t, reads))
+
+    def _score(self, x: Tensor, sigma: Tensor | None, attended: Tensor | None) -> Tensor:
+        """Log-ratios (U, L) of embedded texts (U, L, d)."""
+        if self._compiles:
+            try:
+                return self._score_compiled(x, sigma, attended)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever the compiler raises
+                self._give_up(error)
+        return self._ratio(x, self.discriminator.trunk.modulations(sigma), attended)
+
+    def _ratio(self, x: Tensor, mods: Modulations | None, attended: Tensor | None) -> Tensor:
+        return self.discriminator.log_ratio(self.discriminator.trunk.trunk(x, mods, attended))
+
+    def _score_compiled(self, x: Tensor, sigma: Tensor | None, attended: Tensor | None) -> Tensor:
+        if self._compiled is None:
+            self._compiled = compiled(self._ratio)
+        rows = len(x)
+        if rows == 1:  # would be compiled anew, as would rows that are one in memory
+            x, sigma, attended = torch.cat([x, x]), _twice(sigma), _twice(attended)
+        mods = self.discriminator.trunk.modulations(sigma)
+        for tensor in (x, None if mods is None else mods.c, attended):
+            if tensor is not None and len(tensor) > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        ratio: Tensor = self._compiled(x, mods, attended)
+        return ratio[:rows]
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without compiling."""
+        reason = first_line(error)
+        warn_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
+        self._compiles, self._compiled = False, None
+
+
+def _twice(x: Tensor | None) -> Tensor | None:
+    """A row and the same again."""
+    return None if x is None else torch.cat([x, x])
+
+
+def mixed_vectors(logits: Tensor, vectors: Tensor) -> Tensor:
+    """Average embedding softmax(logits) @ E: (R, W), (W, d) -> (R, d).
+
+    Where both are of one type, what is summed is rounded to it; the sums are in 32 bits at least.
+    """
+    if logits.dtype != vectors.dtype:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits, vectors = logits.to(dtype), vectors.to(dtype)
+    return logits.softmax(-1) @ vectors
+
+
+def slopes(gradient: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """E g in a type, for gradients g (R, d) and embeddings E (W, d): (R, W).
+
+    Products of 16-bit numbers are exact in 32 bits, in which a GPU's 16-bit units add them up.
+    """
+    narrow = gradient.dtype == vectors.dtype and gradient.dtype in (torch.bfloat16, torch.float16)
+    if narrow and gradient.is_cuda and dtype == torch.float32:
+        return torch.mm(gradient, vectors.T, out_dtype=dtype)
+    return gradient.to(dtype) @ vectors.T.to(dtype)
+
+
+def logit_gradient(p: Tensor, slope: Tensor) -> Tensor:
+    """Gradient at the logits, p * (E g - p . E g): (R, W), (R, W) -> (R, W)."""
+    return p * (slope - (p * slope).sum(-1, keepdim=True))
+
+
+def tilted(logits: Tensor, slope: Tensor, h: Tensor, clamp: Tensor) -> Tensor:
+    """Logits + h * gradient of the reward, clamped: (R, W), (R, W) -> (R, W) in the slopes' type.
+
+    h and clamp are tensors without dimensions: other numbers would be compiled anew.
+    """
+    wide = logits.to(slope.dtype)
+    return wide + h * logit_gradient(wide.softmax(-1), slope).clamp(-clamp, clamp)
+
+
+fused_tilt: Fused[[Tensor, Tensor, Tensor, Tensor], Tensor] = Fused(tilted, "A tilt")
+
+
+def total_score(
+    log_ratio: Tensor, z: Tensor, written: Tensor, mask_id: int, score: Score
+) -> Tensor:
+    """Log-ratios, summed over written positions or averaged over masked ones (0 without any).
+
+    Written are those that the sampler fills: what is given, and what fills a window behind the end
+    of its text, a discriminator has not learnt to judge.
+
+    Shapes: (B, L) each -> (B,) in float64.
+    """
+    counted = written if score == "sum" else written & (z == mask_id)
+    total = log_ratio.double().masked_fill(~counted, 0.0).sum(1)
+    return total if score == "sum" else total / counted.sum(1).clamp(min=1)

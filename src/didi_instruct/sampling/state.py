@@ -1,0 +1,236 @@
+"""A batch of texts on its way from masks to words, and where it starts and ends."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from didi_instruct.errors import UserError
+from didi_instruct.sampling.draw import Noise
+
+PAD = -1
+"""In z: nothing is here, neither text nor mask. Never attended, never written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """Where sampling starts: given tokens, and masks to fill."""
+
+    tokens: Tensor
+    """(B, L), the mask's id where there is something to write."""
+    mask_id: int
+    samples: Tensor
+    """(B,) index of each sample within the seed."""
+    allowed: Tensor | None = None
+    """(L,) or (B, L) positions where masks may be filled; the others stay masks. None: all."""
+    stream: tuple[int, ...] = ()
+    """First numbers of all random streams."""
+    masks: int = 1
+    """Ids that mean a mask, from `mask_id` on: all masks of a text carry one of them in a step,
+    drawn anew for each, so that positions drawn independently share something random: a code."""
+
+    @property
+    def open(self) -> Tensor:
+        """(B, L) positions to write."""
+        masked = self.tokens == self.mask_id
+        return masked if self.allowed is None else masked & self.allowed
+
+    def noise(self, seed: int) -> Noise:
+        """Random numbers of its samples."""
+        return Noise(seed, self.samples, self.stream)
+
+    @classmethod
+    def blank(
+        cls,
+        num: int,
+        length: int,
+        mask_id: int,
+        *,
+        first: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> "Canvas":
+        """Nothing given: samples first .. first + num of a seed."""
+        tokens = torch.full((num, length), mask_id, device=device)
+        return cls(tokens, mask_id, torch.arange(first, first + num, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The batch after one step, as a callback sees it."""
+
+    index: int
+    """Number of the step, from 0."""
+    steps: int
+    """Steps scheduled in all."""
+    time: float
+    """Where the step started, 1 to 0."""
+    tokens: Tensor
+    """(B, L) after the step, masks where nothing is written yet."""
+    revealed: Tensor
+    """(B, L) positions written by this step."""
+    confidence: Tensor
+    """(B, L) probability that the denoiser gave to the token written last, 0 elsewhere."""
+    open: Tensor | None = None
+    """(B, L) positions that were to write; None: all."""
+
+
+Callback = Callable[[Snapshot], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Sequences, and how they came about."""
+
+    tokens: Tensor
+    """(B, L)."""
+    log_prob: Tensor | None
+    """(B,) log-probability of the drawn tokens along the path, whose negative mean is the path
+    entropy; None where a sampler's path has no such meaning."""
+    nfe: int
+    """Scheduled steps of the denoiser per sample."""
+    passes: float
+    """Forward-pass equivalents that really ran, per sample; a backward pass counts as two."""
+    disc_calls: int = 0
+    """Discriminator evaluations per sample."""
+
+
+def join(parts: Sequence[Samples]) -> Samples:
+    """Samples of several batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    total = sum(len(p.tokens) for p in parts)
+    paths = [p.log_prob for p in parts if p.log_prob is not None]
+    return Samples(
+        torch.cat([p.tokens for p in parts]),
+        torch.cat(paths) if len(paths) == len(parts) else None,
+        nfe=max(p.nfe for p in parts),
+        passes=sum(p.passes * len(p.tokens) for p in parts) / total,
+        disc_calls=max(p.disc_calls for p in parts),
+    )
+
+
+class State:
+    """Texts z (B, L), what is still to write, and what the tokens written so far cost."""
+
+    def __init__(
+        self, canvas: Canvas, *, watched: bool = False, padded: bool | None = None
+    ) -> None:
+        """Start from a canvas.
+
+        `watched`: what is seen of it is kept, so nothing is changed in place. `padded`: whether
+        there is padding, where that is known.
+        """
+        self.canvas, self.mask_id, self.watched = canvas, canvas.mask_id, watched
+        self.z = canvas.tokens.clone(memory_format=torch.contiguous_format)
+        self.open = canvas.open
+        """Positions to write, whether they are written yet or not."""
+        self.costs = torch.zeros(self.z.shape, dtype=torch.float64, device=self.z.device)
+        """Log-probability of the token written last at each position."""
+        self.correction: Tensor | float = 0.0
+        """(B,) added to the log-probability of a path beside the costs."""
+        self.passes = 0.0
+        self.padded = padded
+        """True where there is padding; None: not known yet."""
+
+    @property
+    def masked(self) -> Tensor:
+        """(B, L) positions still to write."""
+        return (self.z == self.mask_id) & self.open
+
+    @property
+    def masked_share(self) -> float:
+        """Part of the open positions that is still masked: the clock of samplers without another.
+
+        It falls from 1 to 0 as time does.
+        """
+        return float(self.masked.sum() / self.open.sum().clamp(min=1))
+
+    def reads(self, rows: Tensor | None = None) -> "Reads":
+        """Texts for a pass: all of them, or some rows (U,). The first call waits for a GPU."""
+        return self.as_reads(self.z if rows is None else self.z[rows])
+
+    def as_reads(self, z: Tensor) -> "Reads":
+        """Any texts (U, L) of this batch for a pass."""
+        if self.padded is None:
+            self.padded = bool((self.canvas.tokens == PAD).any())
+        return split_padding(z) if self.padded else Reads(z)
+
+    def are_alike(self) -> bool:
+        """True if all texts that have masks are the same; waits for a GPU."""
+        begins = self.masked.any(1)
+        leader = begins.long().argmax()[None]
+        same = (self.z == self.z[leader]) & (self.masked == self.masked[leader])
+        return bool((same.all(1) | ~begins).all())
+
+    def count(self, rows: int, passes: int = 1) -> None:
+        """Count passes over so many texts."""
+        self.passes += passes * rows / len(self.z)
+
+    def write(self, at: Tensor, tokens: Tensor, log_p: Tensor) -> None:
+        """Write tokens (N,) with their log-probabilities (N,) at flat positions (N,)."""
+        if self.watched:
+            self.z, self.costs = self.z.clone(), self.costs.clone()
+        self.z.view(-1).scatter_(0, at, tokens)
+        self.costs.view(-1).scatter_(0, at, log_p.double())
+
+    def erase(self, at: Tensor) -> None:
+        """Mask flat positions (N,) that were written."""
+        if self.watched:
+            self.z, self.costs = self.z.clone(), self.costs.clone()
+        self.z.view(-1).index_fill_(0, at, self.mask_id)
+        self.costs.view(-1).index_fill_(0, at, 0.0)
+
+    def snapshot(self, index: int, steps: int, time: float, at: Tensor) -> Snapshot:
+        """The batch after a step that wrote the flat positions `at` (N,)."""
+        revealed = torch.zeros_like(self.open)
+        revealed.view(-1).index_fill_(0, at, True)
+        written = self.open & (self.z != self.mask_id)
+        confidence = self.costs.exp().masked_fill(~written, 0.0)
+        return Snapshot(index, steps, time, self.z, revealed, confidence, self.open)
+
+    def samples(self, nfe: int, *, exact_path: bool = True, disc_calls: int = 0) -> Samples:
+        """Return the result; weights that give no numbers are refused here, once."""
+        log_prob = self.costs.sum(1) + self.correction
+        if bool(log_prob.isnan().any()):
+            raise UserError("The model's logits are not numbers: its weights are damaged.")
+        return Samples(self.z, log_prob if exact_path else None, nfe, self.passes, disc_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Texts as networks read them."""
+
+    tokens: Tensor
+    """(U, L), any token where there is padding."""
+    attended: Tensor | None = None
+    """(U, L) positions that are not padding; None: all."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def with_codes(self, mask_id: int, code: Tensor | int) -> "Reads":
+        """The same with masks that carry a code (U,), or one for all."""
+        which = code[:, None] if isinstance(code, Tensor) else code
+        tokens = torch.where(self.tokens == mask_id, self.tokens + which, self.tokens)
+        return Reads(tokens, self.attended)
+
+    def masked_share(self, mask_id: int) -> Tensor:
+        """(U,) part of each text that is masked, padding not counted."""
+        attended = self.tokens.shape[1] if self.attended is None else self.attended.sum(1)
+        masked = (self.tokens == mask_id).sum(1)
+        return masked / torch.as_tensor(attended, device=masked.device).clamp(min=1)
+
+
+def split_padding(z: Tensor) -> Reads:
+    """Texts (U, L) with padding as networks read them; a GPU is waited for."""
+    padded = z == PAD
+    if not padded.any():
+        return Reads(z)
+    return Reads(z.masked_fill(padded, 0), ~padded)
+
+
+def mixture_log_prob(each: Sequence[Tensor]) -> Tensor:
+    """Log-probability of an even mixture from those of its parts, (B,) each."""
+    return torch.stack(list(each)).logsumexp(0) - math.log(len(each))
