@@ -14,6 +14,8 @@ import yaml
 from didi_instruct.errors import UserError
 
 T = TypeVar("T")
+REMOVED = {("train.compile", "blocks"): "train.compile=blocks was removed: leave it out."}
+"""Values that settings had in earlier versions, and what to do without them."""
 
 
 def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = "") -> T:
@@ -101,6 +103,8 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
     if origin is Literal:
         if isinstance(value, bool) and "on" in args:
             value = "on" if value else "off"  # YAML 1.1 reads `on` and `off` as booleans
+        if isinstance(value, str) and (name, value) in REMOVED:
+            raise UserError(f"{where}: {REMOVED[name, value]}")
         if value not in args or isinstance(value, bool):
             choices = ", ".join(str(a) for a in args)
             raise UserError(f"{where}: `{name}` is {value!r}; choose one of {choices}.")
@@ -108,10 +112,18 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
     if is_dataclass(hint):
         return parse(hint, value, where=where, prefix=f"{name}.")  # type: ignore[arg-type]
     if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise UserError(f"{where}: `{name}` is {value!r}, but a list is needed.")
-        return tuple(_value(args[0], v, where, name) for v in value)
-    return _scalar(hint, value, where, name)
+        items = _require((list, tuple), "a list", value, where, name)
+        return tuple(_value(args[0], v, where, name) for v in items)
+    if origin is dict:
+        section = _require(dict, "a section", value, where, name)
+        return {k: _value(args[1], v, where, f"{name}.{k}") for k, v in section.items()}
+    return value if hint is Any else _scalar(hint, value, where, name)
+
+
+def _require(kind: Any, needed: str, value: Any, where: str, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise UserError(f"{where}: `{name}` is {value!r}, but {needed} is needed.")
+    return value
 
 
 def _first_that_fits(hints: Sequence[Any], value: Any, where: str, name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
 from didi_instruct.errors import UserError
 
-Compile = Literal["auto", "on", "off", "blocks", "graphs"]
+Compile = Literal["auto", "on", "off", "graphs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,11 +128,10 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 autocast on a GPU, fp32 elsewhere."""
     compile: Compile = "auto"
-    """torch.compile; `auto`: on a GPU only. `blocks`: there, and one block instead of all, which is
-    done sooner and runs some percent slower: for short runs. `graphs`: there, and a distillation on
-    one GPU launches a pass as a whole, which `auto` does where the passes of an iteration are few
-    and always of the same sizes (method didi with a bank or data, a batch of one pass, one step to
-    τ, no windows): a graph is recorded for each."""
+    """torch.compile; `auto`: on a GPU only. `graphs`: there, and a distillation on one GPU launches
+    a pass as a whole, which `auto` does where the passes of an iteration are few and always of the
+    same sizes (method didi with a bank or data, a batch of one pass, one step to τ, no windows): a
+    graph is recorded for each."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """For several processes: replicate the model, or shard it (FSDP2)."""
     checkpoints: Literal["full", "sharded"] = "full"

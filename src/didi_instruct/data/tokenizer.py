@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,17 +151,36 @@ class Tokenizer:
         texts: list[str] = self._backend.decode_batch(plain, skip_special_tokens=False)
         return texts
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and the end-of-text token where Transformers looks for it too."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def files(self) -> dict[str, bytes]:
+        """Content of tokenizer_config.json, which Transformers reads too, and of tokenizer.json."""
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
         }
         if self.eot is not None:
             config["eos_token"] = self.eot
-        write_atomic(folder / _CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
-        write_atomic(folder / _FILE, self._backend.to_str().encode())
+        encoded = (json.dumps(config, indent=2) + "\n").encode()
+        return {_CONFIG_FILE: encoded, _FILE: self._backend.to_str().encode()}
+
+    @classmethod
+    def from_files(cls, paths: Mapping[str, Path], eot: str | None = None) -> "Tokenizer":
+        """Read what `save` wrote; `paths` says where each file is."""
+        path = paths[_FILE]
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(f"{path}: not a tokenizer.json ({error}).") from error
+        if eot is None and _CONFIG_FILE in paths:
+            configured = _configured_eot(paths[_CONFIG_FILE])
+            if configured is not None and backend.token_to_id(configured) is not None:
+                eot = configured
+        return cls(backend, eot)
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            write_atomic(folder / name, content)
 
 
 def train_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
@@ -247,15 +266,11 @@ def _esm_backend(words: list[str]) -> Backend:
 
 
 def _load_json(path: Path, eot: str | None) -> Tokenizer:
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise UserError(f"{path}: not a tokenizer.json ({error}).") from error
-    if eot is None and path.name == _FILE:  # under another name it may be another tokenizer
-        configured = _configured_eot(path.with_name(_CONFIG_FILE))
-        if configured is not None and backend.token_to_id(configured) is not None:
-            eot = configured
-    return Tokenizer(backend, eot)
+    paths = {_FILE: path}
+    config = path.with_name(_CONFIG_FILE)
+    if path.name == _FILE and config.is_file():  # under another name it may be another tokenizer
+        paths[_CONFIG_FILE] = config
+    return Tokenizer.from_files(paths, eot)
 
 
 def _load_folder(folder: Path, eot: str | None) -> Tokenizer:
@@ -274,8 +289,6 @@ def _load_folder(folder: Path, eot: str | None) -> Tokenizer:
 
 def _configured_eot(config: Path) -> str | None:
     """Return the end-of-text token that a tokenizer_config.json names, if it does."""
-    if not config.is_file():
-        return None
     try:
         token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:

@@ -1,8 +1,8 @@
 """A bank of the teacher's samples: drawn once with many steps, kept on disk, read many times.
 
-`bank.json` says what the rows are samples of and is written first; `rows-00000.npy` and so on hold
+`bank.json` has the settings and is written first; `rows-00000.npy` and so on hold
 them. A shard is there whole or not at all, so a drawing that was stopped goes on with those that
-are missing. `drawn.json` says how long it took.
+are missing. `drawn.json` has the seconds it took.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BankSettings:
-    """What the rows of a bank are samples of; equal settings, equal rows."""
+    """Settings that determine the rows of a bank: equal settings, equal rows."""
 
     teacher: str
     """Fingerprint of the teacher's weights."""
@@ -66,8 +66,8 @@ class BankSettings:
     lengths: str = ""
     """Where texts have windows of their own: fingerprint of how they end and how long they are."""
 
-    def told(self) -> dict[str, Any]:
-        """The settings by name, as bank.json keeps them; older ones know of no lengths."""
+    def to_json(self) -> dict[str, Any]:
+        """The settings by name, as bank.json keeps them; older files have no lengths."""
         return {n: v for n, v in asdict(self).items() if n != "lengths" or v}
 
     @property
@@ -129,7 +129,7 @@ def _open_bank(
     if world.is_main and recorded < settings.rows:
         with no_space_as_user_error(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "version": _VERSION, **settings.told()}
+            content = {"format": _FORMAT, "version": _VERSION, **settings.to_json()}
             write_json(folder / BANK_FILE, content)
     world.wait()
     started = time.monotonic()
@@ -143,7 +143,7 @@ def _open_bank(
 
 
 def drawing_seconds(folder: Path) -> float | None:
-    """How long a bank was drawn, all in all; None where it does not say.
+    """Seconds that drawing a bank took, all in all; None where they are not recorded.
 
     Of a drawing that was stopped, what it had drawn is in the bank and its seconds are not.
     """
@@ -299,7 +299,7 @@ def _dataset(
                 "reference.bank folder that they share."
             )
         arrays.append(rows)
-    identity = json.dumps([_FORMAT, _VERSION, seed, settings.told()])
+    identity = json.dumps([_FORMAT, _VERSION, seed, settings.to_json()])
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     data = TokenDataset(arrays, tokenizer, seed, str(folder), fingerprint)
     data.num_tokens = settings.num_tokens  # a teacher's vocabulary may be larger than its tokenizer

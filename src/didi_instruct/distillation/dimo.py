@@ -17,43 +17,51 @@ weights learn, and the targets of φ are not smoothed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from didi_instruct.distillation.budgets import path_times
-from didi_instruct.distillation.critics import AuxiliaryTask
-from didi_instruct.distillation.hosting import Tensors, law
-from didi_instruct.distillation.monitor import Totals, unique_ngrams
+from didi_instruct.config.dimo import NOISE, RANDOM
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.distillation.losses import entropy, kl
+from didi_instruct.distillation.replica import Learner, Metrics
 from didi_instruct.distillation.rollout import (
     Jump,
-    Noise,
     draw_from,
+    jump_step,
+    path_times,
     revealed_between,
+    texts_from,
 )
-from didi_instruct.models.dit import DiT
-from didi_instruct.process.divergences import entropy, kl
+from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.token_matching import auxiliary_networks
+from didi_instruct.distillation.watch import RunningMean, Totals, unique_ngrams
 from didi_instruct.process.masking import revealed_shares, stratified_times
-from didi_instruct.sampling.chain import Purpose
-from didi_instruct.sampling.dimo import Seen, Start, later
+from didi_instruct.sampling.ancestral import run
+from didi_instruct.sampling.dimo import Seen, Start
+from didi_instruct.sampling.draw import Purpose, draw_tokens
+from didi_instruct.sampling.plan import Step
+from didi_instruct.sampling.state import State
 from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What happens to some texts, known before any network is asked."""
+    """Everything about some texts that no network decides."""
 
-    noise: Noise
+    batch: MicroBatch
     start: Tensor
     """(B, L) masks where to write."""
     times: Tensor
     """(B, K + 1) times of the walks; they stand still once they have arrived."""
     t: Tensor
-    """(B,) where they arrive."""
+    """(B,) times of arrival."""
     hidden: Tensor
-    """(B, L) what is hidden of the texts in the end."""
+    """(B, L) positions of the finished texts that are hidden again."""
     t_context: Tensor
     """(B,) noise level of texts of which so much is hidden."""
 
@@ -85,156 +93,181 @@ def token_gradient(log_phi: Tensor, log_theta: Tensor, beta: float) -> Tensor:
     return (1 - beta) * forward + beta * reverse
 
 
-def hidden_share(kind: str, numbers: Tensor) -> Tensor:
+def hidden_share(kind: str, uniforms: Tensor) -> Tensor:
     """Share of a text that is hidden again, from uniform numbers in [0, 1)."""
-    return numbers.acos() / (math.pi / 2) if kind == "arccos" else 1 - numbers
+    return uniforms.acos() / (math.pi / 2) if kind == "arccos" else 1 - uniforms
 
 
-class DiMOTask(AuxiliaryTask):
+class Dimo:
     """Student and auxiliary denoiser, in turns."""
 
-    rates = "optim.lr or dimo.aux_lr"
-    shows_variety = "unique_4gram"  # entropy is that given the start, and may well end at 0
+    def __init__(self, d: Distillation, auxiliary: Any) -> None:
+        self.d, self.auxiliary = d, d.learner(auxiliary, d.config.dimo.aux_lr)
+        self.start = Start(d.config.dimo.random, d.config.dimo.noise)
+        self.learners = {"auxiliary": self.auxiliary}
+        self.state = {
+            "watch/accuracy": RunningMean().state
+        }  # checkpoints have it; nothing reads it
 
-    @property
-    def start(self) -> Start:
-        """Where the student's texts begin."""
-        return Start(self.config.dimo.random, self.config.dimo.noise)
-
-    def iterate(self, step: int) -> Tensors:
+    def step(self, step: int) -> Metrics:
         """Several batches for the auxiliary denoiser; the last one is the student's too."""
-        settings = self.config.dimo
-        self.remember_variety(step)
+        d, settings = self.d, self.d.config.dimo
         for turn in range(settings.aux_steps):
             final = turn == settings.aux_steps - 1
-            learns = self.learns(step) and final
-            parts = [self.part(step, turn, indices) for indices in self.parts()]
-            count = self._sum([part.hidden.sum() for part in parts])
+            learns = d.learns(step) and final
+            parts = [make_part(d, batch) for batch in d.micro_batches(step, turn)]
+            count = _sum(d, [part.hidden.sum() for part in parts]).clamp(min=1)
             totals, draws = Totals(), []
             for part in parts:
-                last = part is parts[-1]
-                drawn = self.draw(part, learns=learns, sync=last)
-                log_phi = self._teach_auxiliary(part, drawn, count, totals, sync=last)
+                drawn = draw_texts(d, self.start, part, learns=learns)
+                context = drawn.x.masked_fill(part.hidden, d.mask_id)
+                log_phi = update_auxiliary(self.auxiliary, part, drawn, context, count, totals)
                 if final:
-                    loss = self._student_loss(part, drawn, log_phi, count, totals)
+                    log_theta = d.teacher_log_probs(context, part.t_context, part.hidden)
+                    loss, numbers = student_loss(
+                        part.hidden, drawn, log_phi, log_theta, count, settings.beta
+                    )
+                    totals.add(loss=loss, **numbers)
                     if learns:
-                        self.student.backward(loss, sync=last)
+                        d.student.backward(loss, sync=part.batch.last)
                     draws.append(drawn)
-            aux_norm = self.critic_updater.update(step)
-        numbers = self.summed(totals) | self._variety(draws, parts)
+            aux_norm = self.auxiliary.update(step)
+        metrics = d.summed(totals) | _variety(d, draws, parts)
         if learns:
-            numbers["grad_norm"] = self.updater.update(step - self.config.warmup)
-        return numbers | {"aux_grad_norm": aux_norm}
+            metrics |= d.update_student(step)
+        return metrics | {"aux_grad_norm": aux_norm}
 
-    def part(self, step: int, turn: int, indices: Tensor) -> Part:
-        """Decide starts, walks and what is hidden; nothing depends on tokens."""
-        settings, batch = self.config.dimo, self.config.train.batch_size
-        noise = self.noise(step, turn, indices)
-        seed = mix(self.config.train.seed, "budgets", step, turn)
-        generator = torch.Generator().manual_seed(seed)
-        strata, levels = (
-            sent(stratified_times(batch, generator)[indices], self.world.device) for _ in range(2)
-        )
-        times, t, *_ = path_times(settings.budgets, strata)
-        first = (step * settings.aux_steps + turn) * batch
-        start, owner = self.starts(noise.on_host, self.prompts(first, indices))
-        start = sent(start[owner], self.world.device)
-        share = hidden_share(settings.remask, levels.double())
-        coins = noise.uniforms(self.length, Purpose.REMASK)
-        hidden = (coins < share[:, None]) & (start == self.mask_id)
-        return Part(noise, start, times, t, hidden, self.schedule.time(1 - share))
 
-    def draw(self, part: Part, *, learns: bool, sync: bool) -> Drawn:
-        """Walk, and write all that is left; the student's law there is kept for learning."""
-        z, begun = self._walk(part)
-        last = z == self.mask_id
-        with torch.set_grad_enabled(learns):
-            log_p = self._read(later(begun, z, self.mask_id), part.t, last, sync=sync)
-        jump = Jump(z, part.t, torch.arange(len(z), device=z.device), last)
-        numbers = part.noise.uniforms(self.length, Purpose.TOKEN, part.times.shape[1])
-        token, log_prob = draw_from(log_p.detach(), jump, last, numbers)
-        return Drawn(z.masked_scatter(last, token), last, log_p, log_prob.sum())
+def make_part(d: Distillation, batch: MicroBatch) -> Part:
+    """Decide starts, walks and what is hidden; nothing depends on tokens."""
+    settings, size, noise = d.config.dimo, d.config.train.batch_size, batch.noise
+    seed = mix(d.config.train.seed, "budgets", batch.step, batch.turn)
+    generator = torch.Generator().manual_seed(seed)
+    strata, levels = (
+        sent(stratified_times(size, generator)[batch.indices], d.world.device) for _ in range(2)
+    )
+    times, t, *_ = path_times(settings.budgets, strata)
+    first = (batch.step * settings.aux_steps + batch.turn) * size
+    start, state = d.starts(noise.on_host, d.prompts(first, batch.indices))
+    start = sent(start[state], d.world.device)
+    share = hidden_share(settings.remask, levels.double())
+    coins = noise.uniforms(d.length, Purpose.REMASK)
+    hidden = (coins < share[:, None]) & (start == d.mask_id)
+    return Part(batch, start, times, t, hidden, d.schedule.time(1 - share))
 
-    @torch.no_grad()
-    def _walk(self, part: Part) -> tuple[Tensor, Seen]:
-        """Where the texts stand when they are to be finished, and the starts they left from."""
-        z, everyone = part.start, torch.arange(len(part.start), device=part.start.device)
-        width, end_id = self.model_config.hidden, self.model_config.end_id
-        begun = self.start.begin(z, self.mask_id, width, part.noise.uniforms, end_id)
-        order = part.noise.uniforms(self.length, Purpose.REVEAL)
-        shares = revealed_shares(self.schedule, part.times)
-        for k in range(part.times.shape[1] - 1):
-            where = revealed_between(order, shares[:, k], shares[:, k + 1]) & begun.unwritten
-            # Texts that stand still are not read; one is, so that all processes call alike.
-            active = where.any(1)
-            active[0] |= ~active.any()
-            seen = later(begun, z, self.mask_id).only(active)
-            laws = self._read(seen, part.times[active, k], where[active])
-            jump = Jump(z, part.times[:, k], everyone, where)
-            numbers = part.noise.uniforms(self.length, Purpose.TOKEN, k)
-            z = z.masked_scatter(where, draw_from(laws, jump, where, numbers)[0])
-        return z, begun
 
-    def _read(self, seen: Seen, t: Tensor, where: Tensor, *, sync: bool = True) -> Tensor:
-        """The student's log-probabilities (R, V) of selected positions."""
+def draw_texts(d: Distillation, start: Start, part: Part, *, learns: bool) -> Drawn:
+    """Walk, and write all that is left; the student's law there is kept for learning."""
+    z, begun = walk_from(d, start, part)
+    last, batch = z == d.mask_id, part.batch
+    with torch.set_grad_enabled(learns):
+        seen = begun.later(z, d.mask_id)
+        at = last.flatten().nonzero().squeeze(1)
+        log_p = _log_probs(d, start, seen, part.t, at, sync=batch.last)
+    jump = Jump(z, part.t, torch.arange(len(z), device=z.device), last)
+    uniforms = batch.noise.uniforms(d.length, Purpose.TOKEN, part.times.shape[1])
+    token, log_prob = draw_from(log_p.detach(), jump, last, uniforms)
+    return Drawn(z.masked_scatter(last, token), last, log_p, log_prob.sum())
 
-        def forward(network: DiT) -> Tensors:
-            logits = self.start.logits(network, seen, self.schedule.sigma(t), where)
-            return {"log_p": logits.float().log_softmax(-1)}
 
-        return self.student.run(forward, sync=sync)["log_p"]
+@torch.no_grad()
+def walk_from(d: Distillation, start: Start, part: Part) -> tuple[Tensor, Seen]:
+    """States (B, L) from which the texts are finished, and the starts they left from."""
+    z, noise = part.start, part.batch.noise
+    everyone = torch.arange(len(z), device=z.device)
+    width, end_id = d.model_config.hidden, d.model_config.end_id
+    begun = start.begin(z, d.mask_id, width, noise, end_id)
+    order = noise.uniforms(d.length, Purpose.REVEAL)
+    shares = revealed_shares(d.schedule, part.times)
+    plan = []
+    for k in range(part.times.shape[1] - 1):
+        writes = revealed_between(order, shares[:, k], shares[:, k + 1]) & begun.unwritten
+        jump = Jump(z, part.times[:, k], everyone, writes)
+        plan.append(jump_step(jump, k, noise.uniforms(d.length, Purpose.TOKEN, k)))
 
-    def _teach_auxiliary(
-        self, part: Part, drawn: Drawn, count: Tensor, totals: Totals, *, sync: bool
-    ) -> Tensor:
-        """Accumulate the auxiliary denoiser's gradients; its law (R, V) of what is hidden."""
-        context = drawn.x.masked_fill(part.hidden, self.mask_id)
-        aux_law = law(self.schedule, context, part.t_context, part.hidden)
-        log_phi = self.critic.run(aux_law, sync=sync)["log_p"]
-        loss = -log_phi.gather(-1, drawn.x[part.hidden][:, None]).sum() / count
-        self.critic.backward(loss, sync=sync)
-        totals.add(aux_loss=loss)
-        return log_phi.detach()
+    def draw(texts: State, step: Step) -> tuple[Tensor, Tensor]:
+        assert step.states is not None
+        assert isinstance(step.t, Tensor)
+        seen = begun.later(texts.z, d.mask_id).only(step.states)
+        log_p = _log_probs(d, start, seen, step.t, step.reads)
+        return draw_tokens(log_p, step.u, step.row)
 
-    def _student_loss(
-        self, part: Part, drawn: Drawn, log_phi: Tensor, count: Tensor, totals: Totals
-    ) -> Tensor:
-        """What has the token gradient as its gradient, at positions both hidden and just written.
+    texts = texts_from(z, d.mask_id)
+    run(plan, texts, draw)
+    return texts.z, begun
 
-        The token gradient sums to 0, so it makes no difference that it meets log-probabilities
-        instead of logits.
-        """
-        context = drawn.x.masked_fill(part.hidden, self.mask_id)
-        log_theta = self.teacher(context, part.t_context, part.hidden)
-        gradient = token_gradient(log_phi, log_theta, self.config.dimo.beta)
-        learned = drawn.log_p[part.hidden[drawn.last]]
-        loss = (gradient[drawn.last[part.hidden]] * learned).sum() / count
-        totals.add(
-            loss=loss,
-            aux_kl=kl(log_phi, log_theta).sum() / count,
-            tv=(log_phi.exp() - log_theta.exp()).abs().sum() / (2 * count),
-            entropy=entropy(learned.detach()).sum() / count,
-        )
-        return loss
 
-    @torch.no_grad()
-    def drawn_variety(self, turn: int) -> Tensor:
-        """Distinct 4-grams of a batch that nobody learns from."""
-        parts = [self.part(0, turn, indices) for indices in self.parts()]
-        draws = [self.draw(part, learns=False, sync=False) for part in parts]
-        return self._variety(draws, parts)["unique_4gram"]
+def _log_probs(
+    d: Distillation, start: Start, seen: Seen, t: Tensor, at: Tensor, *, sync: bool = True
+) -> Tensor:
+    """The student's log-probabilities (R, V) at flat positions (R,), given what it is shown."""
 
-    def _entropy(self, draws: list[Drawn]) -> Tensor:
-        return -self._sum([d.log_prob for d in draws]) / self._sum([d.last.sum() for d in draws])
+    def forward(network: Any) -> Tensor:
+        logits = start.logits(network, seen, d.schedule.sigma(t), at)
+        return logits.float().log_softmax(-1)
 
-    def _variety(self, draws: list[Drawn], parts: list[Part]) -> Tensors:
-        """How varied the texts of all processes are."""
-        x = torch.cat([drawn.x for drawn in draws])
-        written = torch.cat([part.start for part in parts]) == self.mask_id
-        gathered = self.world.gather(x), self.world.gather(written)
-        return {"path_entropy": self._entropy(draws), "unique_4gram": unique_ngrams(*gathered)}
+    log_probs: Tensor = d.student.replica.run(forward, sync=sync)
+    return log_probs
 
-    def _sum(self, numbers: list[Tensor]) -> Tensor:
-        """A sum over parts and processes, 1 at least where it counts."""
-        total = self.world.sum(torch.stack(numbers).sum().double())
-        return total if numbers[0].is_floating_point() else total.clamp(min=1)
+
+def update_auxiliary(
+    auxiliary: Learner, part: Part, drawn: Drawn, context: Tensor, count: Tensor, totals: Totals
+) -> Tensor:
+    """Accumulate gradients of -log p_φ(x | c); return log p_φ (R, V) at the hidden positions."""
+    log_phi = auxiliary.replica.log_probs_with_grad(
+        context, part.t_context, part.hidden, sync=part.batch.last
+    )
+    loss = -log_phi.gather(-1, drawn.x[part.hidden][:, None]).sum() / count
+    auxiliary.backward(loss, sync=part.batch.last)
+    totals.add(aux_loss=loss)
+    return log_phi.detach()
+
+
+def student_loss(
+    hidden: Tensor, drawn: Drawn, log_phi: Tensor, log_theta: Tensor, count: Tensor, beta: float
+) -> tuple[Tensor, Metrics]:
+    """A loss whose gradient is the token gradient, where both hidden and just written; numbers.
+
+    The token gradient sums to 0, so it makes no difference that it meets log-probabilities instead
+    of logits. Shapes: hidden (B, L), log_phi and log_theta (R, V) there.
+    """
+    gradient = token_gradient(log_phi, log_theta, beta)
+    learned = drawn.log_p[hidden[drawn.last]]
+    loss = (gradient[drawn.last[hidden]] * learned).sum() / count
+    return loss, {
+        "aux_kl": kl(log_phi, log_theta).sum() / count,
+        "tv": (log_phi.exp() - log_theta.exp()).abs().sum() / (2 * count),
+        "entropy": entropy(learned.detach()).sum() / count,
+    }
+
+
+def _variety(d: Distillation, draws: Sequence[Drawn], parts: Sequence[Part]) -> Metrics:
+    """Entropy and distinct 4-grams of the texts of all processes."""
+    x = torch.cat([drawn.x for drawn in draws])
+    written = torch.cat([part.start for part in parts]) == d.mask_id
+    log_prob = _sum(d, [drawn.log_prob for drawn in draws])
+    count = _sum(d, [drawn.last.sum() for drawn in draws]).clamp(min=1)
+    unique = unique_ngrams(d.world.gather(x), d.world.gather(written))
+    return {"path_entropy": -log_prob / count, "unique_4gram": unique}
+
+
+def _sum(d: Distillation, numbers: Sequence[Tensor]) -> Tensor:
+    """A sum over parts and processes, float64."""
+    return d.world.sum(torch.stack(list(numbers)).sum().double())
+
+
+def _sampling_flags(config: DistillConfig) -> str:
+    own = {"random": (config.dimo.random, RANDOM), "noise": (config.dimo.noise, NOISE)}
+    options = [f" --option {k}={v:g}" for k, (v, usual) in own.items() if v != usual]
+    return f"--sampler dimo --steps {max(config.dimo.budgets)}{''.join(options)}"
+
+
+ENTRY = MethodEntry(
+    networks=auxiliary_networks,
+    make=Dimo,
+    lr_setting_names="optim.lr or dimo.aux_lr",
+    collapse_metric="unique_4gram",  # entropy is that given the start, and may well end at 0
+    restraint="dimo.random",
+    starts_masked=False,
+    sampling_flags=_sampling_flags,
+)

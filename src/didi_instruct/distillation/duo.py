@@ -11,144 +11,116 @@ has a little. It differs the more the larger Δ is, and is sharper.
 """
 
 import copy
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.data.dataset import TokenSource
-from didi_instruct.distillation.hosting import Host, law, rows_of
-from didi_instruct.distillation.monitor import Totals
-from didi_instruct.distillation.task import StudentTask, Teacher
+from didi_instruct.distillation.losses import divergence, entropy
+from didi_instruct.distillation.replica import Metrics, Snapshot
+from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.watch import Totals
 from didi_instruct.errors import UserError
-from didi_instruct.models.dit import DiT
-from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.process.uniform import gaussian_to_discrete, level_of_gamma, state
-from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 
-class DuoTask(StudentTask):
+class Duo:
     """A uniform-state student and the frozen copy that it is consistent with."""
 
-    pads = False  # any of the columns may replace a token
+    def __init__(self, d: Distillation, target: Any) -> None:
+        self.d, self.rounds = d, d.config.duo.rounds(d.config.train.steps)
+        self.target = Snapshot(target, d.train, d.world)
+        self.learners = {"target": self.target}
+        self.state: dict[str, Tensor] = {}
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        world: World,
-        *,
-        data: TokenSource,
-    ) -> None:
-        assert student.config.kind == teacher.network.config.kind == "duo"
-        assert student.config.schedule == teacher.network.config.schedule
-        if _shapes(student) != _shapes(teacher.network):
-            raise UserError(
-                "The student has another shape than the teacher, but is to take its place after a "
-                "round: use a student of the teacher's shape, or none."
-            )
-        target = copy.deepcopy(teacher.network)
-        super().__init__(config, teacher, student, world, data)
-        self.texts = data.rows
-        self.rounds = config.duo.rounds(config.train.steps)
-        self.target = Host(target.requires_grad_(False), config.train, world)
-        self.target_rows = rows_of(self.target, self.schedule)
-
-    def iterate(self, step: int) -> dict[str, Tensor]:
-        """One update from one batch of texts."""
+    def step(self, step: int) -> Metrics:
+        """One update from one batch of texts; a round begins with a new target."""
+        d, settings = self.d, self.d.config.duo
         if self.rounds.begins(step):
-            self.begin_round()
-        delta = self.config.duo.delta(self.rounds.of(step))
-        t = self._times(step, delta)
-        parts, totals = self.parts(), Totals()
-        for indices in parts:
-            last, time = indices is parts[-1], sent(t[indices], self.world.device)
-            loss = self._loss(step, indices, time, delta, totals, sync=last)
-            self.student.backward(loss, sync=last)
-        numbers = self.summed(totals)
-        return numbers | {"grad_norm": self.updater.update(step), "delta": self.number(delta)}
+            self.target.take(d.student, average=settings.target == "average")
+        delta = settings.delta(self.rounds.of(step))
+        times, totals = draw_times(d, step, delta), Totals()
+        for batch in d.micro_batches(step):
+            t = sent(times[batch.indices], d.world.device)
+            loss, numbers = self.loss(batch, t, delta)
+            d.student.backward(loss, sync=batch.last)
+            totals.add(loss=loss, **numbers)
+        return d.summed(totals) | d.update_student(step) | {"delta": d.number(delta)}
 
-    @torch.no_grad()
-    def begin_round(self) -> None:
-        """Make the student, or the average of its weights, the target."""
-        target, ema = self.target.network, self.updater.ema
-        if ema is not None and self.config.duo.target == "average":
-            ema.copy_to(target)
-            return
-        own = dict(self.student.network.named_parameters())
-        for name, parameter in target.named_parameters():
-            parameter.copy_(own[name])
-
-    def _times(self, step: int, delta: float) -> Tensor:
-        """Times of the whole batch, Δ or more; a share Δ of them is 1, where samplers begin."""
-        seed = mix(self.config.train.seed, "times", step)
-        count = self.config.train.batch_size
-        times = stratified_times(count, torch.Generator().manual_seed(seed)).double()
-        return (times + delta).clamp(max=1)
-
-    def _level(self, time: Tensor) -> Tensor:
-        """Alpha (B,) at times of the clock."""
-        settings = self.config.duo
-        if settings.clock == "schedule":
-            return self.schedule.alpha(time)
-        low, high = settings.gamma
-        tilde = level_of_gamma(low + time * (high - low))
-        return gaussian_to_discrete(tilde, self.model_config.num_tokens)
-
-    def _loss(
-        self,
-        step: int,
-        indices: Tensor,
-        t: Tensor,
-        delta: float,
-        totals: Totals,
-        *,
-        sync: bool,
-    ) -> Tensor:
-        """A part's share of the divergence per position."""
-        batch, num_tokens = self.config.train.batch_size, self.model_config.num_tokens
-        x = sent(self.texts(step * batch + int(indices[0]), len(indices)), self.world.device)
-        noise = self.noise(step, 0, indices)
-        uniforms = noise.uniforms(self.length, Purpose.REVEAL)
-        others = (noise.uniforms(self.length, Purpose.TOKEN) * (num_tokens - 1)).long()
+    def loss(self, batch: MicroBatch, t: Tensor, delta: float) -> tuple[Tensor, Metrics]:
+        """A part's share of the divergence per position, and numbers of it; t (B,)."""
+        d, num_tokens = self.d, self.d.model_config.num_tokens
+        x, noise = d.reference_texts(batch), batch.noise
+        uniforms = noise.uniforms(d.length, Purpose.REVEAL)
+        others = (noise.uniforms(d.length, Purpose.TOKEN) * (num_tokens - 1)).long()
         others = others.clamp(max=num_tokens - 2)  # a product just below may be rounded up
 
         def state_at(time: Tensor) -> tuple[Tensor, Tensor]:
-            alpha = self._level(time)
+            alpha = level(d, time)
             z = state(x, alpha[:, None], num_tokens, uniforms, others)
-            return z, self.schedule.time(alpha)
+            return z, d.schedule.time(alpha)
 
         now, then = state_at(t), state_at((t - delta).clamp(min=0))
-        everywhere = torch.ones_like(now[0], dtype=torch.bool)
-        target = self.target_rows(*then, everywhere)
-        log_p = self.student.run(law(self.schedule, *now, everywhere), sync=sync)["log_p"]
-        count = batch * self.length
-        loss = divergence(self.config.duo.kl, target, log_p).sum() / count
-        totals.add(
-            loss=loss,
-            entropy=entropy(log_p.detach()).sum() / count,
-            target_entropy=entropy(target).sum() / count,
+        everywhere = torch.ones_like(x, dtype=torch.bool)
+        target = self.target.replica.log_probs(*then, everywhere)
+        student = d.student.replica
+        log_p = student.log_probs_with_grad(*now, everywhere, sync=batch.last)
+        count = d.config.train.batch_size * d.length
+        loss = divergence(d.config.duo.kl, target, log_p).sum() / count
+        return loss, {
+            "entropy": entropy(log_p.detach()).sum() / count,
+            "target_entropy": entropy(target).sum() / count,
+        }
+
+
+def draw_times(d: Distillation, step: int, delta: float) -> Tensor:
+    """Times of the whole batch, Δ or more; a share Δ of them is 1, where samplers begin."""
+    generator = torch.Generator().manual_seed(mix(d.config.train.seed, "times", step))
+    times = stratified_times(d.config.train.batch_size, generator).double()
+    return (times + delta).clamp(max=1)
+
+
+def level(d: Distillation, time: Tensor) -> Tensor:
+    """Alpha (B,) at times of the clock."""
+    settings = d.config.duo
+    if settings.clock == "schedule":
+        return d.schedule.alpha(time)
+    low, high = settings.gamma
+    tilde = level_of_gamma(low + time * (high - low))
+    return gaussian_to_discrete(tilde, d.model_config.num_tokens)
+
+
+def _networks(config: DistillConfig, teacher: Any, student: Any) -> tuple[Any, Any]:
+    """The target of the first round is a copy of the teacher."""
+    assert student.config.kind == teacher.config.kind == "duo"
+    assert student.config.schedule == teacher.config.schedule
+    if _shapes(student) != _shapes(teacher):
+        raise UserError(
+            "The student has another shape than the teacher, but is to take its place after a "
+            "round: use a student of the teacher's shape, or none."
         )
-        return loss
-
-    # What the loop asks for
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The student's, and the target, which is the student of another time."""
-        target = self.target.network.named_parameters()
-        return {**super().tensors(), **{f"target/{name}": p.detach() for name, p in target}}
-
-    def checkpoint_bytes(self) -> int:
-        """Another copy of the weights."""
-        weights = sum(p.numel() * 4 for p in self.target.network.parameters())
-        return super().checkpoint_bytes() + weights
+    return student, copy.deepcopy(teacher)
 
 
-def _shapes(network: DiT) -> dict[str, torch.Size]:
+def _shapes(network: Any) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in network.named_parameters()}
+
+
+def _sampling_flags(config: DistillConfig) -> str:
+    rounds = config.duo.rounds(config.train.steps)
+    return f"--steps {config.duo.steps // 2 ** (rounds.count - 1)}"
+
+
+ENTRY = MethodEntry(
+    networks=_networks,
+    make=Duo,
+    texts="data",
+    teacher_kind="duo",
+    pads=False,  # any of the columns may replace a token
+    sampling_flags=_sampling_flags,
+)

@@ -13,29 +13,27 @@ parts weighted by their posterior, so codes are drawn from the posterior, and on
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import Order
-from didi_instruct.data.dataset import TokenSource
-from didi_instruct.distillation.budgets import path_times
-from didi_instruct.distillation.hosting import law
-from didi_instruct.distillation.monitor import Totals
-from didi_instruct.distillation.rollout import (
-    Noise,
-    References,
-    order_of,
-    revealed_between,
+from didi_instruct.distillation.replica import Metrics
+from didi_instruct.distillation.rollout import Noise, order_of, path_times, revealed_between
+from didi_instruct.distillation.run import (
+    Distillation,
+    MethodEntry,
+    MicroBatch,
+    budget_flags,
 )
-from didi_instruct.distillation.task import DistillTask, Teacher
+from didi_instruct.distillation.watch import Totals
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
-from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 TOKENS_PER_PASS = 1 << 18
@@ -82,119 +80,131 @@ class Part:
         tensors = (self.x, self.z, self.t, self.revealed)
         return Part(*(tensor.repeat_interleave(times, 0) for tensor in tensors))
 
+    def text_log_prob(self, log_p: Tensor) -> Tensor:
+        """Log-probabilities of the texts' revealed tokens: of rows (R, V) -> (B,) float64."""
+        own = log_p.gather(-1, self.x[self.revealed][:, None]).squeeze(-1).double()
+        total = torch.zeros(len(self.x), dtype=torch.float64, device=own.device)
+        return total.index_add(0, self.revealed.nonzero()[:, 0], own)
 
-class MixtureTask(DistillTask):
+
+class Mixture:
     """A student with several masks, by maximum likelihood."""
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        world: World,
-        *,
-        references: References | None = None,
-        data: TokenSource | None = None,
-    ) -> None:
-        codes = config.mixture.codes
-        if student.config.masks > codes:
-            raise UserError(
-                f"mixture.codes is {codes}, but the student has {student.config.masks} masks: "
-                "use as many or more."
-            )
-        if student.config.masks < codes:
-            student = add_masks(student, codes, config.train.seed, config.mixture.spread)
-        super().__init__(config, teacher, student, world, data)
-        self.references = references or self.teacher_texts
+    def __init__(self, d: Distillation, second: None = None) -> None:
+        self.d = d
+        self.learners: dict[str, Any] = {}
+        self.state: dict[str, Tensor] = {}
 
-    def iterate(self, step: int) -> dict[str, Tensor]:
+    def step(self, step: int) -> Metrics:
         """One update from one batch of texts."""
-        parts = [self.part(step, indices) for indices in self.parts()]
-        counts = torch.stack([part.revealed.sum() for part in parts]).sum().double()
-        count = self.world.sum(counts).clamp(min=1)
+        d, codes = self.d, self.d.config.mixture.codes
+        batches = d.micro_batches(step)
+        parts = [make_part(d, batch) for batch in batches]
+        revealed = torch.stack([part.revealed.sum() for part in parts]).sum().double()
+        count = d.world.sum(revealed).clamp(min=1)
         totals = Totals()
-        for indices, part in zip(self.parts(), parts, strict=True):
-            last = part is parts[-1]
-            if self.config.mixture.codes == 1:
+        for batch, part in zip(batches, parts, strict=True):
+            if codes == 1:
                 alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
-                totals.add(loss=self._loss(part, alone, count, sync=last))
+                loss = component_loss(d, part, alone, count, sync=batch.last)
+                d.student.backward(loss, sync=batch.last)
+                totals.add(loss=loss)
                 continue
-            each = self.log_likelihoods(part)
-            code = self._posterior_codes(each, self.noise(step, 0, indices))
-            loss = self._loss(part, code, count, sync=last)
-            mixture = each.logsumexp(1) - math.log(each.shape[1])
+            each = code_log_probs(d, part)
+            code = draw_codes(each, batch.noise, d.config.mixture.learning)
+            loss = component_loss(d, part, code, count, sync=batch.last)
+            d.student.backward(loss, sync=batch.last)
+            mixture = each.logsumexp(1) - math.log(codes)
             posterior = each.log_softmax(1)
+            information = (posterior.exp() * (posterior + math.log(codes))).sum()
             totals.add(
                 loss=-mixture.sum() / count,
                 component_loss=loss,
-                # Of log K at most: what the codes say about the tokens of a step.
-                code_information=(posterior.exp() * (posterior + math.log(each.shape[1]))).sum()
-                / self.config.train.batch_size,
+                # Of log K at most: nats that the codes know of the tokens of a step.
+                code_information=information / d.config.train.batch_size,
             )
-        numbers = self.summed(totals)
-        return numbers | {"grad_norm": self.updater.update(step)}
+        return d.summed(totals) | d.update_student(step)
 
-    def part(self, step: int, indices: Tensor) -> Part:
-        """Take texts, and mask them as they are before a random step of a random budget."""
-        batch = self.config.train.batch_size
-        texts = self.references(step * batch + int(indices[0]), len(indices))
-        x = sent(texts, self.world.device)
-        noise = self.noise(step, 0, indices)
-        seed = mix(self.config.train.seed, "budgets", step)
-        strata = stratified_times(batch, torch.Generator().manual_seed(seed))
-        place = sent(strata[indices], x.device)
-        written = self.starts.open(x)
-        t, after, numbers = self._place(self.config.order, noise, place, written)
-        if self.config.mixture.random:
-            other = self._place("random", noise, place, written)
-            chosen = noise.uniforms(1, Purpose.SELECT) < self.config.mixture.random
-            t, after = (
-                torch.where(chosen.squeeze(1), b, a)
-                for a, b in zip((t, after), other[:2], strict=True)
-            )
-            numbers = torch.where(chosen, other[2], numbers)
-        low, high = revealed_shares(self.schedule, torch.stack([t, after]))
-        z = x.masked_fill((numbers >= low[:, None]) & written, self.mask_id)
-        return Part(x, z, t, revealed_between(numbers, low, high) & written)
 
-    def _place(
-        self, order: Order, noise: Noise, where: Tensor, written: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
-        budgets = self.config.mixture.budgets
-        _, t, after, budget = path_times(budgets, where, order, self.schedule)
-        return t, after, order_of(order, noise, written, budget, budgets)
+def make_part(d: Distillation, batch: MicroBatch) -> Part:
+    """Take texts, and mask them as they are before a random step of a random budget."""
+    settings, size = d.config.mixture, d.config.train.batch_size
+    x, noise = d.reference_texts(batch), batch.noise
+    seed = mix(d.config.train.seed, "budgets", batch.step)
+    strata = stratified_times(size, torch.Generator().manual_seed(seed))
+    place = sent(strata[batch.indices], x.device)
+    written = d.starts.open(x)
+    t, after, numbers = _step_of_a_path(d, d.config.order, noise, place, written)
+    if settings.random:
+        t_, after_, numbers_ = _step_of_a_path(d, "random", noise, place, written)
+        chosen = noise.uniforms(1, Purpose.SELECT) < settings.random
+        t = torch.where(chosen.squeeze(1), t_, t)
+        after = torch.where(chosen.squeeze(1), after_, after)
+        numbers = torch.where(chosen, numbers_, numbers)
+    low, high = revealed_shares(d.schedule, torch.stack([t, after]))
+    z = x.masked_fill((numbers >= low[:, None]) & written, d.mask_id)
+    return Part(x, z, t, revealed_between(numbers, low, high) & written)
 
-    @torch.no_grad()
-    def log_likelihoods(self, part: Part) -> Tensor:
-        """Log-probability of what a step reveals under every code: (B, K) float64."""
-        codes = torch.arange(self.config.mixture.codes, device=part.z.device)
-        found = []
-        for some in torch.split(codes, max(1, TOKENS_PER_PASS // part.z.numel())):
-            again = part.repeated(len(some))
-            coded = with_code(again.z, self.mask_id, some.repeat(len(part.x)))
-            log_p = self.student_rows(coded, again.t, again.revealed)
-            found.append(self._summed(again, log_p).view(len(part.x), len(some)))
-        return torch.cat(found, 1)
 
-    def _summed(self, part: Part, log_p: Tensor) -> Tensor:
-        """Laws (R, V) of the revealed positions -> log-probabilities of the texts' tokens (B,)."""
-        own = log_p.gather(-1, part.x[part.revealed][:, None]).squeeze(-1).double()
-        found = torch.zeros(len(part.x), dtype=torch.float64, device=own.device)
-        return found.index_add(0, part.revealed.nonzero()[:, 0], own)
+def _step_of_a_path(
+    d: Distillation, order: Order, noise: Noise, place: Tensor, written: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
+    budgets = d.config.mixture.budgets
+    _, t, after, budget = path_times(budgets, place, order, d.schedule)
+    return t, after, order_of(order, noise, written, budget, budgets)
 
-    def _posterior_codes(self, each: Tensor, noise: Noise) -> Tensor:
-        """Codes drawn from their posterior: (B, K) -> (B, M)."""
-        numbers = noise.uniforms(self.config.mixture.learning, Purpose.CODE)
-        below = each.softmax(1).cumsum(1)[:, None] <= numbers[..., None]
-        return below.sum(-1).clamp(max=each.shape[1] - 1)
 
-    def _loss(self, part: Part, code: Tensor, count: Tensor, *, sync: bool) -> Tensor:
-        """Negative log-probability under the drawn codes (B, M), accumulated."""
-        times = code.shape[1]
-        again = part.repeated(times)
-        coded = with_code(again.z, self.mask_id, code.flatten())
-        log_p = self.student.run(law(self.schedule, coded, again.t, again.revealed), sync=sync)
-        loss = -self._summed(again, log_p["log_p"]).sum() / (times * count)
-        self.student.backward(loss, sync=sync)
-        return loss
+@torch.no_grad()
+def code_log_probs(d: Distillation, part: Part) -> Tensor:
+    """Log-probability of what a step reveals under every code: (B, K) float64."""
+    codes = torch.arange(d.config.mixture.codes, device=part.z.device)
+    found = []
+    for some in torch.split(codes, max(1, TOKENS_PER_PASS // part.z.numel())):
+        again = part.repeated(len(some))
+        coded = with_code(again.z, d.mask_id, some.repeat(len(part.x)))
+        log_p = d.student.replica.log_probs(coded, again.t, again.revealed)
+        found.append(again.text_log_prob(log_p).view(len(part.x), len(some)))
+    return torch.cat(found, 1)
+
+
+def draw_codes(log_probs: Tensor, noise: Noise, count: int) -> Tensor:
+    """Codes drawn from their posterior: (B, K) -> (B, count)."""
+    uniforms = noise.uniforms(count, Purpose.CODE)
+    below = log_probs.softmax(1).cumsum(1)[:, None] <= uniforms[..., None]
+    return below.sum(-1).clamp(max=log_probs.shape[1] - 1)
+
+
+def component_loss(
+    d: Distillation, part: Part, code: Tensor, count: Tensor, *, sync: bool
+) -> Tensor:
+    """Negative log-probability per revealed position under the drawn codes (B, M)."""
+    times = code.shape[1]
+    again = part.repeated(times)
+    coded = with_code(again.z, d.mask_id, code.flatten())
+    replica = d.student.replica
+    log_p = replica.log_probs_with_grad(coded, again.t, again.revealed, sync=sync)
+    return -again.text_log_prob(log_p).sum() / (times * count)
+
+
+def _networks(config: DistillConfig, teacher: Any, student: Any) -> tuple[Any, None]:
+    """The student gets the masks that it lacks."""
+    codes = config.mixture.codes
+    if student.config.masks > codes:
+        raise UserError(
+            f"mixture.codes is {codes}, but the student has {student.config.masks} masks: "
+            "use as many or more."
+        )
+    if student.config.masks < codes:
+        student = add_masks(student, codes, config.train.seed, config.mixture.spread)
+    return student, None
+
+
+ENTRY = MethodEntry(
+    networks=_networks,
+    make=Mixture,
+    texts="reference",
+    several_masks=True,
+    any_order=True,
+    sampling_flags=lambda config: budget_flags(config.mixture.budgets),
+)

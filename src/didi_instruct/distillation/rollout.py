@@ -8,12 +8,12 @@ Texts often start a step from the same state: all of them from all masks, the me
 from one prompt or one z_τ. A `Jump` keeps the distinct states, so the network reads each one once,
 in drawing and in scoring, gradient included; the result is that of reading every copy.
 
-What does not depend on tokens is planned on the host (starts, times, orders, and the masks that
-follow), while states are where the networks are: so a GPU is never waited for.
+Starts, times, orders and masks are planned on the host, states are where the networks are: so the
+host never waits for a GPU.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,18 +22,22 @@ from torch import Tensor
 from didi_instruct.config.model import Order
 from didi_instruct.process.masking import interleaved_numbers, interleaved_times, revealed_shares
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.chain import Purpose
-from didi_instruct.sampling.chunks import draw_compiled
-from didi_instruct.sampling.noise import uniforms
+from didi_instruct.sampling.ancestral import Draw, plain, run
+from didi_instruct.sampling.denoiser import LogitsDenoiser
+from didi_instruct.sampling.draw import Purpose, draw_tokens
+from didi_instruct.sampling.draw import uniforms as hashed_uniforms
+from didi_instruct.sampling.plan import Step
+from didi_instruct.sampling.state import Canvas, Reads, State
 from didi_instruct.transfer import sent
 
 HOST = torch.device("cpu")
-MOSTLY = 0.75
+READ_ALL_THRESHOLD = 0.75
 """Share of states that are drawn from, from which on all are read."""
-Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A denoiser where it is needed: (z (U, L), t (U,), where (U, L)) -> log-probabilities (R, V).
 
-What is only drawn from need not be normalised. `where` may be on the host."""
+LogitsAt = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A denoiser at some positions: (z (U, L), t (U,), where (U, L)) -> logits (R, V), in order.
+
+`where` may be on the host. Logits may be normalised: log-probabilities."""
 
 References = Callable[[int, int], Tensor]
 """Texts start .. start + count - 1 of an endless stream: (count, L)."""
@@ -49,63 +53,75 @@ class Noise:
     device: torch.device = HOST
     """Where the numbers are made: they are the same everywhere."""
 
-    def uniforms(self, count: int, *stream: int) -> Tensor:
+    def uniforms(self, count: int, *stream: int | Tensor) -> Tensor:
         """(B, count) float64 numbers in [0, 1)."""
-        return uniforms(self.seed, self._there, stream, count)
+        return hashed_uniforms(self.seed, self._device_indices, stream, count)
 
     def of_groups(self, size: int) -> "Noise":
-        """The noise of the groups that consecutive texts form, one index for each."""
+        """The noise of groups of consecutive texts, one index for each."""
+        if size == 1:
+            return self
         return Noise(self.seed, self.indices[::size] // size, self.device)
 
     @property
     def on_host(self) -> "Noise":
-        """The same numbers, for plans."""
+        """The same numbers on the host, for plans."""
         return Noise(self.seed, self.indices)
 
     @cached_property
-    def _there(self) -> Tensor:
+    def _device_indices(self) -> Tensor:
         return sent(self.indices, self.device)
+
+
+def row_index(selected: Tensor, state: Tensor, position: Tensor) -> Tensor:
+    """Row of each token among the positions `selected` (U, L) of the states, in order.
+
+    Shapes: state, position (R,), where the tokens are -> (R,).
+    """
+    row = (selected.flatten().cumsum(0) - 1).view_as(selected)
+    return row[state, position]
 
 
 @dataclass(frozen=True)
 class Jump:
-    """Tokens that are drawn at once: where, and from which states."""
+    """Tokens that are drawn at once: where, and from which states.
+
+    `state`, `writes` and `masked` are on the host if the jump is planned there.
+    """
 
     z: Tensor
     """(U, L) distinct states."""
     t: Tensor
     """(U,) their times."""
-    owner: Tensor
-    """(B,) the state that each text starts from; texts that share all of it count as one."""
-    where: Tensor
+    state: Tensor
+    """(B,) index of the state that each text starts from."""
+    writes: Tensor
     """(B, L) positions drawn."""
     masked: Tensor | None = None
-    """(U, L) masks of the states, where a whole rollout is planned. With `owner` and `where` on the
-    host, if the jump is planned there: to count them a GPU would be waited for."""
+    """(U, L) masks of the states, where a whole rollout is planned."""
 
     @cached_property
-    def planned(self) -> tuple[Tensor, Tensor]:
+    def host_index(self) -> tuple[Tensor, Tensor]:
         """Text and position of each drawn token, (R,) both, where the jump is planned."""
-        text, position = self.where.nonzero(as_tuple=True)
+        text, position = self.writes.nonzero(as_tuple=True)
         return text, position
 
     @cached_property
-    def drawn(self) -> tuple[Tensor, Tensor]:
+    def index(self) -> tuple[Tensor, Tensor]:
         """The same where the states are."""
-        text, position = (sent(numbers, self.z.device) for numbers in self.planned)
+        text, position = (sent(index, self.z.device) for index in self.host_index)
         return text, position
 
     @cached_property
-    def needed(self) -> Tensor:
+    def reads(self) -> Tensor:
         """(U, L) positions of the states that some text draws."""
-        count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.where.device)
-        return count.index_add_(0, self.owner, self.where.int()) > 0
+        count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.writes.device)
+        return count.index_add_(0, self.state, self.writes.int()) > 0
 
-    def places(self, selected: Tensor) -> Tensor:
-        """Where each drawn token's law is among the rows that `selected` (U, L) picks: (R,)."""
-        row = (selected.flatten().cumsum(0) - 1).view_as(selected)
-        text, position = self.planned
-        return sent(row[self.owner[text], position], self.z.device)
+    def row_index(self, selected: Tensor) -> Tensor:
+        """Row of each drawn token among the positions `selected` (U, L) of the states: (R,)."""
+        text, position = self.host_index
+        return sent(row_index(selected, self.state[text], position), self.z.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,32 +139,14 @@ class Rollout:
 
 
 @torch.no_grad()
-def draw_jump(rows: Rows, jump: Jump, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw the tokens of a jump: numbers (B, L) in [0, 1) -> tokens (R,), log-probabilities (R,).
+def draw_from(
+    logits: Tensor, jump: Jump, selected: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw a jump's tokens from logits (R', V) of the positions `selected` (U, L) of its states.
 
-    States from which nothing is drawn are not read, if they are many: a few are read along, so
-    that most passes have one size. One is read even if none is needed, so that all processes of a
-    sharded network make the same calls.
+    A row is normalised once, however many texts draw from it.
     """
-    needed, _ = jump.needed, jump.drawn  # counted before the pass, which would be waited for
-    active = needed.any(1)
-    if int(active.sum()) >= MOSTLY * len(active):
-        laws = rows(jump.z, jump.t, needed)
-    else:
-        active[0] |= ~active.any()
-        which = active.nonzero().squeeze(1)
-        there = sent(which, jump.z.device)
-        laws = rows(jump.z[there], jump.t[there], needed[which])
-    return draw_from(laws, jump, needed, numbers)
-
-
-@torch.no_grad()
-def draw_from(laws: Tensor, jump: Jump, selected: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw the tokens of a jump from laws (R', V) of the positions `selected` (U, L) of its states.
-
-    A law is read once, however many texts draw from it.
-    """
-    return draw_compiled(laws, numbers[jump.drawn], jump.places(selected))
+    return draw_tokens(logits, uniforms[jump.index], jump.row_index(selected))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +154,19 @@ class Walk:
     """Texts on their way."""
 
     z: Tensor
-    """(W, L) where they stand."""
+    """(W, L) current states."""
     masked: Tensor
-    """(W, L) what is not written yet."""
+    """(W, L) positions not written yet."""
     jumps: tuple[Jump, ...]
     log_prob: Tensor
     """(W,) of the tokens drawn so far."""
 
 
 def walk(
-    rows: Rows,
+    denoiser: LogitsAt,
     schedule: Schedule,
     start: Tensor,
-    owner: Tensor,
+    state: Tensor,
     times: Tensor,
     noise: Noise,
     mask_id: int,
@@ -177,29 +175,87 @@ def walk(
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
     A text whose time stands still takes no step. `order` (W, L) tells when each position is
-    revealed (`order_of`); by default chance does. All that is given is on the host, states are
-    where the noise is. Shapes: start (U, L), owner (W,) in 0..U-1, times (W, K + 1) float64 falling
-    from 1.
+    revealed (`order_of`); by default chance does. All inputs are on the host, states are where the
+    noise is. Shapes: start (U, L), state (W,) in 0..U-1, times (W, K + 1) float64 falling from 1.
     """
-    device, masked = noise.device, (start == mask_id)[owner]
+    masked, everyone = (start == mask_id)[state], torch.arange(len(state))
     if order is None:
         order = noise.on_host.uniforms(start.shape[1], Purpose.REVEAL)
     shares = revealed_shares(schedule, times)
-    begin, there = sent(start, device), sent(times, device)
-    z, everyone = begin[sent(owner, device)], torch.arange(len(owner))
-    log_prob = torch.zeros(len(z), dtype=torch.float64, device=device)
-    jumps = []
+    begin, t = sent(start, noise.device), sent(times, noise.device)
+    z = begin[sent(state, noise.device)]
+    steps, planned = [], []
     for k in range(times.shape[1] - 1):
-        where = revealed_between(order, shares[:, k], shares[:, k + 1]) & masked
+        writes = revealed_between(order, shares[:, k], shares[:, k + 1]) & masked
+        jump = Jump(z, t[:, k], everyone, writes, masked)
         if k == 0:
-            jump = Jump(begin, there.new_ones(len(begin)), owner, where, start == mask_id)
-        else:
-            jump = Jump(z, there[:, k], everyone, where, masked)
-        token, log_p = draw_jump(rows, jump, noise.uniforms(z.shape[1], Purpose.TOKEN, k))
-        z, masked = z.index_put(jump.drawn, token), masked & ~where
-        log_prob.index_add_(0, jump.drawn[0], log_p)
-        jumps.append(jump)
-    return Walk(z, masked, tuple(jumps), log_prob)
+            jump = Jump(begin, t.new_ones(len(begin)), state, writes, start == mask_id)
+        uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, k)
+        steps.append(jump_step(jump, k, uniforms))
+        planned.append(jump)
+        masked = masked & ~writes
+    texts = texts_from(z, mask_id)
+    jumps: list[Jump] = []
+    run(steps, texts, _recorded(planned, jumps, plain(as_denoiser(denoiser))))
+    return Walk(texts.z, masked, tuple(jumps), texts.costs.sum(1))
+
+
+def texts_from(z: Tensor, mask_id: int) -> State:
+    """Texts z (B, L) on their way; states that were read are kept."""
+    canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
+    return State(canvas, watched=True, padded=False)
+
+
+def jump_step(jump: Jump, index: int, uniforms: Tensor) -> Step:
+    """The step of a plan that takes a jump by uniforms (B, L).
+
+    States from which nothing is drawn are not read if they are many; a few are read along, so that
+    most passes have one size. One state is always read, so that all processes of a sharded network
+    make the same calls.
+    """
+    device, length = jump.z.device, jump.writes.shape[1]
+    reads, (text, position) = jump.reads, jump.host_index
+    rows = _first_texts(jump.state, len(reads))
+    active, t = reads.any(1), jump.t
+    if int(active.sum()) < READ_ALL_THRESHOLD * len(active):
+        active[0] |= ~active.any()
+        which = active.nonzero().squeeze(1)
+        reads, rows, t = reads[which], rows[which], t[sent(which, device)]
+    row = jump.row_index(jump.reads)
+    at = reads.flatten().nonzero().squeeze(1)
+    writes, states = sent(text * length + position, device), sent(rows, device)
+    return Step(index, 0.0, t, states, at, writes, uniforms.view(-1)[writes], row)
+
+
+def _first_texts(state: Tensor, count: int) -> Tensor:
+    """The first text (count,) of each state."""
+    texts = torch.arange(len(state), device=state.device)
+    return torch.zeros(count, dtype=torch.long, device=state.device).scatter_reduce(
+        0, state, texts, "amin", include_self=False
+    )
+
+
+def _recorded(planned: Sequence[Jump], jumps: list[Jump], draw: Draw) -> Draw:
+    """Keep the jumps that are taken, with the states that they were taken from."""
+
+    def recorded(state: State, step: Step) -> tuple[Tensor, Tensor]:
+        jump = planned[step.index]
+        jumps.append(jump if step.index == 0 else replace(jump, z=state.z))
+        return draw(state, step)
+
+    return recorded
+
+
+def as_denoiser(logits_at: LogitsAt, num_tokens: int = 0) -> LogitsDenoiser:
+    """Logits at some positions as samplers ask for them."""
+
+    def logits(reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
+        z, where = reads.tokens, torch.zeros(reads.tokens.shape, dtype=torch.bool, device=at.device)
+        where.view(-1).index_fill_(0, at, True)
+        times = torch.as_tensor(t, dtype=torch.float64, device=z.device).expand(len(z))
+        return logits_at(z, times, where)
+
+    return LogitsDenoiser(logits, num_tokens)
 
 
 def order_of(
@@ -221,10 +277,10 @@ def revealed_between(order: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def rollout(
-    rows: Rows,
+    denoiser: LogitsAt,
     schedule: Schedule,
     start: Tensor,
-    owner: Tensor,
+    state: Tensor,
     tau: Tensor | None,
     noise: Noise,
     mask_id: int,
@@ -241,30 +297,28 @@ def rollout(
     `shared` > 1 the members of each group of that many texts stand at the same z_τ, and only their
     last jumps differ.
 
-    Shapes: start (U, L), owner (B,), tau (B,) float64, the same within a shared group; all of them
+    Shapes: start (U, L), state (B,), tau (B,) float64, the same within a shared group; all of them
     on the host.
     """
     device = noise.device
-    written = (start == mask_id)[owner]
+    written = (start == mask_id)[state]
     if tau is None:
-        begin = sent(start, device)
-        time = begin.new_ones(len(begin), dtype=torch.float64)
-        last = Jump(begin, time, owner, written, start == mask_id)
+        z = sent(start, device)
+        last = Jump(z, z.new_ones(len(z), dtype=torch.float64), state, written, start == mask_id)
         before: tuple[Jump, ...] = ()
-        log_prob = torch.zeros(len(owner), dtype=torch.float64, device=device)
+        log_prob = torch.zeros(len(state), dtype=torch.float64, device=device)
     else:
-        own = noise.of_groups(shared) if shared > 1 else noise
+        own = noise.of_groups(shared)
         times, turn = _way_to(tau[::shared], steps, order, schedule, own.on_host, written[::shared])
-        path = walk(rows, schedule, start, owner[::shared], times, own, mask_id, turn)
-        group = torch.arange(len(owner)) // shared
-        time = sent(times[:, -1], device)
-        last = Jump(path.z, time, group, path.masked[group], path.masked)
+        path = walk(denoiser, schedule, start, state[::shared], times, own, mask_id, turn)
+        group = torch.arange(len(state)) // shared
+        last = Jump(path.z, sent(times[:, -1], device), group, path.masked[group], path.masked)
         before, log_prob = path.jumps, path.log_prob.repeat_interleave(shared)
-    numbers = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
-    token, log_p = draw_jump(rows, last, numbers)
-    x = last.z[sent(last.owner, device)].index_put(last.drawn, token)
-    log_prob = log_prob.index_add(0, last.drawn[0], log_p)
-    return Rollout(x, (*before, last), log_prob, sent(written, device))
+    uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
+    texts = texts_from(last.z[sent(last.state, device)], mask_id)
+    run([jump_step(last, steps, uniforms)], texts, plain(as_denoiser(denoiser)))
+    log_prob = log_prob + texts.costs.sum(1)
+    return Rollout(texts.z, (*before, last), log_prob, sent(written, device))
 
 
 def _way_to(
@@ -282,3 +336,37 @@ def _way_to(
         return torch.maximum(stops, stops[passed - 1].view(-1, 1)), turn
     fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=tau.device)
     return 1 + (tau[:, None] - 1) * fractions, turn
+
+
+def path_times(
+    budgets: tuple[int, ...],
+    place: Tensor,
+    order: Order = "random",
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Walks to a random step of a random budget, chosen by `place` (U,) in [0, 1).
+
+    Steps are equally long, or as the order asks for under the schedule. Returns the times of the
+    walks (U, K + 1), K the same for all; start and end of the step that follows, (U,) each; and the
+    budgets (U,).
+    """
+    scaled = place * len(budgets)
+    which = scaled.long().clamp(max=len(budgets) - 1)
+    budget = torch.tensor(budgets, device=place.device)[which]
+    done = ((scaled - which) * budget).long().clamp(max=budget - 1)
+    steps = torch.arange(max(budgets), device=place.device)
+    size = max(budgets) + 1
+    rows = [_times(count, order, schedule) for count in budgets]
+    padded = [row + [0.0] * (size - len(row)) for row in rows]
+    table = torch.tensor(padded, dtype=torch.float64, device=place.device)[which]
+    times = table.gather(1, torch.minimum(steps, done[:, None]))
+    t, after = table.gather(1, torch.stack([done, done + 1], 1)).unbind(1)
+    return times, t, after, budget
+
+
+def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:
+    """Times of a path in as many steps, from 1 to 0."""
+    if order == "streams":
+        assert schedule is not None, "how much is masked at a time depends on the schedule"
+        return interleaved_times(schedule, steps)
+    return [1 - n / steps for n in range(steps + 1)]

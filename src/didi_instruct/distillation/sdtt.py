@@ -12,31 +12,22 @@ as it is (not its average), and the optimizer goes on with its moments.
 """
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.data.dataset import TokenSource
-from didi_instruct.distillation.hosting import Host, law, rows_of
-from didi_instruct.distillation.monitor import Totals
-from didi_instruct.distillation.rollout import (
-    Jump,
-    References,
-    Rows,
-    draw_from,
-)
-from didi_instruct.distillation.task import DistillTask, Teacher
-from didi_instruct.errors import UserError
-from didi_instruct.models.dit import DiT, Trunk
-from didi_instruct.process.divergences import divergence, entropy
+from didi_instruct.distillation.losses import divergence, entropy
+from didi_instruct.distillation.replica import Metrics, Snapshot
+from didi_instruct.distillation.rollout import Jump, LogitsAt, draw_from
+from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.watch import Totals
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import World
 from didi_instruct.transfer import sent
 
 SMALLEST = 1e-3
@@ -50,12 +41,12 @@ class Part:
     z: Tensor
     """(B, L) the texts, masked."""
     t: Tensor
-    """(B,) how much."""
+    """(B,) their times."""
     times: tuple[Tensor, Tensor]
     """(B,) each: when the teacher takes its first step and its second."""
     first: Tensor
     """(B, L) masks that its first step reveals."""
-    numbers: Tensor
+    uniforms: Tensor
     """(B, L) in [0, 1): which tokens it draws there."""
 
 
@@ -81,28 +72,28 @@ def first_chance(schedule: Schedule, time: Tensor, dt: float) -> Tensor:
 
 
 @torch.no_grad()
-def two_step_target(rows: Rows, part: Part, mask_id: int) -> Tensor:
+def two_step_target(denoiser: LogitsAt, part: Part, mask_id: int) -> Tensor:
     """Log-probabilities (R, V) that the teacher leaves at the masks of a part, in order.
 
-    Whatever the second step does not reveal has its law all the same, so only the first step has to
-    be taken.
+    Positions that the second step does not reveal have its law all the same, so only the first step
+    has to be taken. `denoiser` gives log-probabilities.
     """
     masked, first = part.z == mask_id, part.first
     # Where nothing is revealed nothing is read; one text is, so that all processes call alike.
     active = first.any(1)
     active[0] |= ~active.any()
-    early = rows(part.z[active], part.times[0][active], first[active])
+    early = denoiser(part.z[active], part.times[0][active], first[active])
     everyone = torch.arange(len(first), device=first.device)
-    token, _ = draw_from(early, Jump(part.z, part.t, everyone, first), first, part.numbers)
+    token, _ = draw_from(early, Jump(part.z, part.t, everyone, first), first, part.uniforms)
     then = part.z.masked_scatter(first, token)
-    late = rows(then, part.times[1], masked & ~first)
+    late = denoiser(then, part.times[1], masked & ~first)
     target = late.new_empty(int(masked.sum()), late.shape[1])
     target[first[masked]], target[~first[masked]] = early, late
     return target
 
 
 def distance(kind: str, log_target: Tensor, log_student: Tensor) -> Tensor:
-    """How far the student is from its target: (..., V), (..., V) -> (...).
+    """Distance of the student from its target: (..., V), (..., V) -> (...).
 
     backward: KL(student ‖ target); forward: KL(target ‖ student); mse: mean squared difference of
     the log-probabilities; tv: total variation, half the sum of absolute differences.
@@ -115,105 +106,80 @@ def distance(kind: str, log_target: Tensor, log_student: Tensor) -> Tensor:
     return divergence(kind, log_target, log_student)
 
 
-class SDTTTask(DistillTask):
+class Sdtt:
     """A student that learns two steps of its teacher, then of itself."""
 
-    pads = False  # one of its distances is a mean over the vocabulary
-
-    def __init__(
-        self,
-        config: DistillConfig,
-        teacher: Teacher,
-        student: DiT,
-        world: World,
-        *,
-        references: References | None = None,
-        data: TokenSource | None = None,
-    ) -> None:
-        if student.config.masks > 1:
-            raise UserError(
-                f"The student has {student.config.masks} masks, which sdtt does not know: use "
-                "method=mixture, or another student."
-            )
-        before = copy.deepcopy(student).requires_grad_(False)
-        super().__init__(config, teacher, student, world, data)
-        self.references = references or self.teacher_texts
-        self.rounds = config.sdtt.rounds(config.train.steps)
-        self.before = Host(before, config.train, world)
+    def __init__(self, d: Distillation, before: Any) -> None:
+        self.d, self.rounds = d, d.config.sdtt.rounds(d.config.train.steps)
+        self.before = Snapshot(before, d.train, d.world)
         """The student at the end of the round before: the teacher of all rounds but the first."""
-        self._before_rows = rows_of(self.before, self.schedule)
+        self.learners = {"teacher": self.before}
+        self.state: dict[str, Tensor] = {}
 
-    def round(self, step: int) -> int:
-        """Which round an iteration belongs to, from 0."""
-        return self.rounds.of(step)
-
-    def dt(self, step: int) -> float:
-        """Length of the teacher's steps."""
-        return float(2 ** self.round(step) / self.config.sdtt.steps)
-
-    def iterate(self, step: int) -> dict[str, Tensor]:
+    def step(self, step: int) -> Metrics:
         """One update from one batch of texts; a round begins with a new teacher."""
+        d, settings, dt = self.d, self.d.config.sdtt, self.dt(step)
         if self.rounds.begins(step):
-            self._promote()
-        rows = self._before_rows if self.round(step) else self.teacher
-        parts = [self.part(step, indices) for indices in self.parts()]
-        masks = torch.stack([(part.z == self.mask_id).sum() for part in parts]).sum().double()
-        count = self.world.sum(masks).clamp(min=1)
+            self.before.take(d.student)
+        teacher = self.before.replica.log_probs if self.rounds.of(step) else d.teacher_log_probs
+        batches = d.micro_batches(step)
+        parts = [make_part(d, batch, dt) for batch in batches]
+        masks = torch.stack([(part.z == d.mask_id).sum() for part in parts]).sum().double()
+        count = d.world.sum(masks).clamp(min=1)
         totals = Totals()
-        for part in parts:
-            target = two_step_target(rows, part, self.mask_id)
-            self._learn(part, target, count, totals, sync=part is parts[-1])
-        return self.summed(totals) | {
-            "grad_norm": self.updater.update(step),
-            "student_steps": self.number(1 / (2 * self.dt(step))),
-            **self.watched(step),
+        for batch, part in zip(batches, parts, strict=True):
+            target = two_step_target(teacher, part, d.mask_id)
+            where, student = part.z == d.mask_id, d.student.replica
+            log_p = student.log_probs_with_grad(part.z, part.t, where, sync=batch.last)
+            loss = distance(settings.divergence, target, log_p).sum() / count
+            d.student.backward(loss, sync=batch.last)
+            totals.add(
+                loss=loss,
+                entropy=entropy(log_p.detach()).sum() / count,
+                target_entropy=entropy(target).sum() / count,
+            )
+        return {
+            **d.summed(totals),
+            **d.update_student(step),
+            "student_steps": d.number(1 / (2 * dt)),
+            **d.start_metrics(step),
         }
 
-    @torch.no_grad()
-    def _promote(self) -> None:
-        """Make the student the teacher."""
-        networks = (self.before.network, self.student.network)
-        for old, new in zip(*(network.parameters() for network in networks), strict=True):
-            old.copy_(new)
+    def dt(self, step: int) -> float:
+        """Length of the teacher's steps in an iteration."""
+        return float(2 ** self.rounds.of(step) / self.d.config.sdtt.steps)
 
-    def part(self, step: int, indices: Tensor) -> Part:
-        """Take texts, mask them, and decide what the teacher's first step reveals."""
-        batch, dt = self.config.train.batch_size, self.dt(step)
-        texts = self.references(step * batch + int(indices[0]), len(indices))
-        x = sent(texts, self.world.device)
-        seed = mix(self.config.train.seed, "times", step)
-        t = stratified_times(batch, torch.Generator().manual_seed(seed)).double()
-        t = sent(t[indices], x.device)
-        noise = self.noise(step, 0, indices)
-        visible = noise.uniforms(self.length, Purpose.REMASK) < revealed_shares(
-            self.schedule, t[:, None]
-        )
-        z = x.masked_fill(self.starts.open(x) & ~visible, self.mask_id)
-        times = teacher_times(t, dt, self.config.sdtt.grid)
-        coins = noise.uniforms(self.length, Purpose.REVEAL)
-        chance = first_chance(self.schedule, times[0], dt)
-        first = (z == self.mask_id) & (coins < chance[:, None])
-        return Part(z, t, times, first, noise.uniforms(self.length, Purpose.TOKEN))
 
-    def _learn(
-        self, part: Part, target: Tensor, count: Tensor, totals: Totals, *, sync: bool
-    ) -> None:
-        """Accumulate the gradient of a part's distance from its target, a mean over masks."""
-        student_law = law(self.schedule, part.z, part.t, part.z == self.mask_id)
-        log_p = self.student.run(student_law, sync=sync)["log_p"]
-        loss = distance(self.config.sdtt.divergence, target, log_p).sum() / count
-        self.student.backward(loss, sync=sync)
-        totals.add(
-            loss=loss,
-            entropy=entropy(log_p.detach()).sum() / count,
-            target_entropy=entropy(target).sum() / count,
-        )
+def make_part(d: Distillation, batch: MicroBatch, dt: float) -> Part:
+    """Take texts, mask them, and decide what the teacher's first step reveals."""
+    x, noise = d.reference_texts(batch), batch.noise
+    generator = torch.Generator().manual_seed(mix(d.config.train.seed, "times", batch.step))
+    t = stratified_times(d.config.train.batch_size, generator).double()
+    t = sent(t[batch.indices], x.device)
+    shares = revealed_shares(d.schedule, t[:, None])
+    visible = noise.uniforms(d.length, Purpose.REMASK) < shares
+    z = x.masked_fill(d.starts.open(x) & ~visible, d.mask_id)
+    times = teacher_times(t, dt, d.config.sdtt.grid)
+    coins = noise.uniforms(d.length, Purpose.REVEAL)
+    chance = first_chance(d.schedule, times[0], dt)
+    first = (z == d.mask_id) & (coins < chance[:, None])
+    return Part(z, t, times, first, noise.uniforms(d.length, Purpose.TOKEN))
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """What learns, and the teacher of this round."""
-        before = self.before.network.named_parameters()
-        return {**super().tensors(), **{f"teacher/{n}": p.detach() for n, p in before}}
 
-    def networks(self) -> list[Trunk]:
-        """Those that a checkpoint holds."""
-        return [*super().networks(), self.before.network]
+def _networks(config: DistillConfig, teacher: Any, student: Any) -> tuple[Any, Any]:
+    """The teacher of later rounds is a copy of the student."""
+    return student, copy.deepcopy(student)
+
+
+def _sampling_flags(config: DistillConfig) -> str:
+    rounds = config.sdtt.rounds(config.train.steps)
+    return f"--steps {config.sdtt.steps // 2**rounds.count}"
+
+
+ENTRY = MethodEntry(
+    networks=_networks,
+    make=Sdtt,
+    texts="reference",
+    pads=False,  # one of its distances is a mean over the vocabulary
+    sampling_flags=_sampling_flags,
+)

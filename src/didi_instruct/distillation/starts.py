@@ -1,8 +1,8 @@
 """Where texts start: what they are given, and what is left to write.
 
-Usually that is nothing and a whole window, one row of masks for all. A prompt gives the first
-tokens. Where each text has a window of its own, it is given its end too: that of the text whose
-prompt it continues, or one of a length that is drawn from the teacher's law.
+Usually nothing is given, one row of masks for all. A prompt gives the first tokens. Where each text
+has a window of its own, its end is given too: that of the text whose prompt it continues, or one of
+a length drawn from the teacher's law.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation.rollout import Noise
 from didi_instruct.process.masking import LengthLaw, before_end, window
-from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.draw import Purpose
 
-WATCHED = 8
-"""Lengths of windows that stand for all in a number that is watched."""
+REPRESENTATIVE_LENGTHS = 8
+"""Lengths of windows that stand for all in a number of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,19 @@ class Starts:
     length: int
     prompt: int = 0
     end_id: int | None = None
-    """What fills a window behind its text; None: texts fill their windows."""
+    """The id that fills a window behind its text; None: texts fill their windows."""
     law: LengthLaw | None = None
     """With `end_id`: how long texts are."""
 
     @classmethod
     def of(cls, model: ModelConfig, length: int, prompt: int) -> "Starts":
-        """Starts as a model knows them."""
-        assert model.mask_id is not None
+        """Starts of a model's texts; where it has no mask, the id V marks what is to be written."""
         law = None if model.end_id is None else LengthLaw(model.lengths)
-        return cls(model.mask_id, length, prompt, model.end_id, law)
+        return cls(model.num_tokens, length, prompt, model.end_id, law)
 
     @property
     def shared(self) -> bool:
-        """Whether all texts start from one row."""
+        """True where all texts start from one row."""
         return not self.prompt and self.law is None
 
     def open(self, rows: Tensor) -> Tensor:
@@ -56,37 +55,38 @@ class Starts:
     def __call__(
         self, noise: Noise, rows: Tensor | None = None, group: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Distinct starts (U, L) of the texts of some noise, and which of them each has: (B,).
+        """Distinct starts (U, L) of the texts of some noise, and the start of each text: (B,).
 
         `rows` (R, L) are the texts whose prompts are continued, each by B / R in turn; without
-        prompts they are not looked at. Of drawn lengths, each `group` of texts has one.
+        prompts they are not used. Of drawn lengths, each `group` of texts has one.
         """
-        count = torch.arange(len(noise.indices), device=noise.device)
+        text = torch.arange(len(noise.indices), device=noise.device)
         if self.prompt:
             assert rows is not None, "prompts come from texts"
-            return self.of_rows(rows), count // (len(count) // len(rows))
+            return self.of_rows(rows), text // (len(text) // len(rows))
         if self.law is None:
-            return self.watched(count.device), torch.zeros_like(count)
-        drawn = self._lengths(noise.of_groups(group) if group > 1 else noise)
-        lengths, owner = torch.unique(drawn, return_inverse=True)
-        return self._windows(lengths), owner[count // group]
+            return self.representative(text.device), torch.zeros_like(text)
+        drawn = self._lengths(noise.of_groups(group))
+        lengths, which = torch.unique(drawn, return_inverse=True)
+        return self._windows(lengths), which[text // group]
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Texts (B, L) before anything is written."""
         return torch.where(self.open(rows), self.mask_id, rows)
 
     def log_prob(self, start: Tensor) -> Tensor:
-        """Log-probability of drawing the starts (B, L) that were: (B,) float64, 0 without a law."""
+        """Log-probability of drawing the starts (B, L): (B,) float64, 0 without a law."""
         if self.law is None or self.prompt:
             return torch.zeros(len(start), dtype=torch.float64, device=start.device)
         return self.law.log_prob((start == self.mask_id).sum(1))
 
-    def watched(self, device: torch.device) -> Tensor:
+    def representative(self, device: torch.device) -> Tensor:
         """Starts without a prompt that stand for all: one row, or windows from short to long."""
         if self.law is None:
             return torch.full((1, self.length), self.mask_id, device=device)
-        middle = torch.arange(WATCHED, dtype=torch.float64, device=device) + 0.5
-        return self._windows(self.law.draw(middle / WATCHED))
+        count = REPRESENTATIVE_LENGTHS
+        middle = torch.arange(count, dtype=torch.float64, device=device) + 0.5
+        return self._windows(self.law.draw(middle / count))
 
     def _lengths(self, noise: Noise) -> Tensor:
         assert self.law is not None

@@ -1,29 +1,29 @@
-"""When a distillation has gone wrong, and why: named causes, from the numbers of the log."""
+"""Numbers that tell how a distillation is doing, and named causes when it goes wrong."""
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from didi_instruct.distillation.task import ENOUGH_TEXTS, StudentTask
+import torch
+from torch import Tensor
 
-HALF = 0.5
+if TYPE_CHECKING:
+    from didi_instruct.distillation.run import DistillTask
+
+ENOUGH_TEXTS = 256
+"""Texts behind an average by which a collapse is told."""
+MOSTLY = 0.5
 """Share of steps above which something happens mostly."""
-HOLD = {
-    "didi": "didi.kl_weight",
-    "token-matching": "token_matching.anchor",
-    "dimo": "dimo.random",
-}
-"""What holds a student back: the weight of the KL to the teacher, the chance in its start."""
-
 COLLAPSES = {
     "path_entropy": ("entropy", "nats per token"),
     "unique_4gram": ("variety", "of the 4-grams distinct"),
 }
-"""What is said to collapse, by `shows_variety`, and what it is counted in."""
+"""Name and unit of a collapse, by the metric that shows it."""
 
 
 class Watcher:
     """Sees every log entry: warns once of each trouble, and stops a run that has collapsed."""
 
-    def __init__(self, task: StudentTask, say: Callable[[str], None]) -> None:
+    def __init__(self, task: "DistillTask", say: Callable[[str], None]) -> None:
         self.task, self.say = task, say
         self._said: set[str] = set()
         self._step: int | None = None
@@ -31,47 +31,111 @@ class Watcher:
 
     def __call__(self, step: int, values: Mapping[str, float]) -> str | None:
         """Return why training must stop, or None."""
-        if values.get("disc_waits", 0.0) > HALF:
+        if values.get("disc_waits", 0.0) > MOSTLY:
             self._warn(
                 "saturated",
                 f"step {step}: the discriminator is saturated (right at "
                 f"{values['disc_sharpness']:.0%} of positions), so it waits for the student. If "
                 "that lasts: lower discriminator.lr, or raise didi.rollout_steps or optim.lr.",
             )
-        if values.get("at_chance", 0.0) > HALF:
+        if values.get("at_chance", 0.0) > MOSTLY:
             self._warn(
                 "chance",
                 f"step {step}: the discriminator is at chance (accuracy "
                 f"{values['disc_accuracy']:.2f}), so the student waits. If that lasts: raise "
                 "discriminator.lr, discriminator.steps or discriminator.trainable_blocks.",
             )
-        name = self.task.shows_variety
-        if name not in values:  # a method that draws nothing
+        metric = self.task.entry.collapse_metric
+        if metric is None:  # a method that draws nothing
             return None
-        self._average(step, values[name])
-        return self._collapse(step)
+        self._average(step, values[metric])
+        return self._collapse(metric, step)
 
     def _average(self, step: int, variety: float) -> None:
-        """Take that of the texts since the last entry into an average that forgets."""
+        """Average over the last texts, those since the last entry included."""
         size = self.task.config.train.batch_size
         texts = size * (1 if self._step is None else step - self._step)
         self._step, self._texts = step, self._texts + texts
         weight = texts / min(self._texts, max(ENOUGH_TEXTS, texts))
         self._variety += weight * (variety - self._variety)
 
-    def _collapse(self, step: int) -> str | None:
+    def _collapse(self, metric: str, step: int) -> str | None:
         """Compare averages of many texts: the entropy of a few swings by more than half."""
-        config, start = self.task.config, float(self.task.variety_at_start)
-        known = self._texts >= ENOUGH_TEXTS and step > config.warmup
-        if not known or self._variety >= config.watch.min_entropy * start:
+        config = self.task.config
+        if self._texts < ENOUGH_TEXTS or step <= config.warmup:
             return None
-        what, unit = COLLAPSES[self.task.shows_variety]
+        start = float(self.task.variety_at_start)
+        if self._variety >= config.watch.min_entropy * start:
+            return None
+        what, unit = COLLAPSES[metric]
         return (
             f"{what} collapse, {self._variety:.3g} {unit} where it began with {start:.3g}. Try a "
-            f"lower optim.lr or a higher {HOLD[config.method]}; watch.min_entropy=0 lets it go on."
+            f"lower optim.lr or a higher {self.task.entry.restraint}; watch.min_entropy=0 lets it "
+            "go on."
         )
 
     def _warn(self, cause: str, text: str) -> None:
         if cause not in self._said:
             self._said.add(cause)
             self.say(text)
+
+
+def unique_ngrams(tokens: Tensor, visible: Tensor, n: int = 4) -> Tensor:
+    """Distinct n-grams of a batch over all of them, where every token is visible; 1 if none is.
+
+    Falls towards 0 when texts repeat themselves or each other.
+
+    Shapes: tokens (B, L), visible (B, L) -> 0-d float64.
+    """
+    if tokens.shape[1] < n:
+        return torch.ones((), dtype=torch.float64, device=tokens.device)
+    windows = tokens.shape[1] - n + 1
+    columns = [tokens[:, k : k + windows].flatten() for k in range(n)]
+    whole = torch.stack([visible[:, k : k + windows] for k in range(n)]).all(0).flatten()
+    # Sorted by one column after the other, the last one first, equal n-grams are neighbours, and
+    # those that are not visible stand behind. A GPU is not waited for.
+    order = torch.arange(len(whole), device=tokens.device)
+    for column in (*reversed(columns), (~whole).byte()):
+        order = order[column[order].argsort(stable=True)]
+    kept = whole[order]
+    differs = torch.stack([column[order].diff() != 0 for column in columns]).any(0)
+    distinct = (differs & kept[1:]).sum() + kept[:1].sum()
+    total = kept.sum()
+    return torch.where(total > 0, distinct.double() / total.clamp(min=1), 1.0)
+
+
+class RunningMean:
+    """Mean that forgets: weights 1, m, m², … backwards; saved with a checkpoint."""
+
+    def __init__(self, memory: float = 0.95) -> None:
+        self.memory = memory
+        self.state = torch.zeros(2, dtype=torch.float64)
+        """Weighted sum, sum of the weights."""
+
+    def add(self, value: float) -> float:
+        """Add a number; return the mean."""
+        now = torch.tensor([value, 1.0], dtype=torch.float64)
+        self.state.mul_(self.memory).add_(now, alpha=1 - self.memory)
+        return float(self.state[0] / self.state[1])
+
+    def cautious(self, prior: float) -> float:
+        """The mean where numbers not seen yet count as `prior`."""
+        total, weight = self.state.tolist()
+        return float(total + (1 - weight) * prior)
+
+
+class Totals:
+    """Sums of named numbers over the parts of a batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, **values: Tensor) -> None:
+        """Add 0-d tensors to the sums."""
+        for name, value in values.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def stacked(self) -> tuple[list[str], Tensor]:
+        """Names, and their sums as one vector."""
+        return list(self._sums), torch.stack(list(self._sums.values()))

@@ -10,8 +10,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,25 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from didi_instruct.data.files import (
-    AtomicFile,
     no_space_as_user_error,
     require_space,
-    sha256_file,
     sync_folder,
     write_atomic,
 )
 from didi_instruct.errors import UserError
-from didi_instruct.models.tensor_files import write_tensors
+from didi_instruct.models.checkpoint import FileRecord
+from didi_instruct.models.tensor_files import save_tensors
 from didi_instruct.training.distributed import World
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
+    return f"step-{step:08d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,7 @@ class Checkpoint:
 
     def _compare(self, holders: Mapping[str, list[Any]], tensors: Tensors) -> None:
         """Refuse names or shapes that differ, before anything is copied."""
-        if set(holders) != set(tensors):
-            odd = sorted(set(holders) ^ set(tensors))
+        if odd := sorted(holders.keys() ^ tensors.keys()):
             raise UserError(
                 f"{self.folder}: state of another model, optimizer or version of didi "
                 f"({len(odd)} names differ, first `{odd[0]}`): choose another --out."
@@ -78,20 +81,20 @@ class Checkpoint:
                 )
 
 
+@torch.no_grad()
 def _assign(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a full tensor into a plain tensor, or this process's part into a sharded one."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            local = target.to_local()
-            parts = torch.chunk(whole, target.device_mesh.size())
-            if local.numel():
-                local.copy_(parts[target.device_mesh.get_local_rank()])
-        else:
-            target.copy_(whole)
+    if isinstance(target, DTensor):
+        local = target.to_local()
+        parts = torch.chunk(whole, target.device_mesh.size())
+        if local.numel():
+            local.copy_(parts[target.device_mesh.get_local_rank()])
+    else:
+        target.copy_(whole)
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, of which the newest `keep` are kept."""
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = folder, keep, world
@@ -104,12 +107,16 @@ class Checkpoints:
         sharded: bool = False,
         write_model: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write the checkpoint of `info["step"]`; all processes must call."""
-        final = self.folder / f"step-{info['step']:08d}"
+        """Write the checkpoint of `info["step"]`; all processes must call.
+
+        `write_model` adds the weights of the product. A `sharded` state is one file per process.
+        """
+        final = self.folder / step_name(info["step"])
         partial = self.folder / f".partial-{info['step']:08d}"
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear_partial()
+            for killed in self.folder.glob(".partial-*"):
+                shutil.rmtree(killed)
             size = sum(t.numel() * t.element_size() for t in tensors.values())
             # Weights of the product come on top of the state; moments dominate, so 1.5x is safe.
             require_space(self.folder, int(1.5 * size))
@@ -117,7 +124,12 @@ class Checkpoints:
         self.world.wait()
         try:
             with no_space_as_user_error(self.folder):
-                self._write(partial, info, tensors, sharded, write_model)
+                self._write_state(partial, tensors, sharded)
+                if write_model is not None:
+                    write_model(partial)
+                self.world.wait()
+                if self.world.is_main:
+                    _write_manifest(partial, info)
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)  # room on a full disk
             raise
@@ -131,53 +143,21 @@ class Checkpoints:
         self.world.wait()
         return final
 
-    def _write(
-        self,
-        partial: Path,
-        info: Mapping[str, Any],
-        tensors: Tensors,
-        sharded: bool,
-        write_model: Callable[[Path], None] | None,
-    ) -> None:
-        """Fill the hidden folder; the manifest comes last."""
-        parts = self.world.size if sharded else 1
-        own = dict(self._own_values(tensors, sharded))
-        if sharded or self.world.is_main:
-            name = f"state-{self.world.rank:05d}-of-{parts:05d}.safetensors"
-            file = AtomicFile(partial / name)
-            try:
-                write_tensors(file.write, own)
-                file.commit()
-            finally:
-                file.discard()
-        if write_model is not None:
-            write_model(partial)
-        self.world.wait()
-        if self.world.is_main:
-            files = {
-                p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)}
-                for p in sorted(partial.iterdir())
-            }
-            manifest = {"format": "didi-training", "version": 1, "info": dict(info), "files": files}
-            manifest["sha256"] = _digest(manifest)
-            write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-
-    def _own_values(self, tensors: Tensors, sharded: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Values for this process to write: own shards, or whole tensors gathered one by one."""
+    def _write_state(self, folder: Path, tensors: Tensors, sharded: bool) -> None:
+        """Write this process's shards, or in the main process all tensors, gathered one by one."""
+        own = {}
         for name, tensor in tensors.items():
+            local = tensor
             if isinstance(tensor, DTensor):
-                value = tensor.to_local() if sharded else tensor.full_tensor()
-                if sharded or self.world.is_main:
-                    yield name, value.detach().to("cpu").contiguous()
-            elif self.world.is_main:
-                yield name, tensor.detach().to("cpu").contiguous()
-
-    def _clear_partial(self) -> None:
-        for left_over in self.folder.glob(".partial-*"):
-            shutil.rmtree(left_over)
+                local = tensor.to_local() if sharded else tensor.full_tensor()  # all must gather
+            if self.world.is_main or (sharded and isinstance(tensor, DTensor)):
+                own[name] = local.detach().to("cpu")
+        if sharded or self.world.is_main:
+            parts = self.world.size if sharded else 1
+            save_tensors(folder / f"state-{self.world.rank:05d}-of-{parts:05d}.safetensors", own)
 
     def steps(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(p for p in found if p.is_dir() and STEP_NAME.fullmatch(p.name))
 
@@ -205,32 +185,32 @@ class Checkpoints:
         self.world.wait()
         if chosen < 0:
             return None
-        folder = self.folder / f"step-{chosen:08d}"
+        folder = self.folder / step_name(chosen)
         return Checkpoint(folder, json.loads((folder / MANIFEST).read_text())["info"])
 
 
 def damage(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint folder, or None if every file is as it was written."""
+    """Return in words what is wrong with a checkpoint, None if its files are as written."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        files, digest = manifest["files"], manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, TypeError):
+        digest = manifest.pop("sha256")
+        if digest != _digest(manifest) or folder.name != step_name(manifest["info"]["step"]):
+            return f"{path} was altered"
+        records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{path} is missing or unreadable"
-    if digest != _digest(manifest) or folder.name != f"step-{manifest['info']['step']:08d}":
-        return f"{path} was altered"
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            found = path.stat().st_size
-            return f"{path} is truncated ({found} of {expected['bytes']} bytes)"
-        if sha256_file(path) != expected["sha256"]:
-            return f"{path} was altered (checksum differs)"
-    return None
+    problems = (record.damage(folder / name) for name, record in records.items())
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _write_manifest(folder: Path, info: Mapping[str, Any]) -> None:
+    files = {path.name: asdict(FileRecord.of(path)) for path in sorted(folder.iterdir())}
+    manifest = {"format": "didi-training", "version": 1, "info": dict(info), "files": files}
+    manifest["sha256"] = _digest(manifest)
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Checksum of a manifest's own content."""
+    """Return the checksum of a manifest's own content."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

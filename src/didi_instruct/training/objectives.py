@@ -7,7 +7,7 @@ micro-batches may slice a batch as they like and see the same noise.
 """
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,8 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import CurriculumConfig
 from didi_instruct.models.compile import compiled
-from didi_instruct.models.denoising import Denoising
-from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import ALIGN
+from didi_instruct.models.network import Mixture, aligned, all_logits, logits_at
 from didi_instruct.process import masking, uniform
 from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import make_schedule
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from didi_instruct.models.ar import ARModel
+    from didi_instruct.models.network import Network
 
 Batch = dict[str, Tensor]
 
@@ -51,7 +51,7 @@ class Objective(Protocol):
         """Noise for `count` sequences, sequences along the first axis."""
 
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
-        """What the network is given, made from clean `tokens` (B, L)."""
+        """Make the network's input from clean `tokens` (B, L)."""
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Nats per token of each sequence, (B,)."""
@@ -129,12 +129,8 @@ class MaskedObjective:
 
     def _masked_nll(self, model: torch.nn.Module, batch: Batch, z: Tensor) -> Tensor:
         """-log p of the true token at each masked position: (R,)."""
-        assert isinstance(model, Denoising)
-        hidden = model.trunk(z, batch["sigma"]).flatten(0, 1)[batch["rows"]]
-        condition = model.condition(batch["sigma"])
-        if condition.shape[0] > 1:
-            condition = condition[batch["sequence"]]
-        logits = model.head(hidden, condition, self.config.num_tokens, align=self.align)
+        with aligned(cast("Network", model), self.align) as network:
+            logits = logits_at(network, z, batch["sigma"], batch["rows"])
         return self._nll(logits, batch["targets"])
 
 
@@ -170,7 +166,7 @@ class UniformObjective:
         return {**self.levels(t), "x": tokens, "z": z}
 
     def levels(self, t: Tensor) -> Batch:
-        """What the loss needs to know of times (B,)."""
+        """Compute σ, α and its slope at times (B,)."""
         return {
             "sigma": self.schedule.sigma(t),
             "alpha": self.schedule.alpha(t)[:, None],
@@ -183,26 +179,25 @@ class UniformObjective:
         Where there are `tokens` and their `weights`, the network reads mixtures of embeddings in
         place of z (`SoftObjective`).
         """
-        soft = {"embeddings": _mixed(model, batch)} if "weights" in batch else {}
-        logits = model(batch["z"], batch["sigma"], **soft).float()
+        network = cast("Network", model)
+        mixture = _mixed(network, batch) if "weights" in batch else None
+        logits = all_logits(network, batch["z"], batch["sigma"], mixture=mixture).float()
         terms = uniform.nelbo_integrand(
             logits, batch["x"], batch["z"], batch["alpha"], batch["alpha_prime"]
         )
         return terms.mean(1)
 
 
-def _mixed(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Embeddings of some tokens at every position, added up by their weights: (B, L, d)."""
-    assert isinstance(model, DiT)
-    tokens, weights = batch["tokens"], batch["weights"]
-    embedding = model.vocab_embed.embedding
+def _mixed(network: "Network", batch: Batch) -> Mixture:
+    """Embeddings of some tokens at every position, added up by their weights."""
+    tokens, weights, vectors = batch["tokens"], batch["weights"], network.vectors
     mixed = F.embedding_bag(
         tokens.flatten(0, 1),
-        embedding,
-        per_sample_weights=weights.flatten(0, 1).to(embedding.dtype),
+        vectors,
+        per_sample_weights=weights.flatten(0, 1).to(vectors.dtype),
         mode="sum",
     )
-    return mixed.view(*tokens.shape[:2], -1)
+    return Mixture(None, mixed)
 
 
 class ARObjective:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.pretrain import OptimConfig
-from didi_instruct.models.dit import Trunk
+from didi_instruct.models.discriminator import flat_name
 
 
 def warmed_up(decay: float, step: int) -> float:
@@ -58,7 +58,6 @@ class EMA:
     def copy_to(self, model: nn.Module) -> None:
         """Overwrite the parameters of a model with the averages."""
         _copy(self._matching(model), list(self.shadow.values()))
-        _unfold(model)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -71,7 +70,6 @@ class EMA:
         finally:
             with torch.no_grad():
                 _copy(parameters, own)
-            _unfold(model)
 
     def _matching(self, model: nn.Module) -> list[Tensor]:
         parameters = dict(model.named_parameters())
@@ -79,13 +77,6 @@ class EMA:
             differing = sorted(parameters.keys() ^ self.shadow.keys())
             raise ValueError(f"the average is of another model: {', '.join(differing[:3])}")
         return [parameters[name] for name in self.shadow]
-
-
-def _unfold(model: nn.Module) -> None:
-    """Drop constants that were folded from the weights just replaced."""
-    for module in model.modules():
-        if isinstance(module, Trunk):
-            module.unfold()
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -140,11 +131,11 @@ class Updater:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All state by flat name: weights, average, optimizer moments."""
-        named = dict(self.model.named_parameters())
+        named = {flat_name(name): p for name, p in self.model.named_parameters()}
         result = {f"model/{name}": p.detach() for name, p in named.items()}
-        result |= {f"buffer/{name}": b for name, b in self.model.named_buffers()}
+        result |= {f"buffer/{flat_name(name)}": b for name, b in self.model.named_buffers()}
         if self.ema is not None:
-            result |= {f"ema/{name}": t for name, t in self.ema.shadow.items()}
+            result |= {f"ema/{flat_name(name)}": t for name, t in self.ema.shadow.items()}
         for name, parameter in named.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 result[f"optimizer/{key}/{name}"] = value

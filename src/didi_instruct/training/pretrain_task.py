@@ -15,8 +15,8 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig, TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model, flops_per_token
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model, flops_per_token
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import (
     CPU_TOKENS,
@@ -122,7 +122,7 @@ class PretrainTask:
         return max(1, min(share, CPU_TOKENS // self.data.length))
 
     def objective_at(self, step: int) -> Objective:
-        """What corrupts the tokens of a step: a softer noise while a curriculum lasts."""
+        """Return the objective of a step: a softer noise while a curriculum lasts."""
         settings = self.config.curriculum
         temperature = temperature_at(step, settings)
         if temperature is None:

@@ -1,11 +1,11 @@
-"""What a run tells: a live progress bar, plain lines, `log.jsonl`, TensorBoard."""
+"""Reports of a run: a live progress bar, plain lines, `log.jsonl`, TensorBoard."""
 
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,8 +19,8 @@ from rich.progress import (
 from didi_instruct.data.files import write_atomic
 
 
-class Reporter(Protocol):
-    """Sees a run from outside."""
+class Reporter:
+    """Sees a run from outside; a method that is not overridden does nothing."""
 
     def start(self, step: int, steps: int) -> None:
         """Training begins at `step`."""
@@ -44,8 +44,12 @@ class Reporter(Protocol):
         """Training ends, however it ends."""
 
 
+class SilentReporter(Reporter):
+    """Shows nothing: for processes other than the main one, and for tests."""
+
+
 def readable(values: Mapping[str, Any], room: int | None = None) -> str:
-    """Numbers as people read them, in the order given; the first of them that fit into `room`."""
+    """Format numbers in the order given: all of them, or the first that fit into `room` columns."""
     parts: list[str] = []
     for name, value in values.items():
         if name == "tokens_per_second":
@@ -63,21 +67,22 @@ def readable(values: Mapping[str, Any], room: int | None = None) -> str:
 
 
 def with_errors(values: Mapping[str, Any]) -> str:
-    """Numbers of an evaluation, errors (`NAME_se`) beside what they belong to."""
+    """Format numbers of an evaluation, standard errors (`NAME_se`) beside what they belong to."""
     parts = []
     for name, value in values.items():
-        if name.endswith("_se"):
-            continue
-        error = values.get(f"{name}_se")
-        parts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error else ""))
+        if not name.endswith("_se"):
+            error = values.get(f"{name}_se")
+            parts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error else ""))
     return "  ".join(parts)
 
 
-BAR, COUNTERS, EVALUATING = 20, 14, " (evaluating)"
-"""Columns of the bar, and of the counter and the time left with their spaces; and a remark."""
+BAR_WIDTH = 20
+COUNTERS_WIDTH = 14
+"""Columns of the counter and the time left, with their spaces, beside the counter's digits."""
+EVALUATING = " (evaluating)"
 
 
-class TerminalReporter:
+class TerminalReporter(Reporter):
     """A progress bar on a terminal; a plain line now and then elsewhere."""
 
     def __init__(
@@ -92,46 +97,49 @@ class TerminalReporter:
 
         `summary` makes the line of an evaluation.
         """
+        self.title, self.seconds_between_lines = title, seconds_between_lines
         self.shown, self.summary = shown, summary
         self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-        self.title, self.pause = title, seconds_between_lines
-        self._progress: Progress | None = None
-        self._last_line, self._started, self._first, self._steps = -float("inf"), 0.0, 0, 0
+        self._bar: Progress | None = None
+        self._started = self._last_line = -float("inf")
+        self._first = self._steps = 0
 
     def start(self, step: int, steps: int) -> None:
         """Show the bar, or remember the time for the lines."""
         self._started, self._first, self._steps = time.monotonic(), step, steps
         if self.console.is_terminal:
-            self._progress = Progress(
+            self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=BAR),
+                BarColumn(bar_width=BAR_WIDTH),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(elapsed_when_finished=True),
                 TextColumn("{task.fields[numbers]}"),
                 console=self.console,
             )
-            self._task = self._progress.add_task(
-                self.title, total=steps, completed=step, numbers=""
-            )
-            self._progress.start()
+            self._bar.add_task(self.title, total=steps, completed=step, numbers="")
+            self._bar.start()
+
+    def _update(self, **changes: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], **changes)
 
     def tick(self, step: int) -> None:
         """Move the bar."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=self.title)
+        self._update(completed=step, description=self.title)
 
     def advance(self, step: int, values: Mapping[str, Any]) -> None:
         """Move the bar, or print a line when the last one is old."""
         names = values if self.shown is None else [n for n in self.shown if n in values]
         numbers = {name: values[name] for name in names}
-        if self._progress is not None:
+        if self._bar is not None:
             # Counter and time left matter most: numbers take the room that is left.
-            used = len(self.title + EVALUATING) + BAR + 2 * len(str(self._steps)) + COUNTERS
+            digits = 2 * len(str(self._steps))
+            used = len(self.title + EVALUATING) + BAR_WIDTH + COUNTERS_WIDTH + digits
             text = readable(numbers, max(0, self.console.width - used))
-            self._progress.update(self._task, completed=step, numbers=text)
+            self._update(completed=step, numbers=text)
             return
         now = time.monotonic()
-        if now - self._last_line >= self.pause or step == self._steps:
+        if now - self._last_line >= self.seconds_between_lines or step == self._steps:
             self._last_line = now
             rate = (step - self._first) / max(1e-9, now - self._started)
             left = (self._steps - step) / rate if rate else float("inf")
@@ -141,54 +149,28 @@ class TerminalReporter:
 
     def measuring(self, step: int) -> None:
         """Say beside the bar why it stands still."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=self.title + EVALUATING)
+        self._update(description=self.title + EVALUATING)
 
     def measured(self, step: int, values: Mapping[str, Any]) -> None:
-        """Print them above the bar."""
+        """Print the numbers above the bar."""
         self.say(f"step {step}: {self.summary(values)}")
 
     def say(self, text: str) -> None:
-        """Print above the bar."""
+        """Print a line above the bar."""
         self.console.print(text, markup=False)
 
     def stop(self) -> None:
-        """Take the bar off the screen's hands."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-
-class SilentReporter:
-    """Says nothing: other ranks, tests."""
-
-    def start(self, step: int, steps: int) -> None:
-        """Nothing."""
-
-    def tick(self, step: int) -> None:
-        """Nothing."""
-
-    def advance(self, step: int, values: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def measuring(self, step: int) -> None:
-        """Nothing."""
-
-    def measured(self, step: int, values: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
+        """Leave the bar as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 class RunLog:
     """`log.jsonl`, one line per logged step, and TensorBoard beside it where it is installed."""
 
     def __init__(self, folder: Path, resume_from: int = 0, *, again: bool = False) -> None:
-        """Go on after step `resume_from`; `again`: its evaluation will be made again."""
+        """Continue after step `resume_from`; `again`: its evaluation will be repeated."""
         self.path = folder / "log.jsonl"
         if self.path.exists():
             # Steps after the checkpoint will be run again: their lines must not appear twice.
@@ -213,6 +195,7 @@ class RunLog:
 
 
 def _lines_until(path: Path, step: int, again: bool) -> str:
+    """Return the log up to a step, without that step's evaluation if it comes `again`."""
     if step == 0:
         return ""
     kept = []

@@ -1,0 +1,410 @@
+"""The parts that all methods of distillation share, and the one task of the training loop.
+
+`Distillation` holds the student, its teacher, the batch and its noise. A `Method` is an object with
+`step`; a `MethodEntry` tells the rest of the package all it needs to know of one.
+Everything random is a function of (seed, iteration, index of the text in the batch), so processes
+and passes may share a batch as they like.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.distillation.losses import terms
+from didi_instruct.distillation.replica import (
+    Learner,
+    Metrics,
+    Replica,
+    Snapshot,
+    iterating,
+    pays_to_pad,
+)
+from didi_instruct.distillation.rollout import HOST, LogitsAt, Noise, References, walk
+from didi_instruct.distillation.starts import Starts
+from didi_instruct.distillation.watch import ENOUGH_TEXTS, Totals
+from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.compile import fusing
+from didi_instruct.models.layers import ALIGN
+from didi_instruct.models.network import Network
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.seeding import mix
+from didi_instruct.training.distributed import CPU_TOKENS, World, compiles
+from didi_instruct.training.optim import learning_rate
+from didi_instruct.transfer import sent
+
+USUAL_STEPS = 8
+"""Steps to try a student with that has learnt them among others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher:
+    """The model to be distilled."""
+
+    network: Network
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    """Of its weights."""
+    source: str = ""
+    """The SOURCE it was opened from."""
+    log_probs: LogitsAt | None = None
+    """A denoiser to follow instead of the network: an exact one, say."""
+
+
+class Method(Protocol):
+    """A method of distillation: the networks it trains beside the student, and an iteration."""
+
+    @property
+    def learners(self) -> Mapping[str, Learner | Snapshot]:
+        """Saved beside the student under these names; a `discriminator` is part of the product."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """Other tensors of a checkpoint, by name."""
+
+    def step(self, step: int) -> Metrics:
+        """Update the networks once; return 0-d tensors, those that mean something this time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodEntry:
+    """A method as the rest of the package knows it."""
+
+    networks: Callable[[DistillConfig, Any, Any], tuple[Any, Any]]
+    """(settings, teacher, student) -> student and second network (or None), made of the two
+    networks before these are replicated."""
+    make: Callable[..., Method]
+    """(distillation, second network, options of the method's own) -> method."""
+    lr_setting_names: str = "optim.lr"
+    """Settings that are learning rates, in words."""
+    texts: Literal["", "reference", "data"] = ""
+    """Texts that the student learns from: none, those of `reference.source`, training text."""
+    teacher_kind: Literal["mdlm", "duo"] = "mdlm"
+    pads: bool = True
+    """Logits may have columns of probability 0 behind the tokens, where that pays: not where
+    something counts columns."""
+    recurring_passes: Callable[[DistillConfig], bool] = lambda config: False
+    """True where an iteration has few passes, the same ones in each: CUDA graphs pay then."""
+    collapse_metric: str | None = None
+    """The number of the log that a collapse is told from."""
+    restraint: str = ""
+    """The setting that holds a student back from a collapse."""
+    several_masks: bool = False
+    """Students may have several masks."""
+    any_order: bool = False
+    """Every order of revealing is known, whatever the settings."""
+    ordered_teacher: bool = False
+    """The teacher may know one order alone: it is never asked to write a text."""
+    starts_masked: bool = True
+    """Samples of the student start from masks alone."""
+    check: Callable[[DistillConfig, ModelConfig], None] = lambda config, teacher: None
+    """Refuse settings that do not fit a teacher."""
+    sampling_flags: Callable[[DistillConfig], str]
+    """Flags of `didi generate` for what the student has learnt."""
+
+
+def budget_flags(budgets: tuple[int, ...]) -> str:
+    """Flags of `didi generate` for a student that has learnt some step counts."""
+    return f"--steps {USUAL_STEPS if USUAL_STEPS in budgets else max(budgets)}"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Texts of one pass of this process."""
+
+    step: int
+    turn: int
+    """Which batch of the iteration."""
+    indices: Tensor
+    """(B,) of the texts in the batch; on the host."""
+    noise: Noise
+    first: bool
+    last: bool
+    """After the last pass gradients are exchanged between processes."""
+
+
+class Distillation:
+    """The student, its teacher, the batch and its parts, noise and texts."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        entry: MethodEntry,
+        teacher: Teacher,
+        student: Network,
+        world: World,
+        *,
+        data: TokenSource | None = None,
+        references: References | None = None,
+    ) -> None:
+        """Replicate student and teacher; `references` are by default drawn from the teacher."""
+        own: Any = student
+        network: Any = teacher.network
+        if config.prompt and data is None:
+            raise ValueError("prompts come from data: give some")
+        if own.config.end_id != network.config.end_id:
+            raise ValueError("student and teacher end their texts in different ways")
+        self.config, self.entry, self.world, self.data = config, entry, world, data
+        self.tokenizer, self.fingerprint = teacher.tokenizer, teacher.fingerprint
+        self.model_config: ModelConfig = own.config
+        self.length = network.config.length if data is None else data.length
+        self.starts = Starts.of(network.config, self.length, config.prompt)
+        self.mask_id = self.starts.mask_id
+        self.schedule = make_schedule(own.config.schedule)
+        pads = entry.pads and teacher.log_probs is None and pays_to_pad(world.device)
+        self.align = ALIGN if pads else 1
+        if pads:
+            own.align = network.align = ALIGN
+        self.train = self._train_settings()
+        steps = self.train.steps - config.warmup
+        self.student = Learner(
+            own.requires_grad_(True),
+            config.optim,
+            self.train,
+            world,
+            steps=steps,
+            ema=self.train.ema,
+        )
+        self.teacher = Replica(network.requires_grad_(False), self.train, world)
+        self.teacher_logits: LogitsAt = self.teacher.logits
+        self.teacher_log_probs: LogitsAt = self.teacher.log_probs
+        if teacher.log_probs is not None:
+            self.teacher_logits = self.teacher_log_probs = _move_mask(teacher.log_probs)
+        self.references = references or self.teacher_texts
+        self._teacher_at_start: Tensor | None = None
+
+    def _train_settings(self) -> TrainConfig:
+        """Settings of training, with CUDA graphs where they pay."""
+        train = self.config.train
+        # Not where texts have windows of their own, or a batch is more than one pass.
+        alike = self.model_config.end_id is None and len(self._parts()) == 1
+        if train.compile == "auto" and alike and self.entry.recurring_passes(self.config):
+            return replace(train, compile="graphs")
+        return train
+
+    def learner(self, network: Any, lr: float) -> Learner:
+        """A second network that learns at a constant rate from what the student draws."""
+        network.align = self.align
+        optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=0)
+        steps = self.train.steps
+        return Learner(network, optim, self.train, self.world, steps=steps)
+
+    def learns(self, step: int) -> bool:
+        """True once the student learns: after the warm-up."""
+        return step >= self.config.warmup
+
+    def update_student(self, step: int) -> Metrics:
+        """Apply the student's gradients of an iteration."""
+        return {"grad_norm": self.student.update(step - self.config.warmup)}
+
+    # The batch
+
+    def micro_batches(self, step: int, turn: int = 0) -> list[MicroBatch]:
+        """The passes of this process over one batch of an iteration."""
+        parts = self._parts()
+        return [
+            MicroBatch(
+                step,
+                turn,
+                indices,
+                self.noise(step, turn, indices),
+                indices is parts[0],
+                indices is parts[-1],
+            )
+            for indices in parts
+        ]
+
+    def _parts(self) -> list[Tensor]:
+        """Indices of the texts of each pass of this process: whole groups, as many as fit."""
+        share = self.world.share(self.config.train.batch_size)
+        group, size = self.config.group_size, self.config.train.micro_batch
+        if size is None and self.world.device.type == "cuda":
+            size = len(share)
+        elif size is None:
+            size = CPU_TOKENS // self.length
+        size = max(group, size // group * group)
+        return list(torch.split(torch.arange(share.start, share.stop), size))
+
+    def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
+        """Random numbers of some texts of an iteration's batch."""
+        seed = mix(self.config.train.seed, self.config.method, step, turn)
+        return Noise(seed, indices, self.world.device)
+
+    def summed(self, totals: Totals) -> Metrics:
+        """Sums over the processes, of all numbers together."""
+        names, values = totals.stacked()
+        return dict(zip(names, self.world.sum(values), strict=True))
+
+    def number(self, value: float) -> Tensor:
+        """A plain number as a metric."""
+        return torch.full((), value, dtype=torch.float64, device=self.world.device)
+
+    # Texts
+
+    def prompts(self, first: int, indices: Tensor) -> Tensor | None:
+        """Texts of the data to be continued, on the host: one for each of consecutive indices.
+
+        They are counted from row `first` on. None: nothing is to be continued.
+        """
+        if not self.config.prompt:
+            return None
+        assert self.data is not None
+        return self.data.rows(first + int(indices[0]), len(indices))
+
+    def reference_texts(self, batch: MicroBatch) -> Tensor:
+        """One reference text for each text of a part: (B, L)."""
+        first = batch.step * self.config.train.batch_size + int(batch.indices[0])
+        return sent(self.references(first, len(batch.indices)), self.world.device)
+
+    def teacher_texts(self, start: int, count: int) -> Tensor:
+        """Texts start .. start + count - 1 drawn from the teacher, with prompts from the data."""
+        indices = torch.arange(start, start + count)
+        noise = Noise(mix(self.config.train.seed, "teacher"), indices, self.world.device)
+        begin, state = self.starts(noise.on_host, self.prompts(0, indices))
+        times = torch.linspace(1, 0, self.config.reference.steps + 1, dtype=torch.float64)
+        times = times.expand(count, -1)
+        denoiser, schedule = self.teacher_logits, self.schedule
+        return walk(denoiser, schedule, begin, state, times, noise, self.mask_id).z
+
+    # Where texts start: the one state that all share, or windows that stand for all
+
+    def teacher_at_start(self) -> Tensor:
+        """Logits (R, V) of the teacher where all is masked: a constant of the run."""
+        if self._teacher_at_start is None:
+            self._teacher_at_start = self._at_start(self.teacher_logits)
+        return self._teacher_at_start
+
+    def start_metrics(self, step: int) -> Metrics:
+        """`kl_start` where a usual entry of the log follows (not one for a signal's sake)."""
+        done, train = step + 1, self.config.train
+        every = (train.log_every, train.save_every)
+        logs = done == train.steps or any(done % each == 0 for each in every)
+        return {"kl_start": self.kl_at_start()} if logs else {}
+
+    @torch.no_grad()
+    def kl_at_start(self) -> Tensor:
+        """KL(teacher ‖ student) per token where all is masked."""
+        student = self._at_start(self.student.replica.logits)
+        return terms(student, self.teacher_at_start()).distance.mean()
+
+    def _at_start(self, denoiser: LogitsAt) -> Tensor:
+        start = self.starts.representative(HOST)
+        z = sent(start, self.world.device)
+        t = torch.ones(len(start), dtype=torch.float64, device=z.device)
+        return denoiser(z, t, start == self.mask_id)
+
+
+def _move_mask(denoiser: LogitsAt) -> LogitsAt:
+    """A denoiser whose `where` is moved to the device of the states."""
+    return lambda z, t, where: denoiser(z, t, sent(where, z.device))
+
+
+class DistillTask:
+    """A method of distillation as a task of the training loop (`training.loop.Task`)."""
+
+    def __init__(self, distillation: Distillation, method: Method) -> None:
+        self.distillation, self.method = distillation, method
+        d = distillation
+        self.config, self.entry, self.world = d.config, d.entry, d.world
+        self.parts: dict[str, Learner | Snapshot] = {"student": d.student, **method.learners}
+        self.sharded = (
+            d.train.strategy == "fsdp" and d.world.size > 1 and d.train.checkpoints == "sharded"
+        )
+        self.variety_at_start = torch.zeros(1, dtype=torch.float64, device=d.world.device)
+        """Mean of the collapse metric over the first texts, before much is learnt."""
+
+    def step(self, step: int) -> Metrics:
+        """Update the networks once."""
+        self.distillation.student.replica.release()
+        compiled = compiles(self.config.train, self.world.device)
+        with fusing(compiled), iterating():
+            metrics = self.method.step(step)
+        self._track_variety(step, metrics)
+        return metrics
+
+    def _track_variety(self, step: int, metrics: Metrics) -> None:
+        """Average the collapse metric over the iterations of the first `ENOUGH_TEXTS` texts."""
+        metric = self.entry.collapse_metric
+        if metric is not None and step * self.config.train.batch_size < ENOUGH_TEXTS:
+            self.variety_at_start.lerp_(metrics[metric].double(), 1 / (step + 1))
+
+    def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
+        """Learning rate and speed."""
+        d, train, rate = self.distillation, self.config.train, steps / max(seconds, 1e-9)
+        lr, warmup = 0.0, self.config.warmup
+        if d.learns(step):
+            lr = learning_rate(step - warmup, train.steps - warmup, self.config.optim)
+        return {
+            "lr": lr,
+            "iterations_per_second": rate,
+            "tokens_per_second": rate * train.batch_size * d.length,
+        }
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All networks with their moments and averages, and what methods remember."""
+        found = {
+            f"{part}/{name}": tensor
+            for part, learner in self.parts.items()
+            for name, tensor in learner.tensors().items()
+        }
+        if self.entry.collapse_metric is not None:
+            found["watch/variety_at_start"] = self.variety_at_start
+        return found | dict(self.method.state)
+
+    def prepare_to_load(self) -> None:
+        """Create the moments."""
+        for learner in self.parts.values():
+            learner.prepare_to_load()
+
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint, about."""
+        return sum(learner.bytes for learner in self.parts.values())
+
+    def identity(self) -> Mapping[str, Any]:
+        """The teacher, and the data that positions in the stream refer to."""
+        data = self.distillation.data
+        return {
+            "teacher": self.distillation.fingerprint,
+            "data": None if data is None else data.fingerprint,
+        }
+
+    @contextmanager
+    def averaged(self) -> Iterator[Network]:
+        """The student with its averaged weights in place."""
+        with self.distillation.student.averaged() as network:
+            yield network
+
+    def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
+        """Write the averaged student, and the discriminator if there is one; all call."""
+        with self.averaged() as network:
+            student = _whole(network)
+        critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
+        discriminator = None if critic is None else _whole(critic)
+        if self.world.is_main:
+            save_model(
+                folder,
+                student,
+                self.distillation.model_config,
+                tokenizer=self.distillation.tokenizer,
+                discriminator=discriminator,
+                provenance={"reproduces": self.config.reproduces, **(provenance or {})},
+                discriminator_config=None if critic is None else critic.config,
+            )
+
+
+def _whole(network: Any) -> dict[str, Tensor]:
+    """State of a network, gathered from all processes if it is sharded."""
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in network.state_dict().items()
+    }
