@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +14,11 @@ from didi_instruct.api.samplers import GuidedOptions, Sampler, find_sampler
 from didi_instruct.benchmarking.sampling import ar_case, floor_case, naive_case, transformers_case
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case
 from didi_instruct.errors import UserError
-from didi_instruct.models.denoising import Denoising
-from didi_instruct.models.graphs import why_not
+from didi_instruct.models.ar import ARModel
+from didi_instruct.sampling.engines.cuda import why_not
+
+if TYPE_CHECKING:
+    from didi_instruct.models.network import Network
 
 HOST_BYTES = 40
 """Of the CPU's memory that any sampler takes per token: a list of ids, and a few numbers of 8
@@ -32,9 +36,11 @@ def make_cases(model: Model, others: Mapping[str, Model], plan: BenchPlan) -> li
     except TOO_LARGE as error:
         return [Case.impossible(plan.row, plan.batch, length, ours.steps, error)]
     cases = [ours.case()]
-    if isinstance(model.network, Denoising):
+    if not isinstance(model.network, ARModel):
         fast = model.is_accelerated
-        cases.append(floor_case(model.network, start, lambda: ours.steps, fast=fast))
+        cases.append(
+            floor_case(cast("Network", model.network), start, lambda: ours.steps, fast=fast)
+        )
     for name in plan.against:
         if name == "plain":
             twin = Model(model.network, model.config, discriminator=model.discriminator)
@@ -116,13 +122,13 @@ def remark(model: Model, plan: BenchPlan) -> str | None:
 
 def _naive(model: Model, plan: BenchPlan, start: Tensor) -> Case:
     config, sampler = model.config, plan.wanted_sampler
-    if not isinstance(model.network, Denoising) or config.kind != "mdlm":
+    if config.kind != "mdlm":
         raise UserError(f"`naive` is masked diffusion, and this model is {config.kind}.")
     if config.masks > 1 or sampler not in (None, "ancestral", "rgas"):
         raise UserError("`naive` knows models with one mask, and the samplers ancestral and rgas.")
     guided = sampler == "rgas"
     return naive_case(
-        model.network,
+        cast("Network", model.network),
         model.schedule,
         start,
         model.mask_symbol,

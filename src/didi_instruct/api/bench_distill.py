@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 from didi_instruct.api.bench import about
 from didi_instruct.api.bench_plan import BenchPlan, open_model
-from didi_instruct.benchmarking.distillation import NaiveDidiTask, distill_case
+from didi_instruct.benchmarking.distillation import distill_case
 from didi_instruct.benchmarking.report import Bench, make_rows
 from didi_instruct.benchmarking.timing import Progress, time_cases
-from didi_instruct.distillation.didi import DidiTask
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.training.distributed import World
@@ -16,7 +15,7 @@ from didi_instruct.training.distributed import World
 if TYPE_CHECKING:
     from didi_instruct.config.pretrain import Compile
 
-OTHERWISE: "dict[str, Compile]" = {"on": "on", "blocks": "blocks"}
+OTHERWISE: "dict[str, Compile]" = {"on": "on"}
 WARM_UP = 4
 """Iterations before the first timed one: shapes differ from one to the next, and compile."""
 
@@ -24,15 +23,12 @@ WARM_UP = 4
 def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Bench:
     """Time an iteration, against what is compiled otherwise, `plain`, not, and `naive`, dense.
 
-    `on` launches the kernels of a pass one by one (`train.compile=on`), `blocks` compiles one block
-    alone.
+    `on` launches the kernels of a pass one by one (`train.compile=on`).
 
     Weights are float32, as in training; passes run in bfloat16 if that is the plan's dtype.
     """
     if set(plan.against) - {*OTHERWISE, "plain", "naive"}:
-        raise UserError(
-            "--distill compares with `on`, `blocks`, `plain` and `naive`: leave out the others."
-        )
+        raise UserError("--distill compares with `on`, `plain` and `naive`: leave out the others.")
     if plan.dtype == "float8":
         raise UserError("--distill trains, which float8 cannot: use bfloat16 or float32.")
     if plan.steps is not None or plan.wanted_sampler is not None:
@@ -49,15 +45,22 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     cuda = world.device.type == "cuda"
     bf16 = cuda if plan.dtype is None else plan.dtype == "bfloat16"
     compiled = cuda if plan.fast is None else plan.fast
-    rows: list[tuple[str, type[DidiTask], Compile]] = [
-        (plan.row, DidiTask, ("auto" if cuda else "on") if compiled else "off")
+    rows: list[tuple[str, Compile]] = [
+        (plan.row, ("auto" if cuda else "on") if compiled else "off"),
+        *((name, OTHERWISE.get(name, "off")) for name in plan.against),
     ]
-    for name in plan.against:
-        kind = NaiveDidiTask if name == "naive" else DidiTask
-        rows.append((name, kind, OTHERWISE.get(name, "off")))
     cases = [
-        distill_case(name, kind, network, plan.batch, length, world, bf16=bf16, compile=own)
-        for name, kind, own in rows
+        distill_case(
+            name,
+            network,
+            plan.batch,
+            length,
+            world,
+            bf16=bf16,
+            compile=own,
+            naive=number > 0 and name == "naive",
+        )
+        for number, (name, own) in enumerate(rows)
     ]
     timings = time_cases(cases, plan.repeat, world.device, progress, warm_up=WARM_UP, busy=True)
     facts = {**about(plan, model), "dtype": "bfloat16" if bf16 else "float32", "fast": compiled}

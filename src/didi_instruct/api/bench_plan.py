@@ -12,10 +12,9 @@ from didi_instruct.benchmarking.sampling import fill
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.config.parse import parse
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT
-from didi_instruct.models.graphs import why_not
+from didi_instruct.models.dit import DiT, build_model
+from didi_instruct.sampling.engines.cuda import why_not
 from didi_instruct.training.distributed import pick_device
 
 RIVALS = ("plain", "naive", "ar", "transformers")
@@ -115,8 +114,6 @@ def open_model(plan: BenchPlan) -> Model:
             f"{plan.source} has no discriminator to guide it: distil with --method didi, sample "
             "without rgas, or use --arch NAME, whose weights are random."
         )
-    if plan.dtype == "float8":
-        model.use_float8()
     if plan.fast or (plan.fast is None and why_not(model.network) is None):
         model.accelerate()
     return model
@@ -138,5 +135,5 @@ def random_model(plan: BenchPlan, device: torch.device, dtype: torch.dtype) -> M
     if plan.wanted_sampler == "rgas":
         if not isinstance(network, DiT):
             raise UserError(f"rgas is for masked models, and {plan.arch} is {config.kind}.")
-        critic = Discriminator.from_denoiser(network).to(device, dtype)
+        critic = Discriminator.from_network(network).to(device, dtype)
     return Model(network.to(device, dtype), config, discriminator=critic)

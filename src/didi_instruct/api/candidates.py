@@ -1,19 +1,16 @@
 """Models as they are known before their weights are read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from didi_instruct.api.open import Origin, find, open_source
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import TOKENIZER, read_manifest
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import recognise
-from didi_instruct.models.manifest import TOKENIZER, read_manifest
-from didi_instruct.models.masked_families import FoundMaskedLM, recognise_masked_lm
-from didi_instruct.models.masked_ids import special_ids
-from didi_instruct.models.remote_lm import refuse_code
+from didi_instruct.models.masked_lm import framed, recognise_masked_lm
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +95,11 @@ def _foreign(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
 def _masked_lm(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
     found = recognise_masked_lm(origin.path)
     assert found is not None
-    if found.needs_code:
-        refuse_code(found)
     if not ((found.path / TOKENIZER[0]).is_file() or found.model_type == "esm"):
         loaded = open_source(origin.name)  # only `transformers` can read such a tokenizer
         return loaded.config, loaded.tokenizer
-    return _framed(found, Tokenizer.load(Path(found.path)))
-
-
-def _framed(found: FoundMaskedLM, tokenizer: Tokenizer) -> tuple[ModelConfig, Tokenizer]:
-    """Leave room for what really stands around a text."""
-    ids = special_ids(found, tokenizer)
-    taken = len(ids.before) + len(ids.after) - found.family.specials
-    config = replace(found.config, length=found.config.length - taken)
-    return config, tokenizer.endless() if found.family.frame == "tokenizer" else tokenizer
+    tokenizer = Tokenizer.load(found.path)
+    return framed(found, tokenizer)[1], tokenizer.endless()
 
 
 _KINDS = {"didi": _ours, "foreign": _foreign, "masked-lm": _masked_lm}

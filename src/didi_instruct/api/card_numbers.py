@@ -6,7 +6,7 @@ from typing import Any
 
 from didi_instruct.api.private import without_paths
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import read_json
+from didi_instruct.models.checkpoint import read_json
 
 SETTINGS = {
     "model": "model",

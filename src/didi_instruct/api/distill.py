@@ -31,12 +31,13 @@ from didi_instruct.api.runs import (
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.data.dataset import TokenSource
-from didi_instruct.distillation.task import StudentTask, Teacher, check_fit
+from didi_instruct.distillation.methods import check_fit
+from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
-from didi_instruct.models.manifest import read_manifest
+from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.reporting import Reporter, SilentReporter
@@ -51,26 +52,26 @@ class DistillResult:
     folder: Path
     outcome: Outcome
     is_main: bool
-    """Whether this is the process that reports."""
+    """True in the process that reports."""
     teacher: Mapping[str, float] = field(default_factory=dict)
     """The teacher's quick evaluation."""
     student: Mapping[str, float] = field(default_factory=dict)
     """The student's last one, averaged weights and raw ones (`…_raw`)."""
     curves: Path | None = None
     exact: bool = True
-    """Whether the judge of path KL knows the likelihood; else it is the teacher's own bound."""
+    """The judge of path KL knows the likelihood; else it is the teacher's own bound."""
     prompt: int = 0
     """Tokens that every text was given."""
     averaged: bool = True
-    """Whether the student in the folder is the average."""
+    """The student in the folder is the average."""
     new: bool = True
-    """Whether something was trained; False where a resumed run had finished."""
+    """False where a resumed run had finished, so that nothing was trained."""
     sampling: str = ""
     """Flags of `didi generate` for what the student has learnt."""
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done and the student is in `folder`."""
+        """True once all steps are done and the student is in `folder`."""
         return self.outcome.signal is None
 
 
@@ -112,8 +113,6 @@ def distill(
                 return _as_before(folder, config, world)
             words = str(tokenizer or find(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
-            rows = None if data is None else data.length
-            check_fit(config, loaded.config, rows=rows, processes=world.size)
             taught = Teacher(
                 network=denoiser_of(loaded, source, config.method).to(world.device),
                 tokenizer=loaded.tokenizer,
@@ -135,7 +134,7 @@ class _Run:
         self,
         config: DistillConfig,
         teacher: Teacher,
-        task: StudentTask,
+        task: DistillTask,
         test: QuickTest,
         valid: TokenSource | None,
         folder: Path,
@@ -153,7 +152,7 @@ class _Run:
             reporter=reporter,
             evaluate=evaluator(task, test, valid, self.found),
             watch=Watcher(task, reporter.say),
-            remedy=task.rates,
+            remedy=task.entry.lr_setting_names,
             first_save=max(1, config.warmup),
         )
 
@@ -164,9 +163,9 @@ class _Run:
         if self.config.watch.budgets:
             budgets = ", ".join(map(str, self.config.watch.budgets))
             self.reporter.say(f"Measuring the teacher at {budgets} steps")
-            before = self.test.measure(self.task.teacher, order=order)
+            before = self.test.measure(self.task.distillation.teacher_log_probs, order=order)
         # The first point of the student's curve, if it begins as the teacher and is drawn alike.
-        model = self.task.model_config
+        model = self.task.distillation.model_config
         alike = self.config.student is None and (model.masks, model.order) == (1, order)
         outcome = self.loop.run(start, before if alike else None)
         curves = None
@@ -198,7 +197,7 @@ def _draw(folder: Path, config: DistillConfig) -> Path | None:
 
 
 def _as_before(folder: Path, config: DistillConfig, world: World) -> DistillResult:
-    """What a finished run found when it finished."""
+    """The result of a run that had finished."""
     found = read_manifest(folder).provenance.get("quick_evaluation", {})
     curves = folder / CURVES if (folder / CURVES).exists() else None
     if curves is None and world.is_main:

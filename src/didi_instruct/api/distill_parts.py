@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,31 +17,25 @@ from didi_instruct.api.sources import PrepareBar, is_prepared
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
+from didi_instruct.distillation import methods
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.dimo import DiMOTask
-from didi_instruct.distillation.duo import DuoTask
-from didi_instruct.distillation.mixture import MixtureTask
+from didi_instruct.distillation.methods import METHODS, check_fit
 from didi_instruct.distillation.rollout import Noise
-from didi_instruct.distillation.sdtt import SDTTTask
+from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.distillation.starts import Starts
-from didi_instruct.distillation.task import StudentTask, Teacher
-from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.masked_lm import MaskedLM
+from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.masking import goes_on
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw
-from didi_instruct.sampling.network import NetworkDenoiser
+from didi_instruct.sampling.denoiser import network_denoiser
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import Canvas
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, uses_bf16
-
-if TYPE_CHECKING:
-    from didi_instruct.distillation.rollout import References
 
 ROWS_LOOKED_AT = 4096
 """Rows of the data that tell whether it is a stream."""
@@ -56,9 +50,8 @@ def denoiser_of(loaded: LoadedModel, source: str, method: Method) -> DiT:
             f"{source} is a masked LM of transformers: only networks of the DiT family can be "
             "distilled."
         )
-    kind, words = "mdlm", "masked diffusion models"
-    if method == "duo":
-        kind, words = "duo", "uniform-state diffusion models"
+    kind = METHODS[method].teacher_kind
+    words = {"mdlm": "masked diffusion models", "duo": "uniform-state diffusion models"}[kind]
     if not isinstance(loaded.model, DiT) or loaded.config.kind != kind:
         raise UserError(
             f"{source} is a model of kind `{loaded.config.kind}`: method={method} distils {words} "
@@ -69,16 +62,18 @@ def denoiser_of(loaded: LoadedModel, source: str, method: Method) -> DiT:
 
 def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> DiT:
     """Where the student starts: a copy of the teacher, or a model that speaks its tokens."""
-    if config.method == "duo" and not config.data.source:
-        raise UserError("method=duo adds noise to real text: name it with --set data.source=...")
+    entry = METHODS[config.method]
+    if entry.texts == "data" and not config.data.source:
+        raise UserError(
+            f"method={config.method} adds noise to real text: name it with --set data.source=..."
+        )
     network = denoiser_of(teacher, source, config.method)
     if teacher.config.masks > 1:
         raise UserError(
             f"{source}: the teacher has {teacher.config.masks} masks (mixture steps): distil what "
             "it was distilled from."
         )
-    if teacher.config.order != "random" and config.method != "token-matching":
-        # Token-level matching asks the teacher what belongs where, and never to write a text.
+    if teacher.config.order != "random" and not entry.ordered_teacher:
         raise UserError(
             f"{source}: the teacher reveals positions in {teacher.config.order}, as students do: "
             "distil what it was distilled from, and go on from it with --set student=..."
@@ -119,7 +114,7 @@ def _other_student(config: DistillConfig, other: str, teacher: LoadedModel, sour
         )
     _check_ends(teacher.config, loaded.config, other, source)
     masks, codes = loaded.config.masks, config.mixture.codes
-    if masks > 1 and (config.method != "mixture" or masks > codes):
+    if masks > 1 and (not METHODS[config.method].several_masks or masks > codes):
         raise UserError(
             f"{other} (the student) has {masks} masks: use method=mixture with mixture.codes "
             f"{masks} or more, or another student."
@@ -189,25 +184,21 @@ def make_task(
     data: TokenSource | None,
     folder: Path,
     progress: BankBar,
-) -> StudentTask:
-    """The method of the settings, with the texts it compares with."""
-    if config.method == "duo":
-        assert data is not None
-        return DuoTask(config, teacher, student, world, data=data)
-    if config.method == "token-matching":
-        return TokenMatchingTask(config, teacher, student, world, data=data)
-    if config.method == "dimo":
-        return DiMOTask(config, teacher, student, world, data=data)
-    references: References | None = None
-    if config.reference.source == "data":
-        assert data is not None
-        references = data.rows
-    elif config.reads_bank:
+) -> DistillTask:
+    """The task of the settings' method, with its bank of the teacher's texts if it reads one."""
+    rows = None if data is None else data.length
+    check_fit(config, teacher.network.config, rows=rows, processes=world.size)
+    references = None
+    if config.reads_bank:
         references = _bank(config, teacher, world, data, folder, progress).rows
-    kind: type[DidiTask | MixtureTask | SDTTTask] = DidiTask
-    if config.method != "didi":
-        kind = SDTTTask if config.method == "sdtt" else MixtureTask
-    return kind(config, teacher, student, world, references=references, data=data)
+    return methods.make_task(
+        config,
+        teacher,
+        student,
+        world,
+        data=data,
+        references=references,
+    )
 
 
 def _bank(
@@ -233,7 +224,7 @@ def _bank(
         lengths=_law_of(model),
     )
     schedule = make_schedule(model.schedule)
-    denoiser = NetworkDenoiser(teacher.network, schedule)
+    denoiser = network_denoiser(teacher.network, schedule)
     seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
     starts = Starts.of(model, length, config.prompt)
     if teacher.tokenizer is None:
@@ -249,7 +240,7 @@ def _bank(
         canvas = Canvas(there, starts.mask_id, samples)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
             drawn = ancestral(
-                denoiser, schedule, canvas, steps=reference.steps, settings=Draw(seed=seed)
+                denoiser, schedule, canvas, steps=reference.steps, settings=DrawOptions(seed=seed)
             )
         return drawn.tokens.cpu()
 

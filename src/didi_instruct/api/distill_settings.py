@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.api.runs import Change, configure
-from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.recipes import find_recipe, read_recipe
+from didi_instruct.distillation.methods import METHODS
 from didi_instruct.errors import UserError
 
-ANY_ORDER = ("token-matching", "mixture")
-"""Methods that know every order, whatever their settings."""
 OWN = ("optim.lr", "train.batch_size", "train.steps")
 """Settings that every method wants otherwise."""
-USUAL = 8
-"""Steps to try a student with that has learnt them among others."""
 
 
 def settings_for(
@@ -42,23 +38,24 @@ def settings_for(
                     f"{', '.join(kept)} are those of a recipe for {own}, not for method={method}: "
                     "give others with --set, or begin from a recipe of its own."
                 )
-        if method not in (*ANY_ORDER, own) and order != "random":
+        entry = METHODS.get(method)  # an unknown method is refused with all other settings
+        if method != own and not (entry and entry.any_order) and order != "random":
             overrides = ["order=random", *overrides]
             said.append(f"order={order} is left out: method={method} learns in random order.")
         overrides = [*overrides, f"method={method}"]
     config = configure(DistillConfig, recipe, overrides)
-    if config.method == "dimo" and config.watch.budgets:
+    if not METHODS[config.method].starts_masked and config.watch.budgets:
         # Both teacher and student would be drawn from masks alone.
         said.append(
             f"watch.budgets={list(config.watch.budgets)} is left out: quick evaluations start from "
-            "masks alone, a student of method=dimo does not. Use `didi eval`."
+            f"masks alone, a student of method={config.method} does not. Use `didi eval`."
         )
         config = replace(config, watch=replace(config.watch, budgets=()))
     return config, said
 
 
 def _values(recipe: str | Mapping[str, Any] | DistillConfig) -> Mapping[str, Any]:
-    """What a recipe says, before anything is checked."""
+    """Values of a recipe, before anything is checked."""
     values: Any = recipe
     if isinstance(recipe, (str, Path)):
         values = read_recipe(find_recipe(str(recipe)))
@@ -82,19 +79,4 @@ def check_rounds(config: DistillConfig, changes: Sequence[Change], folder: Path)
 
 def sampling_flags(config: DistillConfig) -> str:
     """Flags of `didi generate` for what the student has learnt."""
-    match config.method:
-        case "dimo":
-            own = {"random": (config.dimo.random, RANDOM), "noise": (config.dimo.noise, NOISE)}
-            options = [f" --option {k}={v:g}" for k, (v, usual) in own.items() if v != usual]
-            return f"--sampler dimo --steps {max(config.dimo.budgets)}{''.join(options)}"
-        case "sdtt":
-            rounds = config.sdtt.rounds(config.train.steps)
-            return f"--steps {config.sdtt.steps // 2**rounds.count}"
-        case "duo":
-            rounds = config.duo.rounds(config.train.steps)
-            return f"--steps {config.duo.steps // 2 ** (rounds.count - 1)}"
-        case "didi":
-            # In an order, rollouts are whole paths; else z_τ may lie anywhere on one.
-            return f"--steps {USUAL if config.order == 'random' else config.didi.rollout_steps}"
-    learnt = config.mixture if config.method == "mixture" else config.token_matching
-    return f"--steps {USUAL if USUAL in learnt.budgets else max(learnt.budgets)}"
+    return METHODS[config.method].sampling_flags(config)

@@ -9,9 +9,9 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.hosting import Host
+from didi_instruct.distillation.replica import Replica
 from didi_instruct.distillation.rollout import Noise
-from didi_instruct.distillation.task import DistillTask, StudentTask
+from didi_instruct.distillation.run import Distillation, DistillTask
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.evaluation.paths import Judge, nelbo_judge
 from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
@@ -22,63 +22,44 @@ from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Batch, make_objective
 
 Facts = Callable[[Tensor], Mapping[str, float]]
-"""What can be said of samples, by name."""
+"""Facts about samples (N, L), by name."""
 
 
-def quick_test(task: StudentTask, valid: TokenSource | None, loaded: LoadedModel) -> QuickTest:
+def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel) -> QuickTest:
     """The quick evaluation: exact on the oracle language, else judged by the teacher's NELBO."""
-    if not isinstance(task, DistillTask):
-        return _uniform_test(task, loaded)
-    config, seed = task.config, mix(task.config.train.seed, "quick")
+    d = task.distillation
+    config, seed = d.config, mix(d.config.train.seed, "quick")
     indices, prompts = torch.arange(config.watch.samples), None
     judge: Judge | None = None
     also: Facts | None = None
     if config.prompt:
-        source = valid or task.data
+        source = valid or d.data
         assert source is not None
         prompts = source.ordered(0, config.watch.samples)
         indices = indices[: len(prompts)]
     else:
-        judge, also = _judge(task, loaded)
-    start, owner = task.starts(Noise(seed, indices), prompts)
-    start = start[owner].to(task.world.device)
-    return QuickTest(
-        task.schedule,
-        start,
-        task.mask_id,
-        config.watch.budgets,
-        judge,
-        seed,
-        also,
-        exact=also is not None,
-        end_id=task.starts.end_id,
-        start_log_prob=task.starts.log_prob(start),
-    )
+        judge, also = _judge(d, loaded)
+    start, which = d.starts(Noise(seed, indices), prompts)
+    start, budgets = start[which].to(d.world.device), config.watch.budgets
+    how: Any = {"judge": judge, "seed": seed, "also": also, "exact": also is not None}
+    if loaded.config.kind == "duo":
+        return UniformQuickTest(d.schedule, start, d.mask_id, budgets, **how)
+    how |= {"end_id": d.starts.end_id, "start_log_prob": d.starts.log_prob(start)}
+    return QuickTest(d.schedule, start, d.mask_id, budgets, **how)
 
 
-def _uniform_test(task: StudentTask, loaded: LoadedModel) -> QuickTest:
-    """The quick evaluation of a model without a mask."""
-    watch, marker = task.config.watch, loaded.config.num_tokens
-    start = torch.full((watch.samples, task.length), marker, device=task.world.device)
-    judge, also = _judge(task, loaded)
-    seed = mix(task.config.train.seed, "quick")
-    return UniformQuickTest(
-        task.schedule, start, marker, watch.budgets, judge, seed, also, exact=also is not None
-    )
-
-
-def _judge(task: StudentTask, loaded: LoadedModel) -> tuple[Judge, Facts | None]:
-    """Who judges whole texts; and what else is known of them, where the truth is."""
+def _judge(d: Distillation, loaded: LoadedModel) -> tuple[Judge, Facts | None]:
+    """The judge of whole texts; and other facts of them, where the truth is known."""
     if (language := _oracle(loaded)) is not None:
         return oracle_judge(language), oracle_facts
-    loss = _loss_of(task.teacher_host, loaded.config)
-    return nelbo_judge(loss, loaded.config, device=task.world.device), None
+    loss = _loss_of(d.teacher, loaded.config)
+    return nelbo_judge(loss, loaded.config, device=d.world.device), None
 
 
-def _loss_of(host: Host, config: ModelConfig) -> Callable[[Batch], Tensor]:
-    """A hosted network's part of its pretraining objective: nats per token of each sequence."""
+def _loss_of(replica: Replica, config: ModelConfig) -> Callable[[Batch], Tensor]:
+    """A network's part of its pretraining objective: nats per token of each sequence."""
     objective = make_objective(config)
-    return lambda batch: host.run(lambda net: {"loss": objective.loss(net, batch)})["loss"]
+    return lambda batch: replica.run(lambda network: objective.loss(network, batch))
 
 
 def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
@@ -92,29 +73,30 @@ def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
 
 
 def evaluator(
-    task: StudentTask, test: QuickTest, valid: TokenSource | None, result: dict[str, float]
+    task: DistillTask, test: QuickTest, valid: TokenSource | None, result: dict[str, float]
 ) -> Evaluate:
     """Quick evaluation of the averaged and of the raw student; every process computes the same."""
-    train, model = task.config.train, task.model_config
+    d = task.distillation
+    train, model, student = d.config.train, d.model_config, d.student.replica
     how: Any = {"masks": model.masks, "order": model.order}
-    loss = _loss_of(task.student, task.model_config)
+    loss = _loss_of(student, model)
 
     def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
-        with task.averaged():
-            found = test.measure(task.student_rows, tick=tick, **how)
+        with d.student.averaged():
+            found = test.measure(student.log_probs, tick=tick, **how)
             if valid is not None:
                 count = min(train.eval_sequences, valid.num_sequences or train.eval_sequences)
                 held_out = likelihood(
                     loss,
-                    task.model_config,
+                    model,
                     valid.ordered,
                     sequences=count,
-                    device=task.world.device,
+                    device=d.world.device,
                     progress=lambda _: tick(),
                 )
                 found["valid_nats_per_token"] = held_out.nats_per_token
-        if task.updater.ema is not None:
-            found |= test.measure(task.student_rows, "_raw", tick=tick, **how)
+        if d.student.updater.ema is not None:
+            found |= test.measure(student.log_probs, "_raw", tick=tick, **how)
         result.clear()
         result.update(found)
         return found

@@ -10,16 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from didi_instruct.data.files import (
-    AtomicFile,
     no_space_as_user_error,
     require_space,
 )
 from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import CONFIG, MODEL
 from didi_instruct.models.foreign.folders import new_folder
-from didi_instruct.models.manifest import CONFIG, MODEL
-from didi_instruct.models.masked_families import recognise_masked_lm
-from didi_instruct.models.masked_weights import read_weights, weight_stores
-from didi_instruct.models.tensor_files import shown, write_tensors
+from didi_instruct.models.masked_lm import read_weights, recognise_masked_lm, weight_stores
+from didi_instruct.models.tensor_files import save_tensors, shown
 
 PARTS = ("esm.", "lm_head.")
 BESIDE = (
@@ -69,12 +67,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _write(source: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
     with new_folder(folder) as hidden:
-        file = AtomicFile(hidden / MODEL)
-        try:
-            write_tensors(file.write, tensors)
-            file.commit()
-        finally:
-            file.discard()
+        save_tensors(hidden / MODEL, tensors)
         for name in BESIDE:
             if (source / name).is_file():
                 shutil.copyfile(source / name, hidden / name)

@@ -12,18 +12,9 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
-from didi_instruct.sampling.chain import (
-    PAD,
-    Callback,
-    Canvas,
-    Denoiser,
-    Draw,
-    Purpose,
-    Samples,
-    join,
-)
-from didi_instruct.sampling.noise import uniforms
-from didi_instruct.sampling.prompts import (
+from didi_instruct.sampling.denoiser import Denoiser
+from didi_instruct.sampling.draw import DrawOptions, Purpose, uniforms
+from didi_instruct.sampling.infill import (
     Ending,
     Gap,
     Template,
@@ -34,7 +25,8 @@ from didi_instruct.sampling.prompts import (
     split_infill,
     stack,
 )
-from didi_instruct.sampling.trace_text import output_ids
+from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, join
+from didi_instruct.sampling.trace import output_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +104,7 @@ def generate(
     """Draw what is asked for, batch by batch."""
     sampler = find_sampler(request.sampler, config.kind)
     mask_id = mask_symbol(config)
-    settings = Draw(
+    settings = DrawOptions(
         seed=request.seed,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -164,7 +156,7 @@ def _rows(
     request: Request,
     config: ModelConfig,
     tokenizer: Tokenizer | None,
-    denoiser: Denoiser,
+    denoiser: Denoiser | None,
     device: torch.device,
 ) -> tuple[list[Row], int]:
     """One row per sample, and the forward passes it took to choose them."""
@@ -216,11 +208,11 @@ def _filled(
     request: Request,
     config: ModelConfig,
     tokenizer: Tokenizer | None,
-    denoiser: Denoiser,
+    denoiser: Denoiser | None,
     device: torch.device,
 ) -> tuple[list[Row], int]:
     """Texts with gaps."""
-    if config.kind == "ar":
+    if config.kind == "ar" or denoiser is None:
         raise UserError("An AR model writes from left to right and cannot fill gaps: use prompt.")
     gap = parse_gap(request.gap or "auto")
     if config.kind == "duo" and gap.chosen:

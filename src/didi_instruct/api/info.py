@@ -15,16 +15,20 @@ from didi_instruct.api.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import count_discriminator_parameters, count_parameters
-from didi_instruct.models.checkpoint import load_model
+from didi_instruct.models.checkpoint import CONFIG, load_model
+from didi_instruct.models.discriminator import count_discriminator_parameters
+from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.layouts import FIRST, WeightSet, clean, find_discriminator
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
-from didi_instruct.models.manifest import CONFIG
-from didi_instruct.models.masked_families import recognise_masked_lm
-from didi_instruct.models.masked_weights import check_headers, headers_of, weight_stores
+from didi_instruct.models.masked_lm import (
+    check_headers,
+    headers_of,
+    recognise_masked_lm,
+    weight_stores,
+)
 from didi_instruct.models.tensor_files import shown
 
 BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
@@ -172,7 +176,6 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
         for name, header in headers.items()
         if header.is_weight and not name.endswith(FIXED) and not (tied and name.endswith(TIED))
     )
-    code = ["It brings its own code, which runs only with trust_remote_code=True."]
     mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own."
     return {
         "architecture": shown(found.model_type),
@@ -181,7 +184,7 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
         "description": found.description,
         "dtype": _common_type(headers.values()),
         "provenance": {"source": origin.name},
-        "notes": [*found.notes, *(code if found.needs_code else []), mask],
+        "notes": [mask],
     }
 
 

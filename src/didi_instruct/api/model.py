@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +18,26 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import Likelihood, likelihood
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.compile import say_once
-from didi_instruct.models.denoising import Denoising
+from didi_instruct.models.compile import warn_once
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT, Trunk
-from didi_instruct.models.float8 import is_float8, to_float8
+from didi_instruct.models.dit import DiT
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
-from didi_instruct.models.graphs import GraphedDiT, why_not
-from didi_instruct.models.inference import InferenceDiT, suits
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
-from didi_instruct.sampling.chain import Callback, Denoiser, Samples
-from didi_instruct.sampling.chunks import draw_by_chunks
-from didi_instruct.sampling.decoding import Decoders
-from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser, NetworkGuide
+from didi_instruct.sampling.denoiser import CachedDenoiser
+from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.engines.cuda import why_not
+from didi_instruct.sampling.guide import DiscriminatorGuide
+from didi_instruct.sampling.state import Callback, Samples
 from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.objectives import make_objective
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
-"""Types that weights may be cast to, by name; `float8` also multiplies in 8 bits."""
+if TYPE_CHECKING:
+    from didi_instruct.models.network import Network
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that weights may be cast to, by name."""
 
 
 class Model:
@@ -56,27 +56,11 @@ class Model:
         self.schedule = make_schedule(config.schedule)
         self.cast: str | None = None
         """What its weights were rounded to when it was loaded; None: they are as they were."""
-        self._laid_out: InferenceDiT | None = None
-        if isinstance(network, Trunk):
-            network.fold_modulation()
-        self._graphs: GraphedDiT | None = None
+        self._denoiser: CachedDenoiser | None = None
+        if not isinstance(network, ARModel):
+            self._denoiser = CachedDenoiser(cast("Network", network), self.schedule)
         self._decoders: Decoders | None = None
-        self._guide: NetworkGuide | None = None
-
-    def use_float8(self) -> None:
-        """Multiply in 8-bit floats from now on, faster on recent GPUs; this rounds the weights.
-
-        Samples are exact draws of the rounded model, whose quality is to be measured. What
-        `accelerate` did is undone.
-        """
-        if not isinstance(self.network, Trunk):
-            raise UserError("float8 is for networks of the DiT family: use bfloat16.")
-        if is_float8(self.network):
-            return
-        self.network.to(torch.bfloat16)
-        to_float8(self.network)
-        self.cast, self._laid_out, self._graphs = "float8", None, None
-        self.network.fold_modulation()
+        self._guide: DiscriminatorGuide | None = None
 
     def accelerate(self) -> bool:
         """Sample by compiled passes and CUDA graphs from now on; return whether that is possible.
@@ -87,19 +71,21 @@ class Model:
         temperature 1, whose steps nobody watches.
         """
         if reason := why_not(self.network):
-            say_once(f"Sampling is not accelerated: {reason}.")
+            warn_once(f"Sampling is not accelerated: {reason}.")
             return False
         if isinstance(self.network, ARModel):
             self._decoders = Decoders(self.network)
             return True
-        assert isinstance(self.network, DiT)
-        self._graphs, self._guide = GraphedDiT(self.network, draw_by_chunks), None
+        assert self._denoiser is not None
+        self._denoiser.accelerate()
+        self._guide = None
         return True
 
     @property
     def is_accelerated(self) -> bool:
         """Whether `accelerate` succeeded."""
-        return self._graphs is not None or self._decoders is not None
+        denoiser = self._denoiser
+        return (denoiser is not None and denoiser.accelerated) or self._decoders is not None
 
     @property
     def mask_id(self) -> int | None:
@@ -117,7 +103,7 @@ class Model:
 
         Shapes: tokens (B, L), t a number or (B,) -> (B, L, V) over the real tokens.
         """
-        if not isinstance(self.network, Denoising):
+        if isinstance(self.network, ARModel):
             raise UserError("An AR model has no denoiser: it reads clean text from left to right.")
         time = torch.as_tensor(t, dtype=torch.float32, device=self.device)
         sigma = self.schedule.sigma(time.expand(len(tokens)))
@@ -200,7 +186,7 @@ class Model:
         engine = Engine(
             self.network,
             self.schedule,
-            self._as_denoiser(),
+            None if self._denoiser is None else self._denoiser.current(),
             self._as_guide(),
             eot_id,
             self.config.order,
@@ -223,28 +209,20 @@ class Model:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is laid out for the machine, which can neither be copied nor pickled."""
-        return self.__dict__ | {
-            "_laid_out": None,
-            "_graphs": None,
-            "_decoders": None,
-            "_guide": None,
-        }
+        return self.__dict__ | {"_denoiser": None, "_decoders": None, "_guide": None}
 
-    def _as_denoiser(self) -> Denoiser:
-        if isinstance(self.network, DiT) and suits(self.network):
-            if self._laid_out is None or not self._laid_out.is_current(self.network):
-                self._laid_out = InferenceDiT(self.network)
-            return InferenceDenoiser(self._laid_out)
-        if isinstance(self.network, (DiT, Denoising)):  # protocols are slow to look at
-            return NetworkDenoiser(self.network, self.schedule, self._graphs)
-        return self.denoiser
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Lay out the network of a copy anew, when it is asked for samples."""
+        self.__dict__.update(state)
+        if not isinstance(self.network, ARModel):
+            self._denoiser = CachedDenoiser(cast("Network", self.network), self.schedule)
 
-    def _as_guide(self) -> NetworkGuide | None:
+    def _as_guide(self) -> DiscriminatorGuide | None:
         if self.discriminator is None:
             return None
         if self._guide is None or self._guide.discriminator is not self.discriminator:
-            fast = self._graphs is not None
-            self._guide = NetworkGuide(self.discriminator, self.schedule, fast=fast)
+            fast = self._denoiser is not None and self._denoiser.accelerated
+            self._guide = DiscriminatorGuide(self.discriminator, self.schedule, fast=fast)
         return self._guide
 
     def save(self, folder: str | Path, *, license: str | None = None) -> None:
@@ -281,6 +259,8 @@ class Model:
 
 def dtype_of(name: str) -> torch.dtype:
     """The type of that name."""
+    if name == "float8":
+        raise UserError("float8 was removed: use bfloat16.")
     if name not in DTYPES:
         raise UserError(f"`{name}` is not a dtype. Known: {', '.join(DTYPES)}.")
     return DTYPES[name]
@@ -295,19 +275,17 @@ def load(
     weights: WeightSet = "ema",
     family: Family | None = None,
     tokenizer: str | Path | None = None,
-    trust_remote_code: bool = False,
     fast: bool = False,
 ) -> Model:
     """Open any SOURCE: a folder of ours, a foreign checkpoint, a Hugging Face id.
 
     `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
     tells its student the real time although the teacher was trained without. `dtype` casts the
-    weights: `bfloat16` makes sampling faster on a GPU, and on a CPU that has instructions for it;
-    `float8` as `Model.use_float8`.
+    weights: `bfloat16` makes sampling faster on a GPU, and on a CPU that has instructions for it.
     The others are for foreign models: which of a training run's `weights` to take, the
     `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
-    that brings none, and whether code in a folder may run. `fast` as `Model.accelerate`: worth
-    the compiling where much is sampled on a GPU.
+    that brings none. `fast` as `Model.accelerate`: worth the compiling where much is sampled on a
+    GPU.
     """
     loaded = open_source(
         source,
@@ -316,26 +294,23 @@ def load(
         weights=weights,
         family=family,
         tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
     )
     config = loaded.config
     if time_conditioning is not None:
         config = _tell_time(loaded.model, config, time_conditioning)
         if loaded.discriminator is not None:
-            trunk = loaded.discriminator
+            trunk = loaded.discriminator.trunk
             _tell_time(trunk, trunk.config, time_conditioning)
     model = Model(loaded.model, config, loaded.tokenizer, loaded.discriminator, loaded.provenance)
     model.cast = None if dtype is None else str(dtype).removeprefix("torch.")
-    if dtype == "float8":
-        model.use_float8()
     if fast:
         model.accelerate()
     return model
 
 
-def _tell_time(network: nn.Module, config: ModelConfig, wanted: bool) -> ModelConfig:
+def _tell_time(network: object, config: ModelConfig, wanted: bool) -> ModelConfig:
     """Let a network see the time, or not; return its configuration."""
-    if isinstance(network, Trunk):
+    if isinstance(network, DiT):
         network.config = replace(config, time_conditioning=wanted)
         return network.config
     if wanted:

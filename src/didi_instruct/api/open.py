@@ -15,15 +15,27 @@ from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.checkpoint import LoadedModel, load_model
+from didi_instruct.models.checkpoint import (
+    CONFIG,
+    MODEL,
+    TOKENIZER,
+    LoadedModel,
+    is_ours,
+    load_model,
+    read_manifest,
+)
 from didi_instruct.models.foreign.hub import fetch
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.places import SUFFIXES, locate
 from didi_instruct.models.foreign.reading import load_foreign
 from didi_instruct.models.foreign.shapes import Family
-from didi_instruct.models.manifest import CONFIG, MODEL, TOKENIZER, is_ours, read_manifest
-from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm
-from didi_instruct.models.masked_weights import check_headers, weight_files, weight_stores
+from didi_instruct.models.masked_lm import (
+    check_headers,
+    load_masked_lm,
+    recognise_masked_lm,
+    weight_files,
+    weight_stores,
+)
 
 Form = Literal["didi", "foreign", "masked-lm"]
 """Written by didi; a public checkpoint of the DiT family; a masked LM of `transformers`."""
@@ -64,16 +76,15 @@ def open_source(
     weights: WeightSet = "ema",
     family: Family | None = None,
     tokenizer: str | Path | None = None,
-    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load the networks, tokenizer and provenance of any SOURCE.
 
     `weights` and `family` are for public checkpoints (`load_foreign`), `tokenizer` for those that
-    bring none, `trust_remote_code` for folders that bring their own code, which then runs.
+    bring none.
     """
     check_choices(weights, family)
     origin = find(source)
-    loaded = _load(origin, device, dtype, weights, family, trust_remote_code)
+    loaded = _load(origin, device, dtype, weights, family)
     if origin.form != "didi":
         # A name on the hub means something elsewhere too; the cache's path does not.
         foreign = loaded.provenance.setdefault("foreign", {})
@@ -91,16 +102,13 @@ def _load(
     dtype: torch.dtype | None,
     weights: WeightSet,
     family: Family | None,
-    trust_remote_code: bool,
 ) -> LoadedModel:
     if origin.form == "foreign":
         return load_foreign(origin.path, device, dtype, weights, family)
     refuse_choices(origin, weights, family)
     if origin.form == "didi":
         return load_model(origin.path, device, dtype)
-    if trust_remote_code:
-        _require_code(origin)
-    return load_masked_lm(origin.path, device, dtype, trust_remote_code=trust_remote_code)
+    return load_masked_lm(origin.path, device, dtype)
 
 
 def _give_tokenizer(origin: Origin, loaded: LoadedModel, source: str | Path) -> None:
@@ -164,8 +172,7 @@ def _classify(name: str, path: Path) -> Origin:
         return Origin(name, folder, "didi")
     found = recognise_masked_lm(folder)
     if found and (path.is_dir() or path in weight_files(folder)):
-        if not found.needs_code:  # such a one is refused for its code first
-            check_headers(found, weight_stores(folder))
+        check_headers(found, weight_stores(folder))
         return Origin(name, folder, "masked-lm")
     if path.is_dir() and not any(p.suffix in SUFFIXES for p in path.iterdir()):
         raise UserError(
@@ -173,16 +180,6 @@ def _classify(name: str, path: Path) -> Origin:
             "Give the folder, or the file itself."
         )
     return Origin(name, path, "foreign")
-
-
-def _require_code(origin: Origin) -> None:
-    """Code is never fetched: who wants to run it has read it, and so has it."""
-    found = recognise_masked_lm(origin.path)
-    if origin.hub and found and found.needs_code and not list(origin.path.glob("*.py")):
-        raise UserError(
-            f"{origin.name} needs code of its own, which didi does not fetch: get it with "
-            f"`hf download {origin.hub} --local-dir DIR`, read it, and give DIR."
-        )
 
 
 def _elsewhere(source: str, is_path: bool) -> tuple[Path, str]:
@@ -208,7 +205,7 @@ def _elsewhere(source: str, is_path: bool) -> tuple[Path, str]:
 def _files(origin: Origin) -> Iterable[Path]:
     """Weights, settings and tokenizer of a model that is not ours."""
     if origin.form == "masked-lm":
-        others = (p for p in origin.path.iterdir() if p.suffix in (".json", ".txt", ".py"))
+        others = (p for p in origin.path.iterdir() if p.suffix in (".json", ".txt"))
         return [*weight_files(origin.path), *sorted(others)]
     place = locate(origin.path)
     settings = [place.config_folder / CONFIG] if place.config_folder else []

@@ -16,7 +16,6 @@ from didi_instruct.errors import UserError, first_line
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.float8 import is_float8
 from didi_instruct.models.quantised import Storage
 
 if TYPE_CHECKING:
@@ -126,8 +125,6 @@ def refuse(network: nn.Module) -> None:
             "didi's layout holds its own networks alone, and this one is of `transformers`: load "
             "it from where it is; `didi convert SOURCE DEST --to esm` copies an ESM-2 model."
         )
-    if is_float8(network):
-        raise UserError("This model is rounded to float8: load it again without, then save it.")
 
 
 def _count(network: nn.Module) -> int:

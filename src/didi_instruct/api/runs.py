@@ -16,7 +16,7 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import CONFIG, read_manifest
+from didi_instruct.models.checkpoint import CONFIG, read_manifest
 from didi_instruct.training.distributed import World
 from didi_instruct.training.loop import Loop
 

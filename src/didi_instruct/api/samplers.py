@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
@@ -12,20 +11,22 @@ from didi_instruct.config.model import Kind, Order
 from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.autoregressive import autoregressive
-from didi_instruct.sampling.blocks import blocks
-from didi_instruct.sampling.chain import Callback, Canvas, Denoiser, Draw, Samples
-from didi_instruct.sampling.decoding import Decoders
-from didi_instruct.sampling.dimo import Start, dimo, reader_of
-from didi_instruct.sampling.first_hitting import first_hitting
-from didi_instruct.sampling.guidance import Guidance, Guide
+from didi_instruct.sampling.confidence import by_confidence
+from didi_instruct.sampling.denoiser import Denoiser
+from didi_instruct.sampling.dimo import Start, dimo
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.ordered import ordered
-from didi_instruct.sampling.remasking import remasking
+from didi_instruct.sampling.state import Callback, Canvas, Samples
 from didi_instruct.sampling.uniform_state import uniform_state
+from didi_instruct.sampling.variants import blocks, first_hitting, remasking
+
+if TYPE_CHECKING:
+    from didi_instruct.models.network import Network
 
 USUAL_STEPS = 16
 """Where nobody names a number."""
@@ -37,7 +38,8 @@ class Engine:
 
     network: nn.Module
     schedule: Schedule
-    denoiser: Denoiser
+    denoiser: Denoiser | None
+    """None: a left-to-right model."""
     guide: Guide | None
     eot_id: int | None
     order: Order = "random"
@@ -52,7 +54,7 @@ class Call:
 
     engine: Engine
     canvas: Canvas
-    settings: Draw
+    settings: DrawOptions
     wanted: int | None
     """Steps asked for; None: the usual number."""
     callback: Callback | None
@@ -63,6 +65,12 @@ class Call:
         return USUAL_STEPS if self.wanted is None else self.wanted
 
     @property
+    def denoiser(self) -> Denoiser:
+        """Of a model that is not left to right."""
+        assert self.engine.denoiser is not None
+        return self.engine.denoiser
+
+    @property
     def shared(self) -> dict[str, Any]:
         """Arguments that every sampler has."""
         return {"canvas": self.canvas, "settings": self.settings, "callback": self.callback}
@@ -71,7 +79,7 @@ class Call:
     def reverse(self) -> dict[str, Any]:
         """Arguments that every sampler of a masked or uniform-state process has."""
         return {
-            "denoiser": self.engine.denoiser,
+            "denoiser": self.denoiser,
             "schedule": self.engine.schedule,
             **self.shared,
         }
@@ -196,8 +204,8 @@ def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
             if call.wanted is not None:
                 raise UserError("A threshold decides the number of steps: leave out steps.")
             steps = None
-        return ordered(
-            call.engine.denoiser,
+        return by_confidence(
+            call.denoiser,
             steps=steps,
             order=order,
             threshold=options.threshold,
@@ -212,13 +220,8 @@ def _remasking(call: Call, options: RemaskingOptions) -> Samples:
 
 
 def _blocks(call: Call, options: BlockOptions) -> Samples:
-    denoiser = call.engine.denoiser
-    inner: Callable[..., Samples] = partial(
-        ancestral, denoiser, call.engine.schedule, order=call.engine.order
-    )
-    if options.inner != "ancestral":
-        inner = partial(ordered, denoiser, order=options.inner)
-    return blocks(inner, block_length=options.block_length, steps=call.steps, **call.shared)
+    order = call.engine.order
+    return blocks(steps=call.steps, order=order, **asdict(options), **call.reverse)
 
 
 def _first_hitting(call: Call, options: NoOptions) -> Samples:
@@ -226,22 +229,11 @@ def _first_hitting(call: Call, options: NoOptions) -> Samples:
 
 
 def _dimo(call: Call, options: DimoOptions) -> Samples:
-    network, schedule = call.engine.network, call.engine.schedule
-    if not isinstance(network, DiT):
-        raise UserError("`dimo` adds noise to embeddings: it is for networks of the DiT family.")
-    if network.config.masks > 1:
+    if call.canvas.masks > 1:
         raise UserError("`dimo` is for models with one mask: use ancestral.")
     start = Start(options.random, options.noise)
-    return dimo(
-        reader_of(network, schedule, start),
-        schedule,
-        steps=call.steps,
-        start=start,
-        width=network.config.hidden,
-        end_id=network.config.end_id,
-        grid=options.grid,
-        **call.shared,
-    )
+    network, schedule = cast("Network", call.engine.network), call.engine.schedule
+    return dimo(network, schedule, steps=call.steps, start=start, grid=options.grid, **call.shared)
 
 
 def _uniform_state(call: Call, options: TailOptions) -> Samples:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import is_ours
+from didi_instruct.models.checkpoint import is_ours
 
 DEFAULT = "stories"
 STUDENT = "student"

@@ -30,7 +30,7 @@ from didi_instruct.evaluation.samples import (
     text_lengths,
     write_samples,
 )
-from didi_instruct.models.manifest import read_manifest
+from didi_instruct.models.checkpoint import read_manifest
 
 
 class Studio:

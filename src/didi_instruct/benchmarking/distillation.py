@@ -7,6 +7,7 @@ vocabulary are kept, of the teacher too, in every iteration.
 
 import copy
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,90 +17,98 @@ from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.didi import DiscriminatorConfig
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import Compile, TrainConfig
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.discriminating import Compared
-from didi_instruct.distillation.hosting import Host, Tensors
-from didi_instruct.distillation.rollout import Jump, Noise, Rollout
-from didi_instruct.distillation.task import Teacher
+from didi_instruct.distillation.critic import Pair
+from didi_instruct.distillation.didi import mean_log_prob
+from didi_instruct.distillation.losses import PathScore, divergence, entropy
+from didi_instruct.distillation.methods import make_task
+from didi_instruct.distillation.replica import Metrics, Replica
+from didi_instruct.distillation.rollout import Jump, Rollout
+from didi_instruct.distillation.run import Distillation, MicroBatch, Teacher
 from didi_instruct.models.dit import DiT
-from didi_instruct.process.divergences import divergence, entropy
 from didi_instruct.process.masking import posterior
 from didi_instruct.training.distributed import World
 
-FIRST = 1
-"""Iteration to begin with: before iteration 0 the student's entropy is measured on many texts."""
-LAST = 1_000_000
+STEPS = 1_000_000
+"""Iterations of the settings, never reached."""
 TOGETHER = 4
 """Iterations of a timed run: training does not wait for the end of each one either."""
 
 
-class NaiveDidiTask(DidiTask):
-    """Algorithm 1 with dense laws everywhere; groups that share a z_τ are not known."""
+def dense_rollout(
+    d: Distillation, batch: MicroBatch, tau: Tensor, prompts: Tensor | None
+) -> Rollout:
+    """Texts drawn from dense laws; groups that share a z_τ are not known."""
+    didi, noise = d.config.didi, batch.noise
+    assert didi.grouping != "state", "texts of a group would share their first steps"
+    assert didi.score_decomposition, "the paper's own algorithm goes through z_τ"
+    rows = None if prompts is None else prompts.to(noise.device)
+    start, state = d.starts(noise, rows)
+    z, tau = start[state], tau.to(start.device)
+    written = z == d.mask_id
+    seed = (noise.seed + int(noise.indices[0])) % 2**63
+    generator = torch.Generator(z.device).manual_seed(seed)
+    fractions = torch.linspace(0, 1, didi.rollout_steps + 1, dtype=torch.float64)
+    times = [1 + (tau - 1) * float(f) for f in fractions]
+    log_prob = torch.zeros(len(z), dtype=torch.float64, device=z.device)
+    jumps = []
+    for t, s in itertools.pairwise([*times, torch.zeros_like(tau)]):
+        log_p = _dense(d.student.replica, z, t).double()
+        alpha_s = torch.where(s > 0, d.schedule.alpha(s), 1.0)[:, None]
+        law = posterior(z, log_p.exp(), alpha_s, d.schedule.alpha(t)[:, None], d.mask_id)
+        drawn = draw_dense(law, generator)
+        writes = (z == d.mask_id) & (drawn < log_p.shape[-1])
+        token = torch.where(writes, drawn, 0)
+        own = log_p.gather(-1, token[..., None]).squeeze(-1)
+        log_prob = log_prob + torch.where(writes, own, 0.0).sum(1)
+        jumps.append(Jump(z, t, torch.arange(len(z), device=z.device), writes))
+        z = torch.where(writes, token, z)
+    return Rollout(z, tuple(jumps), log_prob, written)
 
-    keeps_states = False
 
-    def _roll_out(self, noise: Noise, tau: Tensor, prompts: Tensor | None) -> Rollout:
-        didi = self.config.didi
-        assert didi.grouping != "state", "texts of a group would share their first steps"
-        assert didi.score_decomposition, "the paper's own algorithm goes through z_τ"
-        rows = None if prompts is None else prompts.to(noise.device)
-        start, owner = self.starts(noise, rows)
-        z, tau = start[owner], tau.to(start.device)
-        written = z == self.mask_id
-        seed = (noise.seed + int(noise.indices[0])) % 2**63
-        generator = torch.Generator(z.device).manual_seed(seed)
-        fractions = torch.linspace(0, 1, didi.rollout_steps + 1, dtype=torch.float64)
-        times = [1 + (tau - 1) * float(f) for f in fractions]
-        log_prob = torch.zeros(len(z), dtype=torch.float64, device=z.device)
-        jumps = []
-        for t, s in itertools.pairwise([*times, torch.zeros_like(tau)]):
-            log_p = self._dense(self.student, z, t).double()
-            alpha_s = torch.where(s > 0, self.schedule.alpha(s), 1.0)[:, None]
-            law = posterior(z, log_p.exp(), alpha_s, self.schedule.alpha(t)[:, None], self.mask_id)
-            drawn = draw_dense(law, generator)
-            where = (z == self.mask_id) & (drawn < log_p.shape[-1])
-            token = torch.where(where, drawn, 0)
-            own = log_p.gather(-1, token[..., None]).squeeze(-1)
-            log_prob = log_prob + torch.where(where, own, 0.0).sum(1)
-            jumps.append(Jump(z, t, torch.arange(len(z), device=z.device), where))
-            z = torch.where(where, token, z)
-        return Rollout(z, tuple(jumps), log_prob, written)
+def dense_path_score(d: Distillation, pair: Pair) -> PathScore:
+    """Scores from dense laws of student and teacher, state by state."""
+    didi, x, replica = d.config.didi, pair.rollout.x, d.student.replica
+    jumps = pair.rollout.jumps if didi.score_steps == "all" else pair.rollout.jumps[-1:]
+    states = [(jump.z[jump.state], jump.t[jump.state]) for jump in jumps]
+    laws: list[Tensor | None] = [None] * len(jumps)
+    if didi.regularisation:
+        laws = [_dense(d.teacher, *state) for state in states]
 
-    @torch.no_grad()
-    def _dense(self, host: Host, z: Tensor, t: Tensor) -> Tensor:
-        """Log-probabilities (B, L, V), float32, without gradient."""
-        return host.run(lambda network: {"log_p": self._law(network, z, t)})["log_p"]
+    def forward(network: Any) -> PathScore:
+        log_prob = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
+        for jump, (z, t), law in zip(jumps, states, laws, strict=True):
+            log_p = _log_probs(replica, network, z, t)
+            masked = z == d.mask_id
+            own = log_p.gather(-1, x[..., None]).squeeze(-1)
+            log_prob = log_prob + torch.where(jump.writes, own, 0.0).double().sum(1)
+            total_entropy = total_entropy + _means(entropy(log_p), masked)
+            if law is not None:
+                total_kl = total_kl + _means(divergence(didi.kl, law, log_p), masked)
+        return PathScore(log_prob, total_kl, total_entropy / len(jumps))
 
-    def _law(self, network: DiT, z: Tensor, t: Tensor) -> Tensor:
-        logits: Tensor = network(z, self.schedule.sigma(t))
-        return logits.float().log_softmax(-1)
+    score: PathScore = replica.run(forward, sync=pair.batch.last)
+    return mean_log_prob(score, jumps) if didi.log_prob == "mean" else score
 
-    def _scores(self, part: Compared, sync: bool) -> Tensors:
-        didi, x = self.config.didi, part.rollout.x
-        jumps = part.rollout.jumps if didi.score_steps == "all" else part.rollout.jumps[-1:]
-        states = [(jump.z[jump.owner], jump.t[jump.owner]) for jump in jumps]
-        laws: list[Tensor | None] = [None] * len(jumps)
-        if didi.regularisation:
-            laws = [self._dense(self.teacher_host, *state) for state in states]
 
-        def forward(network: DiT) -> Tensors:
-            log_prob = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-            total_kl, total_entropy = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
-            for jump, (z, t), law in zip(jumps, states, laws, strict=True):
-                log_p = self._law(network, z, t)
-                masked = z == self.mask_id
-                own = log_p.gather(-1, x[..., None]).squeeze(-1)
-                log_prob = log_prob + torch.where(jump.where, own, 0.0).double().sum(1)
-                total_entropy = total_entropy + _means(entropy(log_p), masked)
-                if law is not None:
-                    total_kl = total_kl + _means(divergence(didi.kl, law, log_p), masked)
-            return {"log_prob": log_prob, "kl": total_kl, "entropy": total_entropy / len(jumps)}
+NAIVE: dict[str, Any] = {
+    "student_texts": dense_rollout,
+    "path_score": dense_path_score,
+    "keep_states": False,
+}
+"""Options of `distillation.didi.Didi` for the plain way."""
 
-        scores = self.student.run(forward, sync=sync)
-        if didi.log_prob == "mean":
-            tokens = torch.stack([jump.where.sum(1) for jump in jumps]).sum(0)
-            scores["log_prob"] = scores["log_prob"] / tokens.clamp(min=1)
-        return scores
+
+@torch.no_grad()
+def _dense(replica: Replica, z: Tensor, t: Tensor) -> Tensor:
+    """Log-probabilities (B, L, V), float32, without gradient."""
+    log_probs: Tensor = replica.run(lambda network: _log_probs(replica, network, z, t))
+    return log_probs
+
+
+def _log_probs(replica: Replica, network: Any, z: Tensor, t: Tensor) -> Tensor:
+    logits: Tensor = network(z, replica.schedule.sigma(t))
+    return logits.float().log_softmax(-1)
 
 
 def _means(values: Tensor, masked: Tensor) -> Tensor:
@@ -109,8 +118,8 @@ def _means(values: Tensor, masked: Tensor) -> Tensor:
 
 
 def distill_case(
-    name: str, kind: type[DidiTask], network: DiT, batch: int, length: int, world: World, *,
-    bf16: bool, compile: Compile,
+    name: str, network: DiT, batch: int, length: int, world: World, *,
+    bf16: bool, compile: Compile, naive: bool = False,
 ) -> Case:  # fmt: skip
     """One iteration from random reference texts; the networks are copies of one."""
     config = DistillConfig(
@@ -121,7 +130,7 @@ def distill_case(
             trainable_blocks=min(4, network.config.layers),
         ),
         train=TrainConfig(
-            steps=LAST,
+            steps=STEPS,
             batch_size=batch,
             micro_batch=batch,
             precision="bf16" if bf16 else "fp32",
@@ -129,8 +138,6 @@ def distill_case(
         ),
     )
     student, teacher_network = copy.deepcopy(network), copy.deepcopy(network)
-    for twin in (student, teacher_network):
-        twin.unfold()  # what is folded for sampling is of no use to what learns
     teacher = Teacher(network=teacher_network, tokenizer=None, fingerprint="")
 
     def references(start: int, count: int) -> Tensor:
@@ -138,13 +145,21 @@ def distill_case(
         shape = (count, length)
         return torch.randint(network.config.num_tokens, shape, generator=generator)
 
-    task = kind(config, teacher, student, world, references=references)
-    counter = itertools.count(FIRST)
+    options = NAIVE if naive else {}
+    task = make_task(
+        config,
+        teacher,
+        student,
+        world,
+        references=references,
+        **options,
+    )
+    counter = itertools.count()
 
-    def run(_: int) -> Tensors:
+    def run(_: int) -> Metrics:
         return [task.step(next(counter)) for _ in range(TOGETHER)][-1]
 
     return Case(
         name=name, run=run, batch=batch, length=length, steps=TOGETHER, batches=TOGETHER,
-        networks=(teacher.network, *task.networks()),
+        networks=(teacher_network, *(part.network for part in task.parts.values())),
     )  # fmt: skip

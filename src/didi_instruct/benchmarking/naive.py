@@ -5,15 +5,21 @@ vocabulary, turns them into float64 laws, adds noise to all of (B, L, V) and tak
 entries; then it keeps what was a mask. The law of the samples is that of `sampling`, in any order.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
+from didi_instruct.models.network import Mixture
 from didi_instruct.process.masking import interleaved_times, interleaved_turns, posterior
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.chain import Denoiser
-from didi_instruct.sampling.grids import time_grid
-from didi_instruct.sampling.guidance import Guidance, Guide
+from didi_instruct.sampling.guide import Guidance, Guide
+from didi_instruct.sampling.plan import time_grid
+from didi_instruct.sampling.state import Reads
+
+DenseDenoiser = Callable[[Tensor, Tensor], Tensor]
+"""(z (B, L), t (B,)) -> logits (B, L, V)."""
 
 
 def draw_dense(p: Tensor, generator: torch.Generator) -> Tensor:
@@ -27,7 +33,7 @@ def draw_dense(p: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def naive_ancestral(
-    denoiser: Denoiser,
+    denoiser: DenseDenoiser,
     schedule: Schedule,
     start: Tensor,
     mask_id: int,
@@ -47,7 +53,7 @@ def naive_ancestral(
 
 @torch.no_grad()
 def naive_rgas(
-    denoiser: Denoiser,
+    denoiser: DenseDenoiser,
     schedule: Schedule,
     guide: Guide,
     start: Tensor,
@@ -83,12 +89,11 @@ def tilt_dense(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     with torch.enable_grad():
         leaf = logits.to(dtype).detach().requires_grad_()
-        mixed = leaf.softmax(-1) @ guide.embedding.detach().to(dtype)
-        hard = guide.embed(z).detach()
-        embeddings = torch.where(masked[..., None], mixed.to(hard.dtype), hard)
-        ratio = guide.score(embeddings, z, _times(z, t))
-        reward = torch.where(masked, ratio, 0.0).sum()
-        (gradient,) = torch.autograd.grad(reward, leaf)
+        vectors = guide.vectors(guide.num_tokens).to(dtype)
+        mixed = (leaf.softmax(-1) @ vectors)[masked]
+        mixture = Mixture(masked.flatten().nonzero().squeeze(1), mixed)
+        slope = guide.gradient(Reads(z), t, mixture, masked)
+        (gradient,) = torch.autograd.grad(mixed, leaf, slope.to(mixed.dtype))
     return leaf.detach() + h * gradient.clamp(-clamp, clamp)
 
 
@@ -125,7 +130,7 @@ class _Path:
 
 def _score(guide: Guide, z: Tensor, t: float, mask_id: int, guidance: Guidance) -> Tensor:
     """Of one candidate of each sample: (B, L) -> (B,)."""
-    ratio = guide.score(guide.embed(z), z, _times(z, t)).double()
+    ratio = guide.log_ratio(Reads(z), t).double()
     if guidance.score == "sum":
         return ratio.sum(1)
     masked = z == mask_id

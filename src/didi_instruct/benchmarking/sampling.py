@@ -13,20 +13,20 @@ from didi_instruct.benchmarking.naive import naive_ancestral, naive_rgas
 from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.model import ModelConfig, Order
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.denoising import Denoising
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.graphs import capture
+from didi_instruct.models.network import Modulations, Network
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.autoregressive import autoregressive
-from didi_instruct.sampling.chain import Canvas, Draw
-from didi_instruct.sampling.decoding import Decoders
-from didi_instruct.sampling.guidance import Guidance
-from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.engines.cuda_graphs import capture
+from didi_instruct.sampling.guide import DiscriminatorGuide, Guidance
+from didi_instruct.sampling.state import Canvas
 from didi_instruct.seeding import mix
 
 
-def floor_case(network: Denoising, start: Tensor, steps: Callable[[], int], *, fast: bool) -> Case:
+def floor_case(network: Network, start: Tensor, steps: Callable[[], int], *, fast: bool) -> Case:
     """As many passes of the trunk alone as there are steps, on the whole batch: `trunk`.
 
     `steps` are asked for in each run: some samplers take others than are wanted. Compiled and
@@ -46,24 +46,25 @@ def floor_case(network: Denoising, start: Tensor, steps: Callable[[], int], *, f
         return count
 
     def plain() -> Tensor:
-        return network.trunk(start, sigma)
+        return network.trunk(network.embed(start), network.modulations(sigma))
 
     return _case("trunk", run, start, steps(), network)
 
 
-def _captured_trunk(network: Denoising, start: Tensor, sigma: Tensor) -> Callable[[], Tensor]:
+def _captured_trunk(network: Network, start: Tensor, sigma: Tensor) -> Callable[[], Tensor]:
     assert isinstance(network, DiT), "others are not captured"
-    c = network.condition(sigma)
-    inputs = (start,) if network.is_folded else (start, c)
+    mods = network.constants()
+    inputs = (start,) if mods is not None else (start, network.modulations(sigma).c)
 
     def trunk(tokens: Tensor, c: Tensor | None = None) -> Tensor:
-        return network.run_blocks(tokens, c, None, None)
+        given = mods if c is None else Modulations(c)
+        return network.trunk(network.embed(tokens), given)
 
     return functools.partial(capture(trunk, inputs), *inputs)
 
 
 def naive_case(
-    network: Denoising,
+    network: Network,
     schedule: Schedule,
     start: Tensor,
     mask_id: int,
@@ -73,8 +74,10 @@ def naive_case(
     order: Order = "random",
 ) -> Case:
     """The plain way, unguided or guided by a discriminator: `naive`."""
-    denoiser = NetworkDenoiser(network, schedule)
-    guide = None if discriminator is None else NetworkGuide(discriminator, schedule)
+    guide = None if discriminator is None else DiscriminatorGuide(discriminator, schedule)
+
+    def denoiser(z: Tensor, t: Tensor) -> Tensor:
+        return network(z, schedule.sigma(t))
 
     def run(seed: int) -> None:
         generator = torch.Generator(start.device).manual_seed(mix("naive", seed))
@@ -105,7 +108,7 @@ def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: boo
 
     def run(seed: int) -> None:
         canvas = Canvas.blank(batch, length, model.config.vocab_size - 1, device=start.device)
-        autoregressive(model, canvas, settings=Draw(seed=seed), decoders=decoders)
+        autoregressive(model, canvas, settings=DrawOptions(seed=seed), decoders=decoders)
 
     return _case("ar", run, start, length, model)
 

@@ -61,7 +61,7 @@ def command(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float8; if not said, bfloat16 on a GPU."),
+        typer.Option(help="float32 or bfloat16; if not said, bfloat16 on a GPU."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,

@@ -134,7 +134,7 @@ def command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="What to round the weights to: bfloat16 or float8.")
+        str | None, typer.Option(help="What to round the weights to: bfloat16.")
     ] = None,
 ) -> None:
     """Measure models: quality and variety of their samples, or the likelihood of text."""

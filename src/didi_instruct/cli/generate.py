@@ -55,10 +55,7 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Of the weights: float32, or bfloat16, which is faster; float8 rounds them for "
-            "recent GPUs."
-        ),
+        typer.Option(help="Of the weights: float32, or bfloat16, which is faster."),
     ] = None,
     fast: Annotated[
         bool,
@@ -77,9 +74,6 @@ def command(
         str | None,
         typer.Option(help="What a foreign network was trained as: mdlm, sedd, duo, ar."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
-    ] = False,
 ) -> None:
     """Sample text: from nothing, after a prompt, or into gaps."""
     from didi_instruct.api.generation import Request
@@ -101,7 +95,7 @@ def command(
         measure_path=as_json,
     )  # fmt: skip
     choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer, "dtype": dtype}
-    model = load(source, device=device, trust_remote_code=trust_remote_code, fast=fast, **choices)
+    model = load(source, device=device, fast=fast, **choices)
     name = find_sampler(sampler, model.config.kind).name
     if model.tokenizer is None:
         raise UserError(

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from didi_instruct.data.prepare import PrepareProgress
-    from didi_instruct.sampling.chain import Step
+    from didi_instruct.sampling.state import Snapshot
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -58,7 +58,7 @@ class StepsBar(ProgressBar):
         super().__init__()
         self._batches, self._enabled, self._begun = batches, enabled, 0
 
-    def __call__(self, step: "Step") -> None:
+    def __call__(self, step: "Snapshot") -> None:
         """Show that a step is done."""
         self._begun += step.index == 0
         if self._enabled:

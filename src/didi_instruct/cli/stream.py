@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from didi_instruct.data.tokenizer import Tokenizer
-    from didi_instruct.sampling.chain import Step
+    from didi_instruct.sampling.state import Snapshot
 
 MASK, BROKEN = "░", "\ufffd"
 HEADER_STYLE, MASK_STYLE, NEW_STYLE, PAST_STYLE = "dim", "dim", "bold green", "dim"
@@ -47,7 +47,7 @@ class TerminalStream:
             self._live.stop()
             self._live = None
 
-    def __call__(self, step: "Step") -> None:
+    def __call__(self, step: "Snapshot") -> None:
         """Show the text after a step."""
         if not self._enabled:
             return
@@ -65,7 +65,7 @@ class TerminalStream:
         """Masks as light blocks, new tokens in green, dim what the output will leave out."""
         from rich.text import Text
 
-        from didi_instruct.sampling.trace_text import find_end, token_texts, visible
+        from didi_instruct.sampling.trace import find_end, token_texts, visible
 
         end = find_end(row, self._tokenizer.eot_id, self._mask_id, written)
         text = Text()

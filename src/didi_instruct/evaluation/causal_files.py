@@ -11,7 +11,7 @@ import torch
 
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError, first_line
-from didi_instruct.models.manifest import CONFIG
+from didi_instruct.models.checkpoint import CONFIG
 
 
 def load_causal(

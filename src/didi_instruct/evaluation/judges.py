@@ -15,8 +15,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_judge import Beyond, Bos, CausalJudge
 from didi_instruct.evaluation.scores import Judge, Scores, digest
 from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
-from didi_instruct.models.checkpoint import load_model
-from didi_instruct.models.manifest import MODEL, is_ours, read_manifest
+from didi_instruct.models.checkpoint import MODEL, is_ours, load_model, read_manifest
 from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.objectives import make_objective
 

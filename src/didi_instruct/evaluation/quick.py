@@ -9,12 +9,13 @@ from torch import Tensor
 
 from didi_instruct.config.model import Order
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.monitor import unique_ngrams
-from didi_instruct.distillation.rollout import Rows
+from didi_instruct.distillation.rollout import LogitsAt, as_denoiser
+from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.evaluation.paths import Judge, path_kl
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import Canvas, Samples, join
 
 ROWS, LAW_ENTRIES = 256, 2**28
 """Samples drawn at a time, at most; and entries of their laws over the vocabulary in a step."""
@@ -26,7 +27,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class QuickTest:
-    """What is drawn, and how it is judged: the same for all models of a run."""
+    """Settings of the draws and their judge: the same for all models of a run."""
 
     schedule: Schedule
     start: Tensor
@@ -39,15 +40,15 @@ class QuickTest:
     also: Callable[[Tensor], Mapping[str, float]] | None = None
     """More that can be said of samples (N, L), by name."""
     exact: bool = True
-    """Whether the judge knows the likelihood, or a bound of it."""
+    """The judge knows the likelihood, not a bound of it."""
     end_id: int | None = None
-    """What fills windows behind their texts, where each has its own."""
+    """The id that fills windows behind their texts, where each has its own."""
     start_log_prob: Tensor | None = None
     """(N,) of drawing the starts, which a judge of whole texts counts too: of their lengths."""
 
     def draw(
         self,
-        rows: Rows,
+        rows: LogitsAt,
         steps: int,
         tick: Callable[[], None] = nothing,
         masks: int = 1,
@@ -62,13 +63,13 @@ class QuickTest:
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices, masks=masks)
-            how: Any = {"steps": steps, "settings": Draw(seed=self.seed), "order": order}
-            parts.append(ancestral(RowsDenoiser(rows), self.schedule, canvas, **how))
+            how: Any = {"steps": steps, "settings": DrawOptions(seed=self.seed), "order": order}
+            parts.append(ancestral(as_denoiser(rows), self.schedule, canvas, **how))
         return join(parts)
 
     def measure(
         self,
-        rows: Rows,
+        rows: LogitsAt,
         tag: str = "",
         tick: Callable[[], None] = nothing,
         masks: int = 1,
@@ -103,17 +104,6 @@ class QuickTest:
             return samples
         assert samples.log_prob is not None
         return replace(samples, log_prob=samples.log_prob + self.start_log_prob)
-
-
-class RowsDenoiser:
-    """Rows as the denoiser that samplers take."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __call__(self, z: Tensor, t: Tensor) -> Tensor:
-        """Give logits of all positions: never asked for, since there are `rows`."""
-        raise NotImplementedError("samplers ask for the rows that they need")
 
 
 def oracle_judge(language: OracleLanguage) -> Judge:

@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from didi_instruct.distillation.monitor import unique_ngrams
-from didi_instruct.distillation.rollout import Rows
+from didi_instruct.distillation.rollout import LogitsAt, as_denoiser
+from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.likelihood import perplexity
-from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, RowsDenoiser, nothing
-from didi_instruct.sampling.chain import Canvas, Draw, Samples, join
+from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, nothing
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import Canvas, Samples, join
 from didi_instruct.sampling.uniform_state import uniform_state
 
 
 @dataclass(frozen=True, slots=True)
 class UniformQuickTest(QuickTest):
-    """What is drawn, and how it is judged; `mask_id` is V, which marks what is to be written."""
+    """Settings of the draws and their judge; `mask_id` is V, which marks positions to write."""
 
     def draw(
-        self, rows: Rows, steps: int, tick: Callable[[], None] = nothing, *_: Any, **__: Any
+        self, rows: LogitsAt, steps: int, tick: Callable[[], None] = nothing, *_: Any, **__: Any
     ) -> Samples:
         """Ancestral samples from a denoiser given as rows; `tick` is called between batches.
 
@@ -38,12 +39,13 @@ class UniformQuickTest(QuickTest):
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices)
-            how: Any = {"steps": steps, "settings": Draw(seed=self.seed)}
-            parts.append(uniform_state(RowsDenoiser(rows), self.schedule, canvas, **how))
+            how: Any = {"steps": steps, "settings": DrawOptions(seed=self.seed)}
+            denoiser = as_denoiser(rows, self.mask_id)
+            parts.append(uniform_state(denoiser, self.schedule, canvas, **how))
         return join(parts)
 
     def measure(
-        self, rows: Rows, tag: str = "", tick: Callable[[], None] = nothing, *_: Any, **__: Any
+        self, rows: LogitsAt, tag: str = "", tick: Callable[[], None] = nothing, *_: Any, **__: Any
     ) -> dict[str, float]:
         """Numbers of a denoiser at every budget, by name."""
         found: dict[str, float] = {}

@@ -45,7 +45,7 @@ from didi_instruct.evaluation.fitting import (
     fit,
     fit_ar,
 )
-from didi_instruct.models.dit import Trunk
+from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import LayerNorm
 
 STATES_AT_ONCE = 1 << 23
@@ -77,11 +77,12 @@ class TwoSample:
     """Samples of each split, A and B together."""
 
 
-class Classifier(Trunk):
+class Classifier(nn.Module):
     """A bidirectional trunk and a logit per position; their sum over √L is that of the text."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.trunk = DiT(config, head=False)
         self.output_layer = nn.Sequential(
             LayerNorm(config.hidden),
             nn.Linear(config.hidden, config.hidden),
@@ -94,7 +95,8 @@ class Classifier(Trunk):
         read = None
         if count is not None:
             read = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
-        logits: Tensor = self.output_layer(self.trunk(tokens, attention_mask=read)).squeeze(-1)
+        x, mods = self.trunk.embed(tokens), self.trunk.modulations()
+        logits: Tensor = self.output_layer(self.trunk.trunk(x, mods, read)).squeeze(-1)
         if read is not None:
             logits = logits * read
         return logits.sum(1) / math.sqrt(tokens.shape[1])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from didi_instruct.distillation.watch import HALF
+from didi_instruct.distillation.watch import MOSTLY
 from didi_instruct.reproduce.items import Results
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measuring import QUALITY, quality_job
@@ -133,7 +133,7 @@ def learnt(rows: Iterable[Row]) -> list[str]:
         mostly = [
             f"{name} ({row[share]:.0%} of its steps)"
             for name, row in told.items()
-            if row.get(share, 0.0) > HALF
+            if row.get(share, 0.0) > MOSTLY
         ]
         if mostly:
             notes.append(f"The discriminator was mostly {words}: {'; '.join(mostly)}.")

@@ -12,7 +12,7 @@ from didi_instruct.api.shipped import shipped
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA
-from didi_instruct.models.build import count_parameters
+from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.costs import cost_of, model_of

@@ -15,9 +15,9 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import count_parameters
+from didi_instruct.models.checkpoint import is_ours, read_manifest
+from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.reading import recognise
-from didi_instruct.models.manifest import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.baselines import WAYS, budgets_of, sweep_of
 from didi_instruct.reproduce.equal_terms import WHOLE

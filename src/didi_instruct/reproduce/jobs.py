@@ -22,7 +22,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest
-from didi_instruct.models.manifest import is_ours
+from didi_instruct.models.checkpoint import is_ours
 
 VERSION, TRAINED = 4, 4
 """Raised where a function behind a job changes its numbers, so that old results are made again; and

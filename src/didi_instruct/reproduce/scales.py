@@ -11,7 +11,7 @@ from pathlib import Path
 from didi_instruct.api.shipped import find_shipped, shipped
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import is_ours, read_manifest
+from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import adopted
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.scale import Given, Scale, Training
@@ -136,7 +136,7 @@ def _toy(given: Given) -> Scale:
     )
 
 
-SMALL_STUDENT = ("train.eval_every=0", "train.compile=blocks", "watch.budgets=[]")
+SMALL_STUDENT = ("train.eval_every=0", "watch.budgets=[]")
 """Tables measure students: a quick look before and after took as long as a training."""
 SMALL_BANK = ("reference.rows=4096", "reference.steps=64")
 SMALL_AR = ("train.steps=3000",)
@@ -153,7 +153,6 @@ SMALL_ABLATION = (
     "train.log_every=20",
     "train.save_every=100",
     "train.eval_every=0",
-    "train.compile=blocks",  # runs of a minute
     "optim.lr=1e-4",
     "optim.beta2=0.98",
     "discriminator.lr=3e-5",
