@@ -16,8 +16,8 @@ from didi_instruct.api.private import publishable, without_paths
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import build_discriminator
+from didi_instruct.models.dit import build_model
 
 CONFIG = ModelConfig(layers=1, hidden=32, heads=2, cond_dim=8, length=32, vocab_size=65)
 PROVENANCE = {
@@ -51,7 +51,7 @@ def parsed(text):
 
 
 def test_a_saved_model_has_a_card_that_the_hub_reads(tmp_path):
-    model = make(PROVENANCE, discriminator=Discriminator(CONFIG))
+    model = make(PROVENANCE, discriminator=build_discriminator(CONFIG))
     model.save(tmp_path / "mine", license="apache-2.0")
     text = (tmp_path / "mine" / "README.md").read_text()
     matter, body = parsed(text)

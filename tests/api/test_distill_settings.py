@@ -14,8 +14,8 @@ from didi_instruct.config.parse import parse
 from didi_instruct.config.recipes import recipe_names
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.training.reporting import SilentReporter
 
 METHODS = get_args(Method)

@@ -18,11 +18,11 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation.task import Teacher
+from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.process.masking import LengthLaw, before_end
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World
@@ -170,18 +170,18 @@ def test_one_step_has_no_path_kl_to_its_own_law_of_texts(models):
 
     def judge(tokens):
         text = before_end(tokens, END)
-        window = torch.where(text, task.mask_id, tokens)
-        laws = task.teacher(window, torch.ones(len(tokens)), text).double()
+        window = torch.where(text, task.distillation.mask_id, tokens)
+        laws = task.distillation.teacher_log_probs(window, torch.ones(len(tokens)), text).double()
         own = laws.gather(1, tokens[text][:, None]).squeeze(1)
         total = LengthLaw(LENGTHS).log_prob(text.sum(1))
         return total.index_add(0, text.nonzero()[:, 0], own)
 
     object.__setattr__(test, "judge", judge)
-    found = test.measure(task.teacher)
+    found = test.measure(task.distillation.teacher_log_probs)
     assert found["path_kl_1"] == pytest.approx(0, abs=1e-5)
     assert found["path_kl_1_se"] == pytest.approx(0, abs=1e-5)
     assert test.start_log_prob.mean().item() < -1
-    drawn = test.draw(task.teacher, 1)
+    drawn = test.draw(task.distillation.teacher_log_probs, 1)
     tokens = before_end(drawn.tokens, END).sum().item()
     assert found["path_entropy_1"] == pytest.approx(-drawn.log_prob.sum().item() / tokens)
 
@@ -190,17 +190,17 @@ def test_four_grams_are_those_of_the_texts(models):
     """Ends would be alike: of 40 texts in windows of 12, and few are that long."""
     task, test = quick(models)
     grams = []
-    for row in test.draw(task.teacher, 1).tokens.tolist():
+    for row in test.draw(task.distillation.teacher_log_probs, 1).tokens.tolist():
         text = row[: row.index(END)] if END in row else row
         grams += [tuple(text[i : i + 4]) for i in range(len(text) - 3)]
-    found = test.measure(task.teacher)["unique_4gram_1"]
+    found = test.measure(task.distillation.teacher_log_probs)["unique_4gram_1"]
     assert found == pytest.approx(len(set(grams)) / len(grams))
 
 
 def test_watched_texts_are_those_that_the_model_writes(models):
     """Lengths and tokens of `draw` under the same seed, its log-probability of whole texts too."""
     task, test = quick(models)
-    drawn = test.draw(task.teacher, 1)
+    drawn = test.draw(task.distillation.teacher_log_probs, 1)
     model = didi.load(models / "teacher", device="cpu")
     samples = model.draw(40, steps=1, seed=mix(0, "quick"), sampler="ancestral")
     assert torch.equal(drawn.tokens, samples.tokens)
@@ -214,18 +214,20 @@ def test_the_judge_counts_lengths_as_the_samples_do(models):
     """
     task, test = quick(models)
     start = test.start[:1].expand(4000, -1).clone()
-    start[:, 0], start[:, 1:] = task.mask_id, END
+    start[:, 0], start[:, 1:] = task.distillation.mask_id, END
     object.__setattr__(test, "start", start)
-    object.__setattr__(test, "start_log_prob", task.starts.log_prob(start))
-    found = test.measure(task.teacher)
+    object.__setattr__(test, "start_log_prob", task.distillation.starts.log_prob(start))
+    found = test.measure(task.distillation.teacher_log_probs)
     assert abs(found["path_kl_1"]) < 5 * found["path_kl_1_se"]
     assert found["path_kl_1_se"] < 0.5
 
 
 def test_the_judge_sees_the_probability_of_the_lengths_too(models):
     task, test = quick(models)
-    drawn = test.draw(task.teacher, 1)
-    expected = drawn.log_prob + LengthLaw(LENGTHS).log_prob((test.start == task.mask_id).sum(1))
+    drawn = test.draw(task.distillation.teacher_log_probs, 1)
+    expected = drawn.log_prob + LengthLaw(LENGTHS).log_prob(
+        (test.start == task.distillation.mask_id).sum(1)
+    )
     assert torch.allclose(test._texts(drawn).log_prob, expected)
 
 

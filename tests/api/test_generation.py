@@ -12,8 +12,8 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import train_tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import build_discriminator
+from didi_instruct.models.dit import build_model
 
 TEXT = "once upon a time there was a small cat who liked to play in the garden every day"
 
@@ -32,7 +32,7 @@ def make(tokenizer, kind="mdlm", discriminator=False):
         schedule=ScheduleConfig(eps=1e-3),
     )  # fmt: skip
     network = add_noise(build_model(config))
-    guide = Discriminator(config) if discriminator else None
+    guide = build_discriminator(config) if discriminator else None
     return didi.Model(network, config, tokenizer, guide)
 
 

@@ -10,7 +10,7 @@ from didi_instruct.api import model as api
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.sampling import autoregressive
 
 

@@ -24,8 +24,8 @@ from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.evaluation.rows import METRICS as KNOWN
 from didi_instruct.evaluation.rows import Yardstick
 from didi_instruct.evaluation.samples import read_samples, write_samples
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 
 LANGUAGE = OracleLanguage.default()
 PLAN = Plan(steps=(2, 4), num=24)

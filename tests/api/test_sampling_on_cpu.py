@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
+from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser
 from tests.random_models import add_noise
 
 import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.models.build import build_model
-from didi_instruct.sampling.chain import PAD
-from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser
+from didi_instruct.models.dit import build_model
+from didi_instruct.sampling.state import PAD
 
 
 def make(**changes):

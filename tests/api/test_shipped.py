@@ -15,7 +15,7 @@ from didi_instruct.api.open import find, fingerprint
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.models.foreign import hub
 
 WORDS = Tokenizer.from_words([*(f"w{n}" for n in range(70)), "<|endoftext|>"])

@@ -3,32 +3,36 @@
 import pytest
 import torch
 
-from didi_instruct.benchmarking.distillation import NaiveDidiTask, distill_case
-from didi_instruct.distillation.didi import DidiTask
+from didi_instruct.benchmarking.distillation import (
+    NAIVE,
+    dense_path_score,
+    dense_rollout,
+    distill_case,
+)
+from didi_instruct.distillation.didi import make_pair, score_texts, update_student, write_texts
 
-from ..distillation.small import ALONE, Stream, make_task, small_network  # noqa: TID252
+from ..distillation.small import (  # noqa: TID252
+    ALONE,
+    Stream,
+    batch_of,
+    make_task,
+    small_network,
+)
 
 
-def both(**changes):
-    """The same settings and weights twice."""
-    data = Stream()
-    kinds = (DidiTask, NaiveDidiTask)
-    return [make_task(kind, "didi", changes, references=data.rows) for kind in kinds]
-
-
-def gradients(task, parts, advantage):
+def gradients(d, pairs, advantage, path_score):
     """What the student's turn logs, and the gradients it takes."""
     found = {}
-    update = task.updater.update
+    update = d.student.update
 
     def keep(step):
-        for name, p in task.student.network.named_parameters():
+        for name, p in d.student.network.named_parameters():
             if p.grad is not None:
                 found[name] = p.grad.clone()
         return update(step)
 
-    task.updater.update = keep
-    return task.teach_student(0, parts, advantage), found
+    d.student.update = keep
+    return update_student(d, 0, pairs, advantage, path_score), found
 
 
 @pytest.mark.parametrize(
@@ -42,26 +46,29 @@ def gradients(task, parts, advantage):
 )
 def test_losses_and_gradients_are_ours(didi):
     """On texts of our rollouts, all of which start from one state."""
-    tasks = both(didi=didi)
-    parts = [tasks[0].compare(1, 0, indices) for indices in tasks[0].parts()]
+    data = Stream()
+    ours, theirs = (make_task("didi", {"didi": didi}, references=data.rows) for _ in range(2))
+    pairs = [make_pair(ours.distillation, batch_of(ours, 1), write_texts)]
     advantage = torch.linspace(-2, 2, 12, dtype=torch.float64)
-    (ours, g_ours), (theirs, g_theirs) = (gradients(t, parts, advantage) for t in tasks)
-    assert set(ours) == set(theirs)
-    for name, value in ours.items():
-        torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-6)
-    assert set(g_ours) == set(g_theirs)
-    largest = max(float(g.abs().max()) for g in g_ours.values())
-    for name, gradient in g_ours.items():
-        torch.testing.assert_close(g_theirs[name], gradient, rtol=1e-3, atol=1e-5 * largest)
+    numbers, own = gradients(ours.distillation, pairs, advantage, score_texts)
+    dense, others = gradients(theirs.distillation, pairs, advantage, dense_path_score)
+    assert set(numbers) == set(dense)
+    for name, value in numbers.items():
+        torch.testing.assert_close(dense[name], value, rtol=1e-4, atol=1e-6)
+    assert set(own) == set(others)
+    largest = max(float(g.abs().max()) for g in own.values())
+    for name, gradient in own.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-5 * largest)
 
 
 def test_the_discriminator_learns_the_same():
-    ours, theirs = both()
-    parts = [ours.compare(1, 0, indices) for indices in ours.parts()]
-    numbers = [task.teach_discriminator(1, parts).numbers for task in (ours, theirs)]
-    assert numbers[0].keys() == numbers[1].keys()
-    for name, value in numbers[0].items():
-        torch.testing.assert_close(numbers[1][name], value)
+    data = Stream()
+    tasks = [make_task("didi", references=data.rows, **how) for how in ({}, NAIVE)]
+    pairs = [make_pair(tasks[0].distillation, batch_of(tasks[0], 1), write_texts)]
+    ours, theirs = (task.method.critic.update(1, pairs).metrics for task in tasks)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value)
 
 
 def test_texts_have_our_law():
@@ -69,10 +76,11 @@ def test_texts_have_our_law():
 
     Within 5 standard errors of the difference: three numbers, false alarm 2e-6.
     """
-    found = []
-    for task in both(didi={"rollout_steps": 2}, train={"batch_size": 6000, "micro_batch": 6000}):
-        texts = task.compare(1, 0, torch.arange(6000)).rollout
-        masks = texts.jumps[-1].where.sum(1)
+    changes = {"didi": {"rollout_steps": 2}, "train": {"batch_size": 6000, "micro_batch": 6000}}
+    task, found = make_task("didi", changes, references=Stream().rows), []
+    for student_texts in (write_texts, dense_rollout):
+        texts = make_pair(task.distillation, batch_of(task, 1), student_texts).rollout
+        masks = texts.jumps[-1].writes.sum(1)
         first = (texts.x[:, 0] == 0).double()
         found.append(torch.stack([texts.log_prob, masks.double(), first]))
     gap = (found[0].mean(1) - found[1].mean(1)).abs()
@@ -81,10 +89,11 @@ def test_texts_have_our_law():
     assert float(error.max() / found[0].std(1).max()) < 0.05
 
 
-def test_an_iteration_teaches_both_networks():
+@pytest.mark.parametrize("naive", [False, True])
+def test_an_iteration_teaches_both_networks(naive):
     """Whatever the discriminator thinks: a network that waits would be timed as a fast one."""
-    for kind in (DidiTask, NaiveDidiTask):
-        case = distill_case("x", kind, small_network(), 4, 8, ALONE, bf16=False, compile="off")
-        for _ in range(2):
-            numbers = case.run(0)
-            assert float(numbers["student_waits"]) == float(numbers["disc_waits"]) == 0
+    how = {"bf16": False, "compile": "off", "naive": naive}
+    case = distill_case("x", small_network(), 4, 8, ALONE, **how)
+    for _ in range(2):
+        numbers = case.run(0)
+        assert float(numbers["student_waits"]) == float(numbers["disc_waits"]) == 0

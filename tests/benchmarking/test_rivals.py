@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from didi_instruct.sampling.decoding import StaticDecoder
 
 from didi_instruct.benchmarking.apart import Apart
 from didi_instruct.benchmarking.report import make_rows
@@ -16,7 +17,6 @@ from didi_instruct.benchmarking.sampling import (
 from didi_instruct.benchmarking.timing import time_cases
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT
-from didi_instruct.sampling.decoding import StaticDecoder
 
 
 def shape(**changes):
@@ -79,11 +79,11 @@ def test_the_floor_runs_as_many_passes_as_there_are_steps(monkeypatch):
     network = DiT(shape()).eval()
     seen = []
     plain = network.trunk
-    monkeypatch.setattr(network, "trunk", lambda z, s: seen.append(z.shape) or plain(z, s))
+    monkeypatch.setattr(network, "trunk", lambda x, mods: seen.append(x.shape) or plain(x, mods))
     counts = [5]
     case = floor_case(network, torch.full((3, 12), 37), lambda: counts[0], fast=False)
     assert case.run(0) == 5
-    assert seen == [(3, 12)] * 5
+    assert seen == [(3, 12, 32)] * 5
     assert (case.name, case.batch, case.length, case.steps) == ("trunk", 3, 12, 5)
     counts[0] = 2  # what the sampler tells once it has run
     assert case.run(1) == 2

@@ -202,11 +202,11 @@ def test_guided_rows_need_a_discriminator(didi, model, tmp_path, drawn):
 
 def test_an_iteration_of_distillation_is_timed(didi, tmp_path):
     file = tmp_path / "b.json"
-    rivals = "blocks,plain,naive"
+    rivals = "plain,naive"
     code, _, err = didi("bench", *BARE, "--distill", "--against", rivals, "--json", file)
     assert code == 0, err
     rows = rows_of(file)
-    assert [row["name"] for row in rows] == ["small", "blocks", "plain", "naive"]
+    assert [row["name"] for row in rows] == ["small", "plain", "naive"]
     assert all(row["steps"] == TOGETHER and row["ratio_to_first"] > 0 for row in rows)
 
 
@@ -278,6 +278,7 @@ def test_a_sweep_keeps_what_it_has_where_the_next_is_too_large_to_be_built(name)
         ([*TINY, "--against", "no/such/model"], "no/such/model"),
         ([*BARE, "--distill", "--against", "ar"], "naive"),
         ([*BARE, "--distill", "--guided"], "leave out"),
+        ([*TINY, "--dtype", "float8"], "float8 was removed: use bfloat16"),
         ([*BARE, "--distill", "--dtype", "float8"], "use bfloat16"),
         ([*BARE, "--distill", "--sweep", "batch"], "leave out"),
         ([*TINY, "--distill"], "leave out --steps"),

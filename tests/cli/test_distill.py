@@ -16,8 +16,8 @@ from didi_instruct.api import distill_parts
 from didi_instruct.cli.distill import evaluation_line
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.training.loop import Outcome
 
 RECIPE = """
@@ -108,7 +108,15 @@ def test_a_student_of_any_method_is_sampled_as_the_last_line_says(didi, place, m
     ("settings", "message"),
     [
         (["optim.lr=1e30", "optim.clip=0"], "not a number at step 1"),
-        (["optim.lr=0.3", "watch.min_entropy=0.99", "train.steps=40"], "entropy collapse"),
+        (
+            [
+                "optim.lr=0.3",
+                "watch.min_entropy=0.99",
+                "discriminator.warmup=40",
+                "train.steps=150",
+            ],
+            "entropy collapse",
+        ),
     ],
 )
 def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(didi, place, settings, message):

@@ -26,8 +26,8 @@ from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.evaluation.token_judges import OracleJudge
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 
 CONTRACT = {
     "sampler", "steps", "nfe", "passes", "disc_calls", "temperature", "top_p", "num_samples",
@@ -407,8 +407,9 @@ JUDGED = ["--metrics", "ppl,entropy", "--judge"]
         (["--samples", "bad.txt"], "bad.txt: cannot be read"),
         (["words", "--device", "cuda:77x"], "not a device"),
         (["words", "--dtype", "int3"], "not a dtype"),
-        (["--samples", "head.jsonl", "--dtype", "float8"], "drawn already"),
-        (["words", "--dtype", "float8", "--metrics", "zero-shot"], "leave it out"),
+        (["words", "--dtype", "float8"], "float8 was removed: use bfloat16"),
+        (["--samples", "head.jsonl", "--dtype", "bfloat16"], "drawn already"),
+        (["words", "--dtype", "bfloat16", "--metrics", "zero-shot"], "leave it out"),
         (["words", "--frobnicate"], "frobnicate"),
     ],
 )

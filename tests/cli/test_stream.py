@@ -9,7 +9,7 @@ from rich.console import Console
 
 from didi_instruct.cli.stream import MASK, NEW_STYLE, TerminalStream, mask_text
 from didi_instruct.data.tokenizer import Tokenizer, train_tokenizer
-from didi_instruct.sampling.chain import PAD, Step
+from didi_instruct.sampling.state import PAD, Snapshot
 
 WORDS = Tokenizer.from_words(["a", "small", "cat", "sat", "<eos>"])
 MASK_ID, EOT = 5, 4
@@ -19,7 +19,7 @@ def step(index, row, new, steps=3):
     tokens = torch.tensor([row, row])
     revealed = torch.zeros_like(tokens, dtype=torch.bool)
     revealed[:, new] = True
-    return Step(index, steps, 1.0, tokens, revealed, revealed.double())
+    return Snapshot(index, steps, 1.0, tokens, revealed, revealed.double())
 
 
 def terminal(width=60, height=20):

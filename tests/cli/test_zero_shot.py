@@ -16,8 +16,8 @@ from didi_instruct.api import zeroshot as module
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 
 NAMES = ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"]
 SMALL = ["--metrics", "zero-shot", "--sequences", 6, "--draws", 2, "--out", "out"]

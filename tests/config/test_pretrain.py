@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.config.pretrain import ModelRecipe, PretrainConfig
 from didi_instruct.config.recipes import load_recipe, recipe_names
@@ -71,3 +72,11 @@ def test_an_override_of_a_recipe_is_checked_like_the_file():
         load_recipe(PretrainConfig, "oracle-teacher", ["optim.lrr=1"])
     with pytest.raises(UserError, match="Known: .*oracle-teacher"):
         load_recipe(PretrainConfig, "no-such-recipe")
+
+
+@pytest.mark.parametrize("kind", [PretrainConfig, DistillConfig])
+def test_a_value_that_was_removed_is_named(kind):
+    name = "oracle-teacher" if kind is PretrainConfig else "oracle-didi"
+    message = r"\.yaml: train\.compile=blocks was removed: leave it out\.$"
+    with pytest.raises(UserError, match=message):
+        load_recipe(kind, name, ["train.compile=blocks"])

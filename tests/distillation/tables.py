@@ -42,14 +42,17 @@ class TableNetwork(nn.Module):
         self.logits = nn.Parameter(logits.clone())
         self.config = SimpleNamespace(num_tokens=V)
 
-    def trunk(self, tokens, sigma, attended=None):
+    def embed(self, tokens, attended=None, mixture=None):
+        return tokens
+
+    def modulations(self, sigma=None):
+        return None
+
+    def trunk(self, tokens, mods=None, attended=None):
         return self.logits[state_index(tokens)]
 
-    def condition(self, sigma):
-        return torch.zeros(1, 1)
-
-    def head(self, hidden, condition, num):
-        return hidden[..., :num]
+    def head(self, hidden, mods=None):
+        return hidden
 
 
 def random_logits(seed, scale=1.0):

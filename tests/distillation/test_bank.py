@@ -190,13 +190,6 @@ def test_a_bank_of_other_settings_is_refused_and_kept(
     assert touched(tmp_path / "bank") == before
 
 
-def test_the_first_of_several_differences_is_named(tmp_path: Path) -> None:
-    draw_bank(tmp_path / "bank")
-    settings = replace(SETTINGS, teacher="0" * 64, steps=1, seed=0)
-    with pytest.raises(UserError, match="another teacher"):
-        draw_bank(tmp_path / "bank", settings)
-
-
 def test_a_folder_that_is_no_bank_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"not a teacher bank: .*`notes.txt`.* choose another"):
@@ -283,36 +276,6 @@ def test_a_damaged_shard_is_drawn_again(tmp_path: Path, damaged: bytes) -> None:
     assert drawn == list(range(8, 16))
     assert torch.equal(data.ordered(0, 20), Teacher().rows(0, 20))
     assert content(tmp_path) == before
-
-
-def test_a_missing_shard_is_drawn_again(tmp_path: Path) -> None:
-    draw_bank(tmp_path)
-    before = content(tmp_path)
-    (tmp_path / "rows-00000.npy").unlink()
-    assert drawn_for(tmp_path)[1] == list(range(8))
-    assert content(tmp_path) == before
-
-
-@pytest.mark.parametrize("rows", [1, 8, 10, 19])
-def test_fewer_rows_are_the_first_of_the_bank(tmp_path: Path, rows: int) -> None:
-    draw_bank(tmp_path)
-    before = touched(tmp_path)
-    data, drawn = drawn_for(tmp_path, replace(SETTINGS, rows=rows))
-    assert drawn == []
-    assert data.num_sequences == rows
-    assert torch.equal(data.ordered(0, 100), Teacher().rows(0, rows))
-    assert touched(tmp_path) == before
-
-
-@pytest.mark.parametrize("rows", [21, 24, 30])
-def test_more_rows_extend_the_bank(tmp_path: Path, rows: int) -> None:
-    more = replace(SETTINGS, rows=rows)
-    draw_bank(tmp_path / "whole", more)
-    draw_bank(tmp_path / "bank")
-    data, drawn = drawn_for(tmp_path / "bank", more)
-    assert drawn == list(range(16, rows))
-    assert torch.equal(data.ordered(0, 100), Teacher().rows(0, rows))
-    assert content(tmp_path / "bank") == content(tmp_path / "whole")
 
 
 def test_rows_of_full_shards_serve_a_longer_bank_and_a_shorter_one(tmp_path: Path) -> None:
@@ -458,18 +421,6 @@ def test_processes_draw_disjoint_shards_of_one_bank(
         assert (done[0], done[-1]) == (0, 35)
         assert {call[1] for call in calls[rank]} == {35}
     assert content(tmp_path / "bank") == content(tmp_path / "whole")
-
-
-def test_processes_resume_what_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_bank(tmp_path)
-    (tmp_path / "rows-00001.npy").unlink()
-    teachers = Teacher(), Teacher()
-    data = together(
-        monkeypatch,
-        lambda world: open_bank(tmp_path, SETTINGS, teachers[world.rank], TOKENIZER, world=world),
-    )
-    assert all(isinstance(each, TokenDataset) for each in data), data
-    assert [teacher.drawn for teacher in teachers] == [[], list(range(8, 16))]
 
 
 def test_every_process_refuses_so_that_none_waits(

@@ -10,32 +10,13 @@ from tests.pretend_gpu import GPU, on_gpu, pretended
 from tests.random_models import save_random
 
 from didi_instruct.api import distill as api
-from didi_instruct.distillation import critics
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.dimo import DiMOTask
-from didi_instruct.distillation.mixture import MixtureTask
-from didi_instruct.distillation.sdtt import SDTTTask
-from didi_instruct.distillation.token_matching import TokenMatchingTask
 from didi_instruct.training.distributed import World
 from didi_instruct.transfer import Later, sent
 
-from . import small, test_duo
 from .small import Stream, make_task
 from .test_windows import Documents, network
 
-KINDS = {
-    "didi": DidiTask,
-    "token-matching": TokenMatchingTask,
-    "sdtt": SDTTTask,
-    "dimo": DiMOTask,
-    "mixture": MixtureTask,
-}
 PLAIN = {"precision": "fp32", "compile": "off"}
-SMALL = {
-    "sdtt": {"steps": 16, "iterations": 3},
-    "dimo": {"warmup": 0, "aux_lr": 1e-3},
-    "mixture": {"codes": 3, "budgets": [2, 4], "learning": 2},
-}
 TEXTS = ["full", "prompts", "windows", "prompts in windows"]
 LAST = {"rollout_steps": 4, "score_steps": "last"}
 COMPLETED = {"token_matching": {"contexts": 3, "completion": 0.5}}
@@ -57,25 +38,15 @@ def gpu(monkeypatch):
         yield mode
 
 
-@pytest.fixture(autouse=True)
-def _world(monkeypatch, gpu):
-    """Tasks are on the GPU, and draw one batch before they learn."""
-    for module in (small, test_duo):
-        monkeypatch.setattr(module, "ALONE", World(GPU))
-    monkeypatch.setattr(critics, "ENOUGH_TEXTS", 1)
-
-
 def task_of(method, changes, texts="full", **options):
     """A task of texts that are of full length, continue prompts, have windows of their own."""
-    changes = SMALL | changes
-    changes["train"] = {"log_every": 2, **PLAIN, **changes.get("train", {})}
-    changes["train"] |= {"steps": 3} if method == "sdtt" else {}
+    changes = changes | {"train": {"log_every": 2, **PLAIN, **changes.get("train", {})}}
     if "windows" in texts:
         options |= {"teacher": network(0), "student": network(1)}
     if "prompts" in texts:
         changes |= {"prompt": 3, "data": {"source": "stream"}}
         options |= {"data": Documents() if "windows" in texts else Stream()}
-    return make_task(KINDS[method], method, changes, **options)
+    return make_task(method, changes, world=World(GPU), **options)
 
 
 def iterate(gpu, task):
@@ -158,7 +129,10 @@ def test_weights_gradients_and_copies_are_where_their_network_is(gpu):
 @pytest.mark.parametrize("changes", DIDI.values(), ids=DIDI)
 @pytest.mark.parametrize("texts", TEXTS)
 def test_an_iteration_of_didi_waits_once(gpu, changes, texts):
-    """For the discriminator's accuracy, logged or not, if texts to take prompts of are here."""
+    """For the discriminator's accuracy, logged or not, if texts to take prompts of are here.
+
+    The variety at the start is tracked in all of them, and waits for nothing.
+    """
     references = {"prompts": Stream().rows, "prompts in windows": Documents().rows}.get(texts)
     for waits in iterate(gpu, task_of("didi", changes, texts, references=references)):
         assert len(waits) == 1, waits
@@ -179,7 +153,7 @@ def test_no_method_mixes_anything(gpu, method, texts):
 
 
 def test_duo_mixes_nothing(gpu):
-    iterate(gpu, test_duo.make_task(**PLAIN))
+    iterate(gpu, task_of("duo", {}))
 
 
 # A whole run

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.distillation.discriminating import smooth_bce
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.distillation.losses import smooth_bce
+from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.process.schedule import LogLinear
 
 from .tables import (
@@ -65,7 +65,7 @@ def trained(text_law, *, time_conditioning, steps=500, lr=1e-2):
         time_conditioning=time_conditioning,
         learned_positions=True,
     )
-    discriminator = Discriminator(config).train()
+    discriminator = build_discriminator(config).train()
     optimizer = torch.optim.Adam(discriminator.parameters(), lr=lr, betas=(0.9, 0.99))
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 50) * (1 - step / steps)

@@ -7,14 +7,13 @@ import torch
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.distillation.duo import DuoTask
-from didi_instruct.distillation.monitor import Totals
-from didi_instruct.distillation.task import Teacher
+from didi_instruct.distillation.duo import draw_times
+from didi_instruct.distillation.losses import divergence
 from didi_instruct.errors import UserError
-from didi_instruct.process.divergences import divergence
 from didi_instruct.process.uniform import gaussian_to_discrete, marginal
 
-from .small import ALONE, Stream, largest_difference, moved, small_network, weights
+from . import small
+from .small import batch_of, moved, small_network, weights
 
 V = 3
 
@@ -40,25 +39,17 @@ class OneText:
     ordered = rows
 
 
-def make_task(duo=None, *, data=None, student=None, teacher=None, **train):
-    values = {
-        "method": "duo",
-        "data": {"source": "oracle"},
-        "duo": {"steps": 8, "iterations": 2} | (duo or {}),
+def task_of(duo=None, *, data=None, student=None, teacher=None, **train):
+    changes = {
+        "duo": duo or {},
         "optim": {"lr": 1e-2, "schedule": "constant"},
-        "train": {"steps": 6, "batch_size": 12, "ema": 0.5} | train,
+        "train": {"ema": 0.5} | train,
     }
-    data = data or Stream()
-    size = {"length": data.length, "num_tokens": data.num_tokens}
-    return DuoTask(
-        parse(DistillConfig, values, where="test"),
-        Teacher(
-            network=teacher or uniform_network(0, **size), tokenizer=None, fingerprint="teacher"
-        ),
-        student or uniform_network(1, **size),
-        ALONE,
-        data=data,
-    )
+    options = {} if data is None else {"data": data}
+    if data is not None:
+        shape = {"length": data.length, "num_tokens": data.num_tokens}
+        teacher, student = uniform_network(0, **shape), uniform_network(1, **shape)
+    return small.make_task("duo", changes, teacher=teacher, student=student, **options)
 
 
 def pairs(x, alpha_t, alpha_s):
@@ -79,9 +70,9 @@ def enumerated(task, text, alpha_t, alpha_s, kind):
             chance *= p
         z_t, z_s = (torch.tensor([[step[k] for step in path]]) for k in (1, 2))
         everywhere = torch.ones_like(z_t, dtype=torch.bool)
-        t, s = (task.schedule.time(torch.tensor([a])) for a in (alpha_t, alpha_s))
-        log_p = task.student_rows(z_t, t, everywhere)
-        target = task.target_rows(z_s, s, everywhere)
+        t, s = (task.distillation.schedule.time(torch.tensor([a])) for a in (alpha_t, alpha_s))
+        log_p = task.distillation.student.replica.log_probs(z_t, t, everywhere)
+        target = task.method.target.replica.log_probs(z_s, s, everywhere)
         value = divergence(kind, target, log_p).mean().item()
         mean, square = mean + chance * value, square + chance * value**2
     return mean, (square - mean**2) ** 0.5
@@ -92,11 +83,13 @@ def enumerated(task, text, alpha_t, alpha_s, kind):
 def test_the_loss_is_the_enumerated_expectation(kind, clock):
     """Paths of one noise over two positions; 5 errors of 20,000 texts: false alarm 6e-7."""
     text, count, t, delta = (2, 0), 20_000, 0.7, 0.25
-    task = make_task(
-        {"kl": kind, "clock": clock, "gamma": [-3.0, 2.0]}, data=OneText(text), batch_size=count
+    task = task_of(
+        {"kl": kind, "clock": clock, "gamma": [-3.0, 2.0]},
+        data=OneText(text),
+        batch_size=count,
     )
     if clock == "schedule":
-        alpha_t, alpha_s = (task.schedule.alpha(at).item() for at in (t, t - delta))
+        alpha_t, alpha_s = (task.distillation.schedule.alpha(at).item() for at in (t, t - delta))
     else:
         # gamma = -3 + 5 t, the log of sigma_tilde^2 / alpha_tilde^2
         tilde = [(1 + torch.tensor(-3 + 5 * at).double().exp()) ** -0.5 for at in (t, t - delta)]
@@ -104,7 +97,7 @@ def test_the_loss_is_the_enumerated_expectation(kind, clock):
     mean, deviation = enumerated(task, text, alpha_t, alpha_s, kind)
     with torch.no_grad():
         times = torch.full((count,), t, dtype=torch.float64)
-        found = task._loss(0, torch.arange(count), times, delta, Totals(), sync=True)
+        found, _ = task.method.loss(batch_of(task), times, delta)
     assert abs(found.item() - mean) < 5 * deviation / count**0.5
     assert deviation > 1e-3
 
@@ -148,20 +141,21 @@ def test_the_mean_target_is_sharper_than_the_denoiser_it_replaces():
 
 @pytest.mark.parametrize("target", ["average", "student"])
 def test_a_round_ends_with_the_student_as_target_and_twice_the_step(target):
-    task = make_task({"target": target})
-    teacher, deltas = weights(task.teacher_host.network), []
+    task = task_of({"target": target})
+    d, held_by = task.distillation, task.method.target.network
+    teacher, deltas = weights(d.teacher.network), []
     for step in range(6):
-        before = weights(task.student.network)
-        average = {name: tensor.clone() for name, tensor in task.updater.ema.shadow.items()}
-        held = weights(task.target.network)
+        before = weights(d.student.network)
+        average = {name: t.clone() for name, t in d.student.updater.ema.shadow.items()}
+        held = weights(held_by)
         deltas.append(task.step(step)["delta"].item())
-        now = weights(task.target.network)
+        now = weights(held_by)
         later = {"average": average, "student": before}[target]
         expected = held if step % 2 or step == 0 else later
         assert all(torch.equal(now[name], expected[name]) for name in now), step
-        assert moved(before, task.student.network) == set(before)
+        assert moved(before, d.student.network) == set(before)
     assert deltas == [1 / 8, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2]
-    assert not moved(teacher, task.teacher_host.network)
+    assert not moved(teacher, d.teacher.network)
 
 
 def test_later_rounds_compare_states_that_are_twice_as_far_apart():
@@ -170,22 +164,22 @@ def test_later_rounds_compare_states_that_are_twice_as_far_apart():
     The loss at a given Δ is the enumerated one (above). The first iteration of a round is not
     compared, since the target changes within it.
     """
-    task, read = make_task(), []
-    rows = task.target_rows
+    task, read = task_of(), []
+    replica = task.method.target.replica
+    log_probs = replica.log_probs
 
     def spy(z, s, where):
         read.append(s)
-        return rows(z, s, where)
+        return log_probs(z, s, where)
 
-    task.target_rows = spy
-    everyone = torch.arange(12)
+    replica.log_probs = spy
     for step in range(6):
         delta = 2 ** (step // 2) / 8
-        t = task._times(step, delta)
+        t = draw_times(task.distillation, step, delta)
         with torch.no_grad():
             right, wrong = (
-                task._loss(step, everyone, t, d, Totals(), sync=True).item()
-                for d in (delta, 1 / 8 if step > 1 else 1 / 4)
+                task.method.loss(batch_of(task, step), t, each)[0].item()
+                for each in (delta, 1 / 8 if step > 1 else 1 / 4)
             )
         read.clear()
         loss = task.step(step)["loss"].item()
@@ -197,15 +191,15 @@ def test_later_rounds_compare_states_that_are_twice_as_far_apart():
 
 def test_times_leave_room_for_the_step():
     """From Δ to 1, stratified; a share Δ stands at 1, where samplers begin."""
-    task = make_task(batch_size=400)
-    t = task._times(0, 0.25)
+    task = task_of(batch_size=400)
+    t = draw_times(task.distillation, 0, 0.25)
     assert float(t.min()) >= 0.25
     assert float(t.max()) == 1
     assert int((t == 1).sum()) == pytest.approx(100, abs=1)
     inside = t[t < 1].sort().values
     expected = 0.25 + (torch.arange(len(inside)) + 0.5) / 400
     assert (inside - expected).abs().max() <= 1 / 400
-    assert not torch.equal(task._times(1, 0.25), t)
+    assert not torch.equal(draw_times(task.distillation, 1, 0.25), t)
 
 
 def test_a_student_that_agrees_has_nothing_to_learn():
@@ -215,42 +209,17 @@ def test_a_student_that_agrees_has_nothing_to_learn():
         constant.output_layer.linear.weight.zero_()
     same = uniform_network(0, length=8, num_tokens=5)
     same.load_state_dict(constant.state_dict())
-    task = make_task(teacher=constant, student=same)
+    task = task_of(teacher=constant, student=same)
     numbers = task.step(0)
     assert numbers["loss"].item() == pytest.approx(0, abs=1e-7)
     assert numbers["grad_norm"].item() == pytest.approx(0, abs=1e-6)
     assert numbers["entropy"].item() == pytest.approx(numbers["target_entropy"].item())
 
 
-@pytest.mark.parametrize("micro_batch", [1, 5])
-def test_parts_change_nothing(micro_batch):
-    """Over a round's end: the same losses up to the order of additions."""
-    whole, parts = make_task(), make_task(micro_batch=micro_batch)
-    for step in range(4):
-        a, b = whole.step(step), parts.step(step)
-        torch.testing.assert_close(a["loss"], b["loss"], atol=1e-6, rtol=1e-5)
-    networks = [[t.student.network, t.target.network] for t in (whole, parts)]
-    assert largest_difference(*networks) < 1e-3
-
-
-def test_what_changes_is_in_the_checkpoint():
-    """All of student, average, moments and target: another task filled with it goes on alike."""
-    one, another = make_task(), make_task(student=uniform_network(2, length=8, num_tokens=5))
-    for step in range(3):
-        one.step(step)
-    another.prepare_to_load()
-    for name, tensor in another.tensors().items():
-        tensor.copy_(one.tensors()[name])
-    for step in (3, 4):
-        a, b = one.step(step), another.step(step)
-        assert all(torch.equal(a[name], b[name]) for name in a)
-    assert largest_difference([one.target.network], [another.target.network]) == 0
-
-
 def test_a_student_of_another_shape_is_refused():
     student = small_network(1, kind="duo", vocab_size=5, length=8, time_conditioning=True, layers=1)
     with pytest.raises(UserError, match="another shape than the teacher"):
-        make_task(student=student)
+        task_of(student=student)
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,31 @@ import pytest
 import torch
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
-from didi_instruct.distillation.mixture import MixtureTask, add_masks
+from didi_instruct.distillation.mixture import (
+    add_masks,
+    code_log_probs,
+    component_loss,
+    draw_codes,
+    make_part,
+)
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import interleaved_turns, with_code
 
-from .small import Stream, make_task, moved, small_network, weights
+from .small import Stream, batch_of, make_task, small_network
 
 CODES = 3
 
 
 def task_of(mixture=None, changes=None, **options):
-    settings = {"codes": CODES, "budgets": [2, 4], "learning": 2} | (mixture or {})
-    return make_task(MixtureTask, "mixture", {"mixture": settings} | (changes or {}), **options)
+    return make_task("mixture", {"mixture": mixture or {}} | (changes or {}), **options)
 
 
-def gradients(task):
-    return {n: p.grad.clone() for n, p in task.student.network.named_parameters()}
+def part_of(task, step=0):
+    return make_part(task.distillation, batch_of(task, step))
+
+
+def gradients(network):
+    return {name: p.grad.clone() for name, p in network.named_parameters()}
 
 
 # Masks
@@ -48,7 +57,7 @@ def test_the_spread_is_measured_in_deviations_of_the_embeddings():
 
 def test_a_student_keeps_the_masks_it_has():
     student = add_masks(small_network(1), CODES, seed=0, spread=1.0)
-    assert task_of(student=student).student.network is student
+    assert task_of(student=student).distillation.student.network is student
     with pytest.raises(UserError, match="mixture.codes is 2, but the student has 3 masks"):
         task_of({"codes": 2}, student=student)
 
@@ -62,7 +71,7 @@ def test_texts_are_masked_as_before_a_step_and_the_step_reveals_the_rest(prompt)
     data = Stream()
     changes = {"prompt": prompt, "data": {"source": "stream"}, "train": {"batch_size": 2000}}
     task = task_of({}, changes, data=data, references=data.rows)
-    part = task.part(0, torch.arange(2000))
+    part = part_of(task)
     assert torch.equal(part.x, data.rows(0, 2000))
     hidden = part.z == 5
     assert torch.equal(part.z[~hidden], part.x[~hidden])
@@ -86,10 +95,11 @@ def test_texts_are_masked_as_before_a_step_and_the_step_reveals_the_rest(prompt)
 def test_streams_reveal_in_their_turn():
     """States and steps are those of the plan; every text is before a step of its budget."""
     task = task_of({"budgets": [4, 8]}, {"order": "streams", "train": {"batch_size": 64}})
-    part = task.part(0, torch.arange(64))
-    plans = [interleaved_turns(torch.ones(1, task.length, dtype=torch.bool), n)[0] for n in (4, 8)]
+    part = part_of(task)
+    everywhere = torch.ones(1, task.distillation.length, dtype=torch.bool)
+    plans = [interleaved_turns(everywhere, n)[0] for n in (4, 8)]
     for z, revealed in zip(part.z, part.revealed, strict=True):
-        masked = z == task.mask_id
+        masked = z == 5
         fits = [
             torch.equal(masked, plan >= n) and torch.equal(revealed, plan == n)
             for plan in plans
@@ -100,24 +110,13 @@ def test_streams_reveal_in_their_turn():
 
 def test_a_share_of_the_texts_may_keep_the_random_order():
     streams = {"order": "streams", "train": {"batch_size": 64}}
-    parts = {
-        share: task_of({"random": share}, streams).part(0, torch.arange(64))
-        for share in (0.0, 0.5, 1.0)
-    }
-    plain = task_of({}, {"train": {"batch_size": 64}}).part(0, torch.arange(64))
+    parts = {share: part_of(task_of({"random": share}, streams)) for share in (0.0, 0.5, 1.0)}
+    plain = part_of(task_of({}, {"train": {"batch_size": 64}}))
     assert torch.equal(parts[1.0].z, plain.z)
     assert torch.equal(parts[1.0].revealed, plain.revealed)
     kept = (parts[0.5].z == parts[0.0].z).all(1)
     assert 10 < int(kept.sum()) < 54
     assert torch.equal(parts[0.5].z[~kept], plain.z[~kept])
-
-
-def test_every_text_is_read_once():
-    data = Stream()
-    task = task_of({}, {"train": {"micro_batch": 4}}, references=data.rows)
-    for step in range(2):
-        task.step(step)
-    assert [i for asked in data.asked for i in asked] == list(range(2 * 12))
 
 
 # The gradient
@@ -128,57 +127,35 @@ def test_the_expected_gradient_is_that_of_the_mixture():
 
     One text, so that the posterior is one number per code.
     """
-    data = Stream()
-    task = task_of({}, {"train": {"batch_size": 1}}, references=data.rows)
-    task.student.network.double()
-    part = next(p for p in (task.part(step, torch.arange(1)) for step in range(9)) if p.t < 1)
+    task = task_of({}, {"train": {"batch_size": 1}}, references=Stream().rows)
+    d, network = task.distillation, task.distillation.student.network.double()
+    part = next(p for p in (part_of(task, step) for step in range(9)) if p.t < 1)
     count = part.revealed.sum().double()
-    posterior = task.log_likelihoods(part).softmax(1)[0]
+    posterior = code_log_probs(d, part).softmax(1)[0]
     assert posterior.max() < 0.99, "the codes differ, but none is certain"
     expected = {}
     for code in range(CODES):
-        task.updater.optimizer.zero_grad(set_to_none=True)
-        task._loss(part, torch.tensor([[code]]), count, sync=True)
-        for name, value in gradients(task).items():
+        d.student.drop_gradients()
+        component_loss(d, part, torch.tensor([[code]]), count, sync=True).backward()
+        for name, value in gradients(network).items():
             expected[name] = expected.get(name, 0) + posterior[code] * value
-    task.updater.optimizer.zero_grad(set_to_none=True)
-    network, sigma = task.student.network, task.schedule.sigma(part.t)
+    d.student.drop_gradients()
     each = []
     for code in range(CODES):
-        log_p = network(with_code(part.z, task.mask_id, code), sigma).log_softmax(-1)
+        log_p = network(with_code(part.z, 5, code), d.schedule.sigma(part.t)).log_softmax(-1)
         own = log_p.gather(-1, part.x[..., None]).squeeze(-1)
         each.append((own * part.revealed).sum())
     (-torch.stack(each).logsumexp(0) / count).backward()
-    for name, value in gradients(task).items():
+    for name, value in gradients(network).items():
         assert torch.allclose(value, expected[name], atol=1e-6), name
 
 
 def test_codes_are_drawn_from_their_posterior():
     """Chi-square of 20,000 draws from one posterior."""
-    task = task_of({"learning": 1}, {"train": {"batch_size": 20_000}})
+    task = task_of({}, {"train": {"batch_size": 20_000}})
     each = torch.tensor([[0.3, -1.2, 0.9]], dtype=torch.float64).expand(20_000, -1)
-    codes = task._posterior_codes(each, task.noise(0, 0, torch.arange(20_000)))
+    codes = draw_codes(each, batch_of(task).noise, 1)
     assert p_value(codes.flatten(), each[0].softmax(0)) > FALSE_ALARM
-
-
-def test_passes_share_a_batch_as_they_like():
-    """Numbers and gradients do not depend on how many texts fit into a pass."""
-    data = Stream()
-    tasks = [task_of({}, {"train": {"micro_batch": n}}, references=data.rows) for n in (12, 4)]
-    one, other = (task.step(0) for task in tasks)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].item() == pytest.approx(other[name].item(), rel=1e-4), name
-    assert "path_entropy" not in one, "nothing is drawn, so nothing can collapse"
-
-
-def test_all_of_the_student_learns_and_nothing_else():
-    task = task_of()
-    before, teacher = weights(task.student.network), weights(task.teacher_host.network)
-    task.step(0)
-    assert moved(before, task.student.network) == before.keys()
-    assert not moved(teacher, task.teacher_host.network)
-    assert task.tensors().keys() == {f"student/{n}" for n in task.updater.tensors()}
 
 
 # That it works
@@ -202,11 +179,3 @@ def test_two_codes_learn_what_independent_tokens_cannot_say():
     losses = [8 * task.step(step)["loss"].item() for step in range(300)]
     assert losses[0] > 4
     assert losses[-1] == pytest.approx(math.log(2), abs=0.1)
-
-
-def test_other_methods_do_not_know_several_masks():
-    from didi_instruct.distillation.didi import DidiTask
-
-    student = add_masks(small_network(1), CODES, seed=0, spread=1.0)
-    with pytest.raises(UserError, match="has 3 masks, which didi does not know"):
-        make_task(DidiTask, "didi", {}, student=student)

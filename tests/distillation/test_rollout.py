@@ -11,23 +11,25 @@ import torch
 from tests.sampling.enumeration import FALSE_ALARM, all_states, index, p_value
 
 from didi_instruct.config.pretrain import TrainConfig
-from didi_instruct.distillation.hosting import Host, rows_of
+from didi_instruct.distillation.losses import score_path
+from didi_instruct.distillation.replica import Replica
 from didi_instruct.distillation.rollout import (
     Jump,
     Noise,
+    as_denoiser,
     draw_from,
-    draw_jump,
-    revealed_between,
-    revealed_shares,
+    jump_step,
     rollout,
+    texts_from,
     walk,
 )
-from didi_instruct.distillation.scoring import score
 from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
-from didi_instruct.sampling import chain
-from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.categorical import draw, restrict
-from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling import draw as draws
+from didi_instruct.sampling.ancestral import ancestral, plain
+from didi_instruct.sampling.denoiser import function_denoiser
+from didi_instruct.sampling.draw import DrawOptions, restrict
+from didi_instruct.sampling.draw import invert as draw
+from didi_instruct.sampling.state import Canvas
 
 from .small import ALONE, Table, law_of, small_network
 
@@ -36,6 +38,12 @@ V = L = 3
 MASKS = torch.full((1, L), V)
 SCHEDULES = [LogLinear(0.0), LogLinear(0.2), Cosine(0.0)]
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+
+
+def draw_jump(log_probs, jump, numbers):
+    """Tokens and log-probabilities of a jump, as a rollout draws them."""
+    texts = texts_from(jump.z[jump.state], V)
+    return plain(as_denoiser(log_probs))(texts, jump_step(jump, 0, numbers))
 
 
 def share(schedule, s, t=1.0):
@@ -71,8 +79,8 @@ def path_log_prob(table, jumps, x):
     """Log-probability of all drawn tokens, text by text and position by position."""
     total = [0.0] * len(x)
     for jump in jumps:
-        log_p = table(jump.z[jump.owner], jump.t[jump.owner])
-        for text, position in jump.where.nonzero().tolist():
+        log_p = table(jump.z[jump.state], jump.t[jump.state])
+        for text, position in jump.writes.nonzero().tolist():
             total[text] += float(log_p[text, position, x[text, position]])
     return torch.tensor(total, dtype=torch.float64)
 
@@ -85,8 +93,9 @@ def test_a_walk_has_the_law_of_ancestral_sampling(schedule):
     """Both follow the enumerated law of two steps over all 27 texts."""
     table, n = Table(), 20_000
     law = texts_of(law_of(table, MASKS[0], [1.0, 0.5], [share(schedule, 0.5), 1.0]))
-    way = walk(table.rows, schedule, MASKS, zeros(n), times_of(n, 1, 0.5, 0), noise_of(n), V)
-    samples = ancestral(table, schedule, Canvas.blank(n, L, V), steps=2, settings=Draw(seed=1))
+    way = walk(table.log_probs, schedule, MASKS, zeros(n), times_of(n, 1, 0.5, 0), noise_of(n), V)
+    denoiser, settings = function_denoiser(table, V), DrawOptions(seed=1)
+    samples = ancestral(denoiser, schedule, Canvas.blank(n, L, V), steps=2, settings=settings)
     assert p_value(index(way.z, V), law) > FALSE_ALARM
     assert p_value(index(samples.tokens, V), law) > FALSE_ALARM
 
@@ -97,14 +106,14 @@ def test_a_walk_that_stops_on_its_way_has_the_law_of_its_state(schedule):
     table, n, times = Table(seed=1), 20_000, [1.0, 0.8, 0.5, 0.2]
     chances = [share(schedule, s, t) for t, s in itertools.pairwise(times)]
     law = law_of(table, MASKS[0], times[:-1], chances)
-    way = walk(table.rows, schedule, MASKS, zeros(n), times_of(n, *times), noise_of(n, 3), V)
+    way = walk(table.log_probs, schedule, MASKS, zeros(n), times_of(n, *times), noise_of(n, 3), V)
     assert p_value(index(way.z, V + 1), law) > FALSE_ALARM
 
 
 def test_a_walk_knows_the_probability_of_its_tokens():
     table, n = Table(), 50
     times = times_of(n, 1, 0.6, 0.3, 0)
-    way = walk(table.rows, LogLinear(0.0), MASKS, zeros(n), times, noise_of(n), V)
+    way = walk(table.log_probs, LogLinear(0.0), MASKS, zeros(n), times, noise_of(n), V)
     expected = path_log_prob(table, way.jumps, way.z)
     torch.testing.assert_close(way.log_prob, expected, rtol=0, atol=1e-12)
 
@@ -113,15 +122,21 @@ def test_jumps_tell_where_each_token_was_drawn():
     """Every position once, from a state in which it was masked, at the step's time."""
     table, n = Table(), 200
     way = walk(
-        table.rows, LogLinear(0.0), MASKS, zeros(n), times_of(n, 1, 0.6, 0.3, 0), noise_of(n), V
+        table.log_probs,
+        LogLinear(0.0),
+        MASKS,
+        zeros(n),
+        times_of(n, 1, 0.6, 0.3, 0),
+        noise_of(n),
+        V,
     )
-    assert torch.equal(sum(j.where.int() for j in way.jumps), torch.ones(n, L).int())
+    assert torch.equal(sum(j.writes.int() for j in way.jumps), torch.ones(n, L).int())
     z = MASKS.expand(n, L)
     for jump, t in zip(way.jumps, [1.0, 0.6, 0.3], strict=True):
-        assert torch.equal(jump.z[jump.owner], z)
-        assert bool((z[jump.where] == V).all())
+        assert torch.equal(jump.z[jump.state], z)
+        assert bool((z[jump.writes] == V).all())
         assert torch.equal(jump.t, torch.full_like(jump.t, t))
-        z = torch.where(jump.where, way.z, z)
+        z = torch.where(jump.writes, way.z, z)
     assert len(way.jumps[0].z) == 1
 
 
@@ -130,24 +145,13 @@ def test_a_walk_that_stands_still_takes_no_step():
     table, n = Table(), 20_000
     times = times_of(n, 1, 0.5, 0.5, 0).clone()
     times[::2, 2] = 0.25
-    way = walk(table.rows, LogLinear(0.0), MASKS, zeros(n), times, noise_of(n, 4), V)
-    assert not way.jumps[1].where[1::2].any()
-    assert way.jumps[1].where[::2].any()
+    way = walk(table.log_probs, LogLinear(0.0), MASKS, zeros(n), times, noise_of(n, 4), V)
+    assert not way.jumps[1].writes[1::2].any()
+    assert way.jumps[1].writes[::2].any()
     still = texts_of(law_of(table, MASKS[0], [1.0, 0.5], [0.5, 1.0]))
     goes_on = texts_of(law_of(table, MASKS[0], [1.0, 0.5, 0.25], [0.5, 0.5, 1.0]))
     assert p_value(index(way.z[1::2], V), still) > FALSE_ALARM
     assert p_value(index(way.z[::2], V), goes_on) > FALSE_ALARM
-
-
-def test_shares_run_from_zero_to_one_and_cut_the_order():
-    times = times_of(2, 1, 0.5, 0)
-    for schedule in SCHEDULES:
-        low, middle, high = revealed_shares(schedule, times)[0].tolist()
-        assert (low, high) == (0.0, 1.0)
-        assert middle == pytest.approx(share(schedule, 0.5))
-    order = torch.tensor([[0.0, 0.5, 0.9]])
-    cut = revealed_between(order, torch.tensor([0.0]), torch.tensor([0.5]))
-    assert cut.tolist() == [[True, False, False]]
 
 
 # Rollouts
@@ -161,11 +165,11 @@ def test_a_rollout_follows_its_enumerated_law(schedule, steps):
     times = torch.linspace(1, tau, steps + 1, dtype=torch.float64).tolist()
     chances = [share(schedule, s, t) for t, s in itertools.pairwise(times)]
     result = rollout(
-        table.rows, schedule, MASKS, zeros(n), tau_of(n, tau), noise_of(n, 5), V, steps=steps
+        table.log_probs, schedule, MASKS, zeros(n), tau_of(n, tau), noise_of(n, 5), V, steps=steps
     )
     before = law_of(table, MASKS[0], times[:-1], chances)
     after = texts_of(law_of(table, MASKS[0], times, [*chances, 1.0]))
-    z_tau = result.jumps[-1].z[result.jumps[-1].owner]
+    z_tau = result.jumps[-1].z[result.jumps[-1].state]
     assert len(result.jumps) == steps + 1
     assert p_value(index(z_tau, V + 1), before) > FALSE_ALARM
     assert p_value(index(result.x, V), after) > FALSE_ALARM
@@ -173,7 +177,7 @@ def test_a_rollout_follows_its_enumerated_law(schedule, steps):
 
 def test_without_tau_a_rollout_is_one_step():
     table, n = Table(), 20_000
-    result = rollout(table.rows, LogLinear(0.0), MASKS, zeros(n), None, noise_of(n), V)
+    result = rollout(table.log_probs, LogLinear(0.0), MASKS, zeros(n), None, noise_of(n), V)
     law = texts_of(law_of(table, MASKS[0], [1.0], [1.0]))
     assert p_value(index(result.x, V), law) > FALSE_ALARM
     assert len(result.jumps) == len(table.calls) == 1
@@ -182,30 +186,30 @@ def test_without_tau_a_rollout_is_one_step():
 
 @pytest.mark.parametrize("steps", [None, 1, 2])
 def test_the_log_probability_is_that_of_the_path(steps):
-    """Against a loop over the table, and through `score`, which rounds the laws to float32."""
+    """Against a loop over the table, and through `score_path`, which rounds the laws to float32."""
     table, n, schedule = Table(), 60, LogLinear(1e-9)
     tau = None if steps is None else tau_of(n, 0.6)
     result = rollout(
-        table.rows, schedule, MASKS, zeros(n), tau, noise_of(n, 2), V, steps=steps or 1
+        table.log_probs, schedule, MASKS, zeros(n), tau, noise_of(n, 2), V, steps=steps or 1
     )
     expected = path_log_prob(table, result.jumps, result.x)
     torch.testing.assert_close(result.log_prob, expected, rtol=0, atol=1e-12)
-    scores = score(table, schedule, result.jumps, result.x, [None] * len(result.jumps))
-    torch.testing.assert_close(scores["log_prob"], expected, rtol=0, atol=1e-5)
+    scores = score_path(table, schedule, result.jumps, result.x, [None] * len(result.jumps))
+    torch.testing.assert_close(scores.log_prob, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("timed", [False, True])
 @torch.no_grad()
 def test_a_network_scores_its_own_draws_as_it_drew_them(timed):
-    """What a hosted network reports on the way, and what `score` recomputes: float32 apart."""
+    """What a network reports on the way, and what `score_path` recomputes: float32 apart."""
     network = small_network(3, time_conditioning=timed)
     schedule = make_schedule(network.config.schedule)
-    rows = rows_of(Host(network, TrainConfig(), ALONE), schedule)
+    denoiser = Replica(network, TrainConfig(), ALONE).log_probs
     tau = torch.linspace(0.05, 0.95, 20, dtype=torch.float64)
     masks = torch.full((1, 8), 5)
-    result = rollout(rows, schedule, masks, zeros(20), tau, noise_of(20), 5, steps=2)
-    scores = score(network, schedule, result.jumps, result.x, [None] * 3)
-    torch.testing.assert_close(scores["log_prob"], result.log_prob, rtol=1e-6, atol=1e-6)
+    result = rollout(denoiser, schedule, masks, zeros(20), tau, noise_of(20), 5, steps=2)
+    scores = score_path(network, schedule, result.jumps, result.x, [None] * 3)
+    torch.testing.assert_close(scores.log_prob, result.log_prob, rtol=1e-6, atol=1e-6)
     assert (result.log_prob < -1).all()
 
 
@@ -215,21 +219,11 @@ def test_a_position_stays_masked_with_the_chance_of_the_process(schedule, steps)
     """(1 - α_τ) / (1 - α_1) of 60,000 coins within 4.5 standard errors: false alarm 7e-6."""
     table, n, tau = Table(), 20_000, 0.3
     result = rollout(
-        table.rows, schedule, MASKS, zeros(n), tau_of(n, tau), noise_of(n, 6), V, steps=steps
+        table.log_probs, schedule, MASKS, zeros(n), tau_of(n, tau), noise_of(n, 6), V, steps=steps
     )
     chance = float((1 - schedule.alpha(tau)) / (1 - schedule.alpha(1.0)))
-    masked = (result.jumps[-1].z[result.jumps[-1].owner] == V).double().mean().item()
+    masked = (result.jumps[-1].z[result.jumps[-1].state] == V).double().mean().item()
     assert abs(masked - chance) < 4.5 * (chance * (1 - chance) / (n * L)) ** 0.5
-
-
-def test_every_text_has_the_tau_it_was_given():
-    """Half of the texts stop late, half early: each half has the law of its own τ."""
-    table, n = Table(), 20_000
-    tau = torch.where(torch.arange(n) % 2 == 0, 0.2, 0.7).double()
-    result = rollout(table.rows, LogLinear(0.0), MASKS, zeros(n), tau, noise_of(n, 7), V)
-    for half, t in enumerate((0.2, 0.7)):
-        law = texts_of(law_of(table, MASKS[0], [1.0, t], [1 - t, 1.0]))
-        assert p_value(index(result.x[half::2], V), law) > FALSE_ALARM
 
 
 @pytest.mark.parametrize(
@@ -243,7 +237,7 @@ def test_in_streams_a_rollout_stops_on_the_path(tau, turns):
     """
     table, n = Table(seed=2), 20_000
     result = rollout(
-        table.rows, LogLinear(0.0), MASKS, zeros(n), tau_of(n, tau), noise_of(n, 5), V,
+        table.log_probs, LogLinear(0.0), MASKS, zeros(n), tau_of(n, tau), noise_of(n, 5), V,
         steps=3, order="streams",
     )  # fmt: skip
     law = torch.zeros(V**L, dtype=torch.float64)
@@ -268,14 +262,21 @@ def test_a_shared_group_stands_at_one_state_and_jumps_apart():
     table, groups, tau = Table(seed=4), 20_000, 0.6
     n = 2 * groups
     result = rollout(
-        table.rows, LogLinear(0.0), MASKS, zeros(n), tau_of(n, tau), noise_of(n, 8), V, shared=2
+        table.log_probs,
+        LogLinear(0.0),
+        MASKS,
+        zeros(n),
+        tau_of(n, tau),
+        noise_of(n, 8),
+        V,
+        shared=2,
     )
     last = result.jumps[-1]
     assert last.z.shape == (groups, L)
-    assert torch.equal(last.owner, torch.arange(n) // 2)
-    assert torch.equal(last.where, (last.z == V)[last.owner])
-    kept = ~last.where
-    assert torch.equal(result.x[kept], last.z[last.owner][kept])
+    assert torch.equal(last.state, torch.arange(n) // 2)
+    assert torch.equal(last.writes, (last.z == V)[last.state])
+    kept = ~last.writes
+    assert torch.equal(result.x[kept], last.z[last.state][kept])
     law = law_of(table, MASKS[0], [1.0], [1 - tau])
     assert p_value(index(last.z, V + 1), law) > FALSE_ALARM
     finish = torch.stack([texts_of(law_of(table, z, [tau], [1.0])) for z in all_states(V + 1, L)])
@@ -287,7 +288,7 @@ def test_a_shared_group_stands_at_one_state_and_jumps_apart():
 def test_a_shared_group_reports_the_probability_of_the_whole_path():
     table, n = Table(), 24
     result = rollout(
-        table.rows, LogLinear(0.0), MASKS, zeros(n), tau_of(n, 0.5), noise_of(n), V, shared=4
+        table.log_probs, LogLinear(0.0), MASKS, zeros(n), tau_of(n, 0.5), noise_of(n), V, shared=4
     )
     first, last = result.jumps
     before = path_log_prob(table, [first], last.z)
@@ -310,24 +311,24 @@ def random_jump(seed, states=5, texts=11):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_jumps_equal_a_dense_loop(seed):
-    """`needed`, `places` and the draws, each against text after text, position after position."""
+    """`reads`, `row_index` and the draws, each against text after text, position after position."""
     table = Table(seed=seed)
     jump, numbers = random_jump(seed)
-    needed = torch.zeros_like(jump.needed)
-    for text, position in jump.where.nonzero().tolist():
-        needed[jump.owner[text], position] = True
-    assert torch.equal(jump.needed, needed)
-    for selected in (needed, jump.z == V, torch.ones_like(needed)):
+    reads = torch.zeros_like(jump.reads)
+    for text, position in jump.writes.nonzero().tolist():
+        reads[jump.state[text], position] = True
+    assert torch.equal(jump.reads, reads)
+    for selected in (reads, jump.z == V, torch.ones_like(reads)):
         cells = selected.nonzero().tolist()
-        expected = [cells.index([int(jump.owner[b]), i]) for b, i in jump.where.nonzero().tolist()]
-        assert jump.places(selected).tolist() == expected
-    dense = table(jump.z[jump.owner], jump.t[jump.owner])
+        expected = [cells.index([int(jump.state[b]), i]) for b, i in jump.writes.nonzero().tolist()]
+        assert jump.row_index(selected).tolist() == expected
+    dense = table(jump.z[jump.state], jump.t[jump.state])
     tokens, log_p = [], []
-    for text, position in jump.where.nonzero().tolist():
+    for text, position in jump.writes.nonzero().tolist():
         law = restrict(dense[text, position][None])
         tokens.append(int(draw(law, numbers[text, position][None])))
         log_p.append(float(law[0, tokens[-1]]))
-    drawn, reported = draw_jump(table.rows, jump, numbers)
+    drawn, reported = draw_jump(table.log_probs, jump, numbers)
     assert drawn.tolist() == tokens
     torch.testing.assert_close(reported, torch.tensor(log_p).double(), rtol=0, atol=1e-6)
     everywhere = table(jump.z, jump.t)[jump.z == V]
@@ -337,27 +338,29 @@ def test_jumps_equal_a_dense_loop(seed):
 @pytest.mark.parametrize("elements", [1, 7, 20])
 def test_laws_made_in_pieces_are_the_same(monkeypatch, elements):
     table, (jump, numbers) = Table(), random_jump(0, texts=30)
-    whole = draw_jump(table.rows, jump, numbers)
-    monkeypatch.setattr(chain, "PART_ELEMENTS", elements)
-    for one, other in zip(whole, draw_jump(table.rows, jump, numbers), strict=True):
+    whole = draw_jump(table.log_probs, jump, numbers)
+    monkeypatch.setattr(draws, "LAW_ELEMENTS", elements)
+    for one, other in zip(whole, draw_jump(table.log_probs, jump, numbers), strict=True):
         assert torch.equal(one, other)
 
 
 def test_states_from_which_nothing_is_drawn_are_not_read():
     table, (jump, numbers) = Table(), random_jump(1)
-    draw_jump(table.rows, jump, numbers)
+    draw_jump(table.log_probs, jump, numbers)
     ((z, t, where),) = table.calls
-    active = jump.needed.any(1)
+    active = jump.reads.any(1)
     assert 0 < active.sum() < len(active)
     assert torch.equal(z, jump.z[active])
     assert torch.equal(t, jump.t[active])
-    assert torch.equal(where, jump.needed[active])
+    assert torch.equal(where, jump.reads[active])
 
 
 def test_a_step_that_reveals_nothing_still_reads_one_state():
     """Each step is one call, on all processes of a sharded network; nothing is written."""
     table, n = Table(), 5
-    way = walk(table.rows, LogLinear(0.0), MASKS, zeros(n), times_of(n, 1, 1, 1, 1), noise_of(n), V)
+    way = walk(
+        table.log_probs, LogLinear(0.0), MASKS, zeros(n), times_of(n, 1, 1, 1, 1), noise_of(n), V
+    )
     assert torch.equal(way.z, MASKS.expand(n, L))
     assert torch.equal(way.log_prob, torch.zeros(n).double())
     assert len(table.calls) == 3
@@ -373,7 +376,14 @@ def test_a_rollout_calls_its_denoiser_once_per_step(steps, tau):
     """Even if z_τ is text already, or nothing was revealed on the way to it."""
     table, n = Table(), 6
     result = rollout(
-        table.rows, LogLinear(0.0), MASKS, zeros(n), tau_of(n, tau), noise_of(n), V, steps=steps
+        table.log_probs,
+        LogLinear(0.0),
+        MASKS,
+        zeros(n),
+        tau_of(n, tau),
+        noise_of(n),
+        V,
+        steps=steps,
     )
     assert len(table.calls) == len(result.jumps) == steps + 1
     assert bool((result.x < V).all())
@@ -390,7 +400,7 @@ def test_prompts_stay_and_condition_the_rest():
     start = torch.tensor([[0, V, V], [V, 2, V], [1, V, 0]])
     owner = torch.arange(3).repeat_interleave(each)
     result = rollout(
-        table.rows, Cosine(0.0), start, owner, tau_of(3 * each, 0.5), noise_of(3 * each, 9), V
+        table.log_probs, Cosine(0.0), start, owner, tau_of(3 * each, 0.5), noise_of(3 * each, 9), V
     )
     given = (start != V)[owner]
     assert torch.equal(result.x[given], start[owner][given])
@@ -400,17 +410,6 @@ def test_prompts_stay_and_condition_the_rest():
     for prompt in range(3):
         law = texts_of(law_of(table, start[prompt], [1.0, 0.5], [chance, 1.0]))
         assert p_value(index(result.x[owner == prompt], V), law) > FALSE_ALARM
-
-
-def test_members_of_a_shared_group_have_one_prompt():
-    table = Table()
-    start = torch.tensor([[0, V, V], [1, V, V]])
-    owner = torch.tensor([0, 0, 0, 1, 1, 1])
-    result = rollout(
-        table.rows, LogLinear(0.0), start, owner, tau_of(6, 0.5), noise_of(6), V, shared=3
-    )
-    assert result.x[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
-    assert result.jumps[-1].z[:, 0].tolist() == [0, 1]
 
 
 # Parts
@@ -429,7 +428,7 @@ def test_a_text_does_not_depend_on_the_others_of_its_part(shared, prompts):
             own, owner = start[indices[::3] // 3], torch.arange(len(indices)) // 3
         noise = Noise(seed, indices)
         return rollout(
-            table.rows, Cosine(0.1), own, owner, tau[indices], noise, V, steps=2, shared=shared
+            table.log_probs, Cosine(0.1), own, owner, tau[indices], noise, V, steps=2, shared=shared
         )
 
     whole = part(torch.arange(n))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
+from didi_instruct.distillation.losses import score_path
 from didi_instruct.distillation.rollout import Jump, Noise, rollout
-from didi_instruct.distillation.scoring import score
 from didi_instruct.process.schedule import make_schedule
 
 from .small import Table, small_network
@@ -42,8 +42,10 @@ def drawn(network, *, shared=1, prompts=False):
 
 def dense(jump):
     """The same jump with a copy of its state for every text."""
-    copies = torch.arange(len(jump.owner))
-    return Jump(jump.z[jump.owner], jump.t[jump.owner], copies, jump.where, jump.masked[jump.owner])
+    copies = torch.arange(len(jump.state))
+    return Jump(
+        jump.z[jump.state], jump.t[jump.state], copies, jump.writes, jump.masked[jump.state]
+    )
 
 
 @torch.no_grad()
@@ -54,13 +56,13 @@ def laws_of(teacher, schedule, jumps):
 
 
 def scores_and_gradients(network, schedule, jumps, x, laws):
-    """All that `score` gives, and the gradient of a random mixture of it."""
+    """All that `score_path` gives, and the gradient of a random mixture of it."""
     network.zero_grad()
-    scores = score(network, schedule, jumps, x, laws, "jeffreys")
+    scores = score_path(network, schedule, jumps, x, laws, "jeffreys")
     generator = torch.Generator().manual_seed(8)
     mixture = sum(
         (torch.randn(TEXTS, generator=generator, dtype=torch.float64) * values).sum()
-        for values in scores.values()
+        for values in scores
     )
     mixture.backward()
     return scores, {n: p.grad.clone() for n, p in network.named_parameters()}
@@ -68,8 +70,8 @@ def scores_and_gradients(network, schedule, jumps, x, laws):
 
 def assert_same(ours, theirs):
     scores, gradients = ours
-    for name, values in theirs[0].items():
-        torch.testing.assert_close(scores[name], values, rtol=1e-6, atol=1e-6)
+    for one, other in zip(scores, theirs[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     for name, gradient in theirs[1].items():
         scale = float(gradient.abs().max())
         assert scale > 0, name
@@ -98,11 +100,11 @@ def test_all_masks_read_once_give_the_dense_gradient(timed, with_laws):
         assert_same(ours, theirs)
     else:
         ours, theirs = (
-            score(network, schedule, jumps, result.x, [None, None])
+            score_path(network, schedule, jumps, result.x, [None, None])
             for jumps in (result.jumps, copies)
         )
-        torch.testing.assert_close(ours["log_prob"], theirs["log_prob"], rtol=1e-6, atol=1e-6)
-        assert not ours["kl"].any()
+        torch.testing.assert_close(ours.log_prob, theirs.log_prob, rtol=1e-6, atol=1e-6)
+        assert not ours.kl.any()
 
 
 @timed
@@ -144,7 +146,7 @@ def test_scores_are_those_computed_by_hand(timed, kind, prompts):
     network, teacher = double_network(1, timed), double_network(2, timed)
     result, schedule = drawn(network, prompts=prompts)
     laws = laws_of(teacher, schedule, result.jumps)
-    scores = score(network, schedule, result.jumps, result.x, laws, kind)
+    scores = score_path(network, schedule, result.jumps, result.x, laws, kind)
     z_tau = result.jumps[1].z
     for text in range(TEXTS):
         start = torch.where(result.written[text], MASK, result.x[text])
@@ -163,10 +165,10 @@ def test_scores_are_those_computed_by_hand(timed, kind, prompts):
             if masked.any():
                 kl += float(kl_divergence(*pair)[masked].mean())
                 entropy += float(student.entropy()[masked].mean()) / 2
-        assert scores["log_prob"][text].item() == pytest.approx(log_prob, rel=1e-6, abs=1e-5)
-        assert scores["kl"][text].item() == pytest.approx(kl, rel=1e-5)
-        assert scores["entropy"][text].item() == pytest.approx(entropy, rel=1e-5)
-    torch.testing.assert_close(scores["log_prob"], result.log_prob, rtol=1e-6, atol=1e-5)
+        assert scores.log_prob[text].item() == pytest.approx(log_prob, rel=1e-6, abs=1e-5)
+        assert scores.kl[text].item() == pytest.approx(kl, rel=1e-5)
+        assert scores.entropy[text].item() == pytest.approx(entropy, rel=1e-5)
+    torch.testing.assert_close(scores.log_prob, result.log_prob, rtol=1e-6, atol=1e-5)
 
 
 def test_a_state_without_masks_scores_nothing():
@@ -177,9 +179,9 @@ def test_a_state_without_masks_scores_nothing():
     nothing = torch.zeros(2, L, dtype=torch.bool)
     jump = Jump(x, torch.full((2,), 0.1).double(), torch.arange(2), nothing, x == MASK)
     for law in (None, torch.zeros(0, V)):
-        scores = score(network, schedule, [jump], x, [law])
-        assert all(values.tolist() == [0.0, 0.0] for values in scores.values())
-        scores["log_prob"].sum().backward()
+        scores = score_path(network, schedule, [jump], x, [law])
+        assert all(values.tolist() == [0.0, 0.0] for values in scores)
+        scores.log_prob.sum().backward()
 
 
 def test_scores_of_random_jumps_equal_a_loop_over_the_table():
@@ -191,8 +193,8 @@ def test_scores_of_random_jumps_equal_a_loop_over_the_table():
     owner = torch.randint(6, (20,), generator=generator)
     where = (torch.rand(20, 3, generator=generator) < 0.5) & (z == 3)[owner]
     x = torch.randint(3, (20, 3), generator=generator)
-    scores = score(table, schedule, [Jump(z, t, owner, where, z == 3)], x, [None])
+    scores = score_path(table, schedule, [Jump(z, t, owner, where, z == 3)], x, [None])
     log_p = table(z, t)
     for text in range(20):
         expected = sum(float(log_p[owner[text], i, x[text, i]]) for i in where[text].nonzero())
-        assert scores["log_prob"][text].item() == pytest.approx(expected, abs=1e-5)
+        assert scores.log_prob[text].item() == pytest.approx(expected, abs=1e-5)

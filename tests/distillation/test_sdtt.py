@@ -13,13 +13,12 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.mixture import add_masks
 from didi_instruct.distillation.sdtt import (
     SMALLEST,
     Part,
-    SDTTTask,
     distance,
     first_chance,
+    make_part,
     teacher_times,
     two_step_target,
 )
@@ -27,20 +26,30 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import Cosine, LogLinear
 
-from .small import Stream, largest_difference, make_task, moved, settings, small_network, weights
+from .small import (
+    Stream,
+    batch_of,
+    largest_difference,
+    make_task,
+    moved,
+    settings,
+    small_network,
+    weights,
+)
 
 LANGUAGE = OracleLanguage.tiny()
 V, L, MASK = 3, 4, 3
 
 
 def task_of(sdtt=None, changes=None, **options):
-    sdtt = {"steps": 16, "iterations": 2} | (sdtt or {})
-    changes = {"train": {"steps": 6}} | (changes or {})
-    changes["train"] = {"steps": 6} | changes["train"]
-    return make_task(SDTTTask, "sdtt", {"sdtt": sdtt} | changes, **options)
+    return make_task("sdtt", {"sdtt": sdtt or {}} | (changes or {}), **options)
 
 
-def exact_rows(z, t, where):
+def part_of(task, step=0):
+    return make_part(task.distillation, batch_of(task, step), task.method.dt(step))
+
+
+def exact_log_probs(z, t, where):
     return LANGUAGE.denoiser(z)[where]
 
 
@@ -53,7 +62,7 @@ def oracle_task(batch, grid="even", steps=4, rounds=1):
         {"train": {"steps": rounds, "batch_size": batch}},
         teacher=small_network(0, **shape),
         student=small_network(1, **shape),
-        rows=exact_rows,
+        log_probs=exact_log_probs,
         references=lambda start, count: texts[start % batch : start % batch + count],
     )
 
@@ -98,17 +107,17 @@ def test_the_expected_target_is_that_of_all_two_step_paths():
     z has the stated false-alarm rate for all 12 means together, which are of some 4,000 texts.
     """
     task, dt = oracle_task(20_000), 0.25
-    part = task.part(0, torch.arange(20_000))
+    part = part_of(task)
     blank = (part.z == MASK).all(1)
     part = Part(
         part.z[blank],
         part.t[blank],
         tuple(t[blank] for t in part.times),
         part.first[blank],
-        part.numbers[blank],
+        part.uniforms[blank],
     )
     expected = enumerated(torch.full((L,), MASK), (dt / part.t).clamp(max=1))
-    target = two_step_target(exact_rows, part, MASK).view(-1, L, V)
+    target = two_step_target(exact_log_probs, part, MASK).view(-1, L, V)
     excess = target - expected
     error = excess.std(0) / math.sqrt(len(excess))
     limit = norm.isf(FALSE_ALARM / 2 / (L * V))
@@ -132,7 +141,7 @@ def test_every_path_leaves_the_laws_of_its_steps():
             numbers[row, i] = middle[i, then[i]]
     t = torch.full((len(found),), 0.5, dtype=torch.float64)
     part = Part(z.expand(len(found), -1), t, (t, t), first, numbers)
-    target = two_step_target(exact_rows, part, MASK).view(len(found), -1, V)
+    target = two_step_target(exact_log_probs, part, MASK).view(len(found), -1, V)
     assert len(found) == 64
     for row, (chosen, then, _) in enumerate(found):
         assert torch.allclose(target[row], left_behind(z, chosen, then)), chosen
@@ -156,9 +165,9 @@ def test_nothing_is_read_for_what_is_not_revealed():
 
     def rows(z, t, where):
         calls.append((z, t, where))
-        return exact_rows(z, t, where)
+        return exact_log_probs(z, t, where)
 
-    part = task.part(0, torch.arange(64))
+    part = part_of(task)
     two_step_target(rows, part, MASK)
     active = part.first.any(1)
     assert 0 < active.sum() < 64
@@ -197,7 +206,7 @@ def test_the_first_step_reveals_its_share_of_the_masks(grid, number):
     grid is refused, and so is the dt of another round.
     """
     task = oracle_task(20_000, grid, steps=32, rounds=3)
-    part = task.part(number, torch.arange(20_000))
+    part = part_of(task, number)
     masked, t = part.z == MASK, part.t[:, None].expand(-1, L)
 
     def surprise(grid, dt):
@@ -221,11 +230,11 @@ def test_texts_are_masked_to_their_times():
     Five standard errors, in each of five bins: a false alarm has a chance of 3e-6.
     """
     task = oracle_task(20_000)
-    task.schedule = Cosine(0.0)
-    part = task.part(0, torch.arange(20_000))
+    task.distillation.schedule = Cosine(0.0)
+    part = part_of(task)
     for low in torch.arange(0, 1, 0.2):
         here = (part.t >= low) & (part.t < low + 0.2)
-        expected = 1 - task.schedule.alpha(part.t[here]).mean()
+        expected = 1 - task.distillation.schedule.alpha(part.t[here]).mean()
         share = (part.z[here] == MASK).double().mean()
         assert abs(share - expected) < 5 * math.sqrt(0.25 / (here.sum() * L))
 
@@ -262,10 +271,10 @@ def test_the_loss_of_an_iteration_is_the_mean_distance_at_masks(kind, told):
         student=small_network(1, time_conditioning=told),
         references=data.rows,
     )
-    part = task.part(0, torch.arange(12))
+    part = part_of(task)
     assert (part.times[1] < part.t).all()
-    target = two_step_target(task.teacher, part, 5)
-    log_p = task.student_rows(part.z, part.t, part.z == 5)
+    target = two_step_target(task.distillation.teacher_log_probs, part, 5)
+    log_p = task.distillation.student.replica.log_probs(part.z, part.t, part.z == 5)
     expected = distance(kind, target, log_p).mean().item()
     assert task.step(0)["loss"].item() == pytest.approx(expected, rel=1e-5)
 
@@ -275,58 +284,35 @@ def test_the_loss_of_an_iteration_is_the_mean_distance_at_masks(kind, told):
 
 def test_the_student_becomes_the_teacher_and_steps_double():
     """In the first round the teacher is the teacher; then the student of the round before."""
-    data = Stream()
-    task = task_of(references=data.rows)
-    original, begin = weights(task.teacher_host.network), weights(task.student.network)
-    assert largest_difference([task.before.network], [task.student.network]) == 0
+    task = task_of(references=Stream().rows)
+    d, before = task.distillation, task.method.before.network
+    original, begin = weights(d.teacher.network), weights(d.student.network)
+    assert largest_difference([before], [d.student.network]) == 0
     seen = []
     for step in range(6):
-        taught = weights(task.student.network)
-        seen.append((task.dt(step), task.step(step)["student_steps"].item()))
+        taught = weights(d.student.network)
+        seen.append((task.method.dt(step), task.step(step)["student_steps"].item()))
         if step % 2 == 0:
             last = begin if step == 0 else taught
-        assert not moved(last, task.before.network), step
-        assert moved(taught, task.student.network) == taught.keys()
+        assert not moved(last, before), step
+        assert moved(taught, d.student.network) == taught.keys()
     assert seen == [(1 / 16, 8)] * 2 + [(1 / 8, 4)] * 2 + [(1 / 4, 2)] * 2
-    assert not moved(original, task.teacher_host.network), "judges need it as it was"
+    assert not moved(original, d.teacher.network), "judges need it as it was"
 
 
 def test_who_teaches():
     """A round's loss is that of the target of its own teacher."""
-    data = Stream()
-    task = task_of(references=data.rows)
+    task = task_of(references=Stream().rows)
+    d = task.distillation
     for step in range(4):
-        part = task.part(step, torch.arange(12))
-        rows = [task.teacher, task.student_rows][step // 2]
         if step % 2 == 0:
-            target = two_step_target(rows, part, 5)
-            log_p = task.student_rows(part.z, part.t, part.z == 5)
+            part, student = part_of(task, step), d.student.replica.log_probs
+            target = two_step_target([d.teacher_log_probs, student][step // 2], part, 5)
+            log_p = student(part.z, part.t, part.z == 5)
             expected = distance("backward", target, log_p).mean().item()
         loss = task.step(step)["loss"].item()
         if step % 2 == 0:
             assert loss == pytest.approx(expected, rel=1e-5), step
-
-
-@pytest.mark.parametrize("saved", [2, 3, 4])
-def test_resuming_is_exact_at_the_end_of_a_round_and_within(saved):
-    data = Stream()
-    through = task_of(references=data.rows)
-    numbers = []
-    for step in range(6):
-        if step == saved:
-            state = {name: t.clone() for name, t in through.tensors().items()}
-        numbers.append(through.step(step))
-    other = task_of(student=small_network(7), references=data.rows)
-    other.prepare_to_load()
-    assert other.tensors().keys() == state.keys()
-    with torch.no_grad():
-        for name, tensor in other.tensors().items():
-            tensor.copy_(state[name])
-    for step in range(saved, 6):
-        again = other.step(step)
-        assert all(torch.equal(again[n], numbers[step][n]) for n in again)
-    ours = through.tensors()
-    assert all(torch.equal(t, ours[name]) for name, t in other.tensors().items())
 
 
 def test_the_optimizer_goes_on_through_rounds():
@@ -338,28 +324,7 @@ def test_the_optimizer_goes_on_through_rounds():
     assert all(int(t) == 4 for t in counts)
 
 
-# Parts, windows, what does not fit
-
-
-def test_passes_share_a_batch_as_they_like():
-    data = Stream()
-    found = []
-    for size in (12, 5):
-        task = task_of(changes={"train": {"micro_batch": size}}, references=data.rows)
-        found.append([task.step(step) for step in range(3)])
-    for one, other in zip(*found, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert one[name].item() == pytest.approx(other[name].item(), rel=1e-4), name
-    assert "path_entropy" not in one, "the student draws nothing, so nothing can collapse"
-
-
-def test_every_text_is_read_once():
-    data = Stream()
-    task = task_of(changes={"train": {"micro_batch": 4}}, references=data.rows)
-    for step in range(3):
-        task.step(step)
-    assert [i for asked in data.asked for i in asked] == list(range(3 * 12))
+# Windows, what does not fit
 
 
 @pytest.mark.parametrize("given", ["data", "online"])
@@ -376,8 +341,8 @@ def test_ends_and_prompts_are_never_masked(given, prompt):
         references=data.rows if given == "data" else None,
     )
     for step in range(3):
-        part = task.part(step, torch.arange(12))
-        x = task.references(12 * step, 12)
+        part = part_of(task, step)
+        x = task.distillation.references(12 * step, 12)
         written = before_end(x, 0) & (torch.arange(8) >= prompt)
         assert torch.equal(part.z[~written], x[~written])
         assert not ((part.z == 5) & ~written).any()
@@ -394,12 +359,6 @@ def test_rounds_are_whole_and_not_too_many():
         settings("sdtt", {"sdtt": {"steps": 1}})
     with pytest.raises(UserError, match="name it with --set data.source"):
         parse(DistillConfig, {"method": "sdtt", "reference": {"source": "data"}}, where="test")
-
-
-def test_a_student_with_several_masks_is_refused():
-    student = add_masks(small_network(1), 3, seed=0, spread=1.0)
-    with pytest.raises(UserError, match="has 3 masks, which sdtt does not know"):
-        task_of(student=student)
 
 
 def test_the_papers_schedule():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from didi_instruct.distillation import terms as module
-from didi_instruct.distillation.terms import terms
+from didi_instruct.distillation import losses as module
+from didi_instruct.distillation.losses import terms
 from didi_instruct.models import compile as fused
 from didi_instruct.models.layers import NEVER
 

@@ -1,8 +1,9 @@
 """Theorem 3.1 by enumeration: the policy gradient is the gradient of the integral KL.
 
 One side is autograd through enumerated marginals, q_ν(z, t) = Σ_x p_ν(x) Q_t(z | x). The other is
-the expectation of what `didi` computes: `score` on every path that a rollout may take, `rewards` of
-the exact log-ratio, `DidiTask.weight`. Nothing is sampled; tolerances are for float64 rounding.
+the expectation of what `didi` computes: `score_path` on every path that a rollout may take,
+`rewards` of the exact log-ratio, `time_weight`. Nothing is sampled; tolerances are for float64
+rounding.
 """
 
 import itertools
@@ -16,10 +17,9 @@ from scipy import stats
 
 from didi_instruct.config.didi import DidiConfig
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.rewards import advantages, rewards
+from didi_instruct.distillation.didi import time_weight
+from didi_instruct.distillation.losses import advantages, rewards, score_path
 from didi_instruct.distillation.rollout import Jump, revealed_shares
-from didi_instruct.distillation.scoring import score
 from didi_instruct.process.schedule import Cosine, LogLinear
 
 from .tables import (
@@ -46,7 +46,7 @@ PIS = [(1, 1), (2, 5), (5, 2)]
 
 @pytest.fixture
 def _float64(monkeypatch):
-    """`score` works in float32, where an identity could be checked to 1e-6 at best."""
+    """`score_path` works in float32, where an identity could be checked to 1e-6 at best."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -98,7 +98,7 @@ def all_paths(schedule, tau, steps):
 def scored_paths(student, schedule, tau, steps):
     """Texts of all paths, their log-probability with its gradient, and the paths' law."""
     jumps, x, order = all_paths(schedule, tau, steps)
-    log_prob = score(student, schedule, jumps, x, [None] * len(jumps))["log_prob"]
+    log_prob = score_path(student, schedule, jumps, x, [None] * len(jumps)).log_prob
     return x, log_prob, (order * log_prob.exp()).detach()
 
 
@@ -122,10 +122,10 @@ def estimator(logits, schedule, t, weights, tau=1.0, steps=0):
     return torch.autograd.grad(loss, student.logits)[0]
 
 
-def task_weight(schedule, t, **settings):
-    """w(t) as the task has it."""
+def weight_of(schedule, t, **settings):
+    """w(t) as the student's loss has it."""
     config = DistillConfig(didi=DidiConfig(**settings))
-    return DidiTask.weight(SimpleNamespace(config=config, schedule=schedule), t)
+    return time_weight(SimpleNamespace(config=config, schedule=schedule), t)
 
 
 def assert_same(actual, expected, tolerance=1e-9):
@@ -152,7 +152,7 @@ def test_one_step_gradient_at_every_time(pi, omega, importance, t):
     t = times(t)
     density = torch.from_numpy(stats.beta(*pi).pdf(t))
     target = torch.ones(1) if omega == "constant" else 1 / t.clamp(min=0.05)
-    weight = task_weight(SCHEDULE, t, pi=pi, omega=omega, importance_weighting=importance)
+    weight = weight_of(SCHEDULE, t, pi=pi, omega=omega, importance_weighting=importance)
     logits = random_logits(1)
     actual = estimator(logits, SCHEDULE, t, density * weight)
     target = target if importance else target * density
@@ -174,7 +174,7 @@ def test_one_step_gradient_of_the_integral(pi, omega, schedule):
     edges = (1 - (math.pi * torch.linspace(0, 1, 2001, dtype=torch.float64)).cos()) / 2
     t = (edges[1:] + edges[:-1]) / 2
     below = torch.from_numpy(stats.binom(a + b - 1, edges.numpy()).sf(a - 1))
-    weight = task_weight(schedule, t, pi=pi, omega=omega, importance_weighting=True)
+    weight = weight_of(schedule, t, pi=pi, omega=omega, importance_weighting=True)
     logits = random_logits(2)
     actual = estimator(logits, schedule, t, below.diff() * weight)
 

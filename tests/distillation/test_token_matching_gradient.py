@@ -5,20 +5,17 @@ tokens and hides the rest: c. With q_ν(x | c) the law of a hidden token given c
 
     J = E_c Σ_hidden KL(q_ν(x^l | c) ‖ p_θ(x^l | c)).
 
-One side is autograd through the enumerated J, the other the expectation of what the task computes,
-with an exact auxiliary denoiser. Nothing is sampled; tolerances are for float64 rounding.
+One side is autograd through the enumerated J, the other the expectation of what `student_loss`
+computes, with an exact auxiliary denoiser. Nothing is sampled; tolerances are for float64 rounding.
 """
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from didi_instruct.config.distill import DistillConfig, TokenMatchingConfig
-from didi_instruct.distillation.budgets import path_times
-from didi_instruct.distillation.monitor import Totals
+from didi_instruct.config.distill import TokenMatchingConfig
 from didi_instruct.distillation.rollout import (
     Noise,
+    path_times,
     revealed_between,
     revealed_shares,
     walk,
@@ -26,11 +23,12 @@ from didi_instruct.distillation.rollout import (
 from didi_instruct.distillation.token_matching import (
     Drawn,
     Plan,
-    TokenMatchingTask,
+    completion_term,
     matching_loss,
+    student_loss,
 )
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.sampling.chain import Purpose
+from didi_instruct.sampling.draw import Purpose
 
 from .tables import (
     HIDDEN,
@@ -89,20 +87,10 @@ def objective(log_p, law, log_teacher, hidden=None):
     return (tokens[there] * (q.log() - log_teacher[there])).sum()
 
 
-# The task's side
+# The estimator's side
 
 
-def task_with(log_teacher, **settings):
-    """A task that has a teacher and settings, and no networks."""
-    task = object.__new__(TokenMatchingTask)
-    settings = TokenMatchingConfig(ratio_clip=0.0, **settings)
-    task.config = DistillConfig(method="token-matching", token_matching=settings)
-    task.teacher = lambda z, t, where: log_teacher[state_index(z)][where]
-    task.model_config = SimpleNamespace(num_tokens=V)
-    return task
-
-
-def task_inputs(outcomes, log_p, log_phi):
+def inputs(outcomes, log_p, log_phi):
     """Plan, drawn tokens and auxiliary rows of all outcomes as one batch; log_p may be a leaf."""
     contexts = outcomes.context.shape[1]
     state = torch.arange(len(outcomes.z)).repeat_interleave(contexts)
@@ -133,7 +121,7 @@ def expected_gradient(logits, outcomes, law, term):
     """
     logits = logits.clone().requires_grad_()
     log_p = logits.log_softmax(-1)
-    plan, drawn, log_phi = task_inputs(outcomes, log_p.detach(), exact_auxiliary(log_p, law))
+    plan, drawn, log_phi = inputs(outcomes, log_p.detach(), exact_auxiliary(log_p, law))
     weight = (law(outcomes) * outcomes.tokens_chance(log_p)).detach()
     (slope,) = torch.autograd.grad(term(plan, drawn, log_phi), drawn.log_p)
     rows = log_p[state_index(outcomes.z)][plan.revealed]
@@ -142,11 +130,13 @@ def expected_gradient(logits, outcomes, law, term):
 
 
 def student_gradient(logits, law, log_teacher, contexts=1, completion=0.0):
-    """Expected gradient of the task's whole student loss, before division by the hidden count."""
-    task = task_with(log_teacher, contexts=contexts, completion=completion)
+    """Expected gradient of the whole student loss, before division by the hidden count."""
+    settings = TokenMatchingConfig(ratio_clip=0.0, contexts=contexts, completion=completion)
 
     def term(plan, drawn, log_phi):
-        return task._student_loss(plan, drawn, log_phi, torch.ones(2), Totals())
+        log_theta = log_teacher[state_index(drawn.context)][plan.hidden]
+        given = (plan, drawn, log_phi, log_theta, None, torch.ones(2), V)
+        return student_loss(settings, *given)[0]
 
     return expected_gradient(logits, Outcomes.enumerate(contexts), law, term)
 
@@ -254,13 +244,12 @@ def test_matching_and_completion_are_the_whole_gradient(name, start):
 
 def completion_gradient(logits, law, log_teacher, under):
     """Expected gradient of the completion term for a cost under the student or the auxiliary."""
-    task = task_with(log_teacher, contexts=2, completion=1.0)
 
     def term(plan, drawn, log_phi):
         ratio = log_phi - log_teacher[state_index(drawn.context)][plan.hidden]
         log_p = drawn.log_p[plan.rows_of(plan.hidden)].detach()
         gaps = matching_loss(log_p if under == "student" else log_phi, ratio)
-        return task._completion(plan, drawn, gaps)
+        return completion_term(plan, drawn, gaps, 2)
 
     return expected_gradient(logits, Outcomes.enumerate(2), law, term)
 

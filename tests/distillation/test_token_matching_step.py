@@ -10,20 +10,19 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.distillation.budgets import path_times
-from didi_instruct.distillation.critics import BEFORE
 from didi_instruct.distillation.rollout import walk
-from didi_instruct.distillation.token_matching import TokenMatchingTask, matching_loss
+from didi_instruct.distillation.token_matching import make_plan, matching_loss
 from didi_instruct.errors import UserError
 
 from .small import (
     Stream,
+    batch_of,
     check_numbers,
     gradient_norm,
-    largest_difference,
     make_task,
     moved,
-    settings,
+    networks_of,
+    run,
     small_network,
     twin,
     weights,
@@ -36,18 +35,11 @@ NAMES = {name for name, _ in small_network().named_parameters()}
 
 def task_of(matching=None, changes=None, **options):
     changes = {"token_matching": matching or {}} | (changes or {})
-    return make_task(TokenMatchingTask, "token-matching", changes, **options)
+    return make_task("token-matching", changes, **options)
 
 
-def student_and_auxiliary(task):
-    return task.student.network, task.critic.network
-
-
-def run(matching, changes=None, steps=2, **options):
-    task = task_of(matching, changes, **options)
-    for step in range(steps):
-        check_numbers(task.step(step))
-    return task
+def plan_of(task, step=0, turn=0):
+    return make_plan(task.distillation, batch_of(task, step, turn))
 
 
 # The loss itself
@@ -77,26 +69,6 @@ def test_the_matching_loss_has_the_gradient_of_the_kl():
 # The plan
 
 
-@pytest.mark.parametrize("budgets", [(1,), (4,), (2, 4), (3, 5, 8)])
-def test_walks_lead_to_every_step_of_every_budget_alike(budgets):
-    """A fine grid of numbers visits each budget as often, and each of its steps as often."""
-    count = len(budgets) * 840
-    where = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    times, t, after, _ = path_times(budgets, where)
-    assert times.shape == (count, max(budgets))
-    assert torch.equal(times[:, 0], torch.ones(count).double())
-    assert torch.equal(times[:, -1], t)
-    rows = torch.arange(count) // 840
-    for which, budget in enumerate(budgets):
-        own = rows == which
-        steps = ((1 - t[own]) * budget).round().long()
-        assert torch.bincount(steps, minlength=budget).tolist() == [840 // budget] * budget
-        torch.testing.assert_close(t[own] - after[own], torch.full((840,), 1 / budget).double())
-        for row, done in zip(times[own][::105], steps[::105].tolist(), strict=True):
-            way = [1 - min(k, done) / budget for k in range(max(budgets))]
-            torch.testing.assert_close(row, torch.tensor(way).double())
-
-
 @pytest.mark.parametrize(
     ("contexts", "completion"), [(1, 0.0), (2, 0.0), (3, 0.0), (2, 1.0), (3, 1.0)]
 )
@@ -107,7 +79,7 @@ def test_a_plan_shows_a_part_and_hides_the_rest(contexts, completion, prompt):
     options = {"data": Stream()} if prompt else {}
     matching = {"contexts": contexts, "completion": completion, "budgets": [4]}
     task = task_of(matching, changes, **options)
-    plan = task.plan(0, 0, torch.arange(texts))
+    plan = plan_of(task)
     states = texts // contexts
     assert len(plan.t) == len(plan.revealed) == states
     assert torch.equal(plan.state, torch.arange(texts) // contexts)
@@ -128,15 +100,15 @@ def test_a_plan_shows_a_part_and_hides_the_rest(contexts, completion, prompt):
 
 def masked_after_the_walk(task, plan):
     """Positions that are masked where the step of a plan of all texts starts: (U, L)."""
-    noise = task.noise(0, 0, torch.arange(len(plan.owner)))
-    start, owner, times = plan.start, plan.owner, plan.times
-    return walk(task.student_rows, task.schedule, start, owner, times, noise, MASK).z == MASK
+    d, noise = task.distillation, batch_of(task).noise
+    denoiser, given = d.student.replica.log_probs, (plan.start, plan.owner, plan.times)
+    return walk(denoiser, d.schedule, *given, noise, MASK).z == MASK
 
 
 def test_the_step_of_a_plan_reveals_what_its_walk_left_masked():
     """One order of positions for the walk and for the step after it; the last step ends it."""
     task = task_of({"budgets": [2, 4, 8]}, {"train": {"batch_size": 400}})
-    plan = task.plan(0, 0, torch.arange(400))
+    plan = plan_of(task)
     left = masked_after_the_walk(task, plan)
     first, last = plan.t == 1, plan.t <= 1 / 8
     assert first.any()
@@ -152,10 +124,10 @@ def test_a_context_has_the_time_of_its_share_of_masks():
     32,000 positions within 4.5 standard errors: false alarm 7e-6.
     """
     task = task_of({"budgets": [4]}, {"train": {"batch_size": 4000}})
-    plan = task.plan(0, 0, torch.arange(4000))
+    plan = plan_of(task)
     masked = plan.hidden | (masked_after_the_walk(task, plan) & ~plan.revealed)
-    alpha = task.schedule.alpha(plan.t_context)
-    chance = (1 - alpha) / (1 - task.schedule.alpha(1.0))
+    schedule = task.distillation.schedule
+    chance = (1 - schedule.alpha(plan.t_context)) / (1 - schedule.alpha(1.0))
     error = (chance * (1 - chance) * L).sum().sqrt()
     assert abs(masked.sum() - (chance * L).sum()) < 4.5 * error
 
@@ -182,11 +154,12 @@ SWITCHES = {
 def moves(matching, changes=None, **options):
     """A step with an auxiliary denoiser that has left the teacher, so that there is a ratio."""
     task = task_of(matching, changes, **options)
-    randomise(task.critic.network, 5)
-    before = [weights(network) for network in student_and_auxiliary(task)]
+    networks = networks_of(task)
+    randomise(networks["auxiliary"], 5)
+    before = [weights(network) for network in networks.values()]
     numbers = task.step(0)
     check_numbers(numbers)
-    return numbers, *map(moved, before, student_and_auxiliary(task))
+    return numbers, *map(moved, before, networks.values())
 
 
 @pytest.mark.parametrize("timed", [False, True], ids=["constant", "timed"])
@@ -200,12 +173,6 @@ def test_a_step_with_every_switch(name, timed):
         assert (numbers["ratio_clip_fraction"].item() > 0) == (name == "clipping")
 
 
-@pytest.mark.parametrize("matching", [{}, {"contexts": 3}, {"contexts": 2, "completion": 1.0}])
-def test_a_step_with_prompts(matching):
-    _, student, _ = moves(matching, PROMPT, data=Stream())
-    assert student == NAMES
-
-
 def test_every_prompt_is_read_once():
     data = Stream()
     task = task_of(
@@ -213,10 +180,8 @@ def test_every_prompt_is_read_once():
         PROMPT | {"train": {"micro_batch": 4}},
         data=data,
     )
-    for step in range(2):
-        task.step(step)
-    learnt = [i for asked in data.asked for i in asked if i < BEFORE]
-    assert learnt == list(range(4 * BATCH // 2))
+    run(task, 2)
+    assert [i for asked in data.asked for i in asked] == list(range(4 * BATCH // 2))
 
 
 # Numbers by hand
@@ -237,15 +202,15 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
     """Context by context, position by position, from whole forward passes."""
     networks = [small_network(seed, time_conditioning=timed) for seed in (0, 1)]
     task = task_of(matching, teacher=networks[0], student=networks[1])
-    randomise(task.critic.network, 5)
-    config, indices = task.config.token_matching, torch.arange(BATCH)
+    randomise(networks_of(task)["auxiliary"], 5)
+    d, config = task.distillation, task.config.token_matching
     size = config.contexts
-    plan, noise = task.plan(0, 0, indices), task.noise(0, 0, indices)
-    walker = noise.of_groups(size) if size > 1 else noise
-    z = walk(task.student_rows, task.schedule, plan.start, plan.owner, plan.times, walker, MASK).z
-    asked, rows = [], task.teacher
-    task.teacher = lambda *inputs: asked.append(inputs) or rows(*inputs)
-    student, auxiliary = (twin(network) for network in student_and_auxiliary(task))
+    plan, walker = plan_of(task), batch_of(task).noise.of_groups(size)
+    denoiser, given = d.student.replica.log_probs, (plan.start, plan.owner, plan.times)
+    z = walk(denoiser, d.schedule, *given, walker, MASK).z
+    asked, teacher = [], d.teacher_log_probs
+    d.teacher_log_probs = lambda *inputs: asked.append(inputs) or teacher(*inputs)
+    student, auxiliary = (twin(network) for network in networks_of(task).values())
     numbers = task.step(0)
     context = asked[0][0]
     kept = (context != MASK) | ~plan.revealed[plan.state]
@@ -253,7 +218,7 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
     assert torch.equal(torch.where(plan.shown, MASK, context), z[plan.state])
 
     def law(network, z, t):
-        return Categorical(logits=network(z[None], task.schedule.sigma(t[None]))[0])
+        return Categorical(logits=network(z[None], d.schedule.sigma(t[None]))[0])
 
     clip = config.ratio_clip or float("inf")
     own = [law(student, z[u], plan.t[u]) for u in range(len(z))]
@@ -305,11 +270,12 @@ def test_tokens_are_drawn_from_the_students_law(contexts):
     """
     pytest.importorskip("scipy")
     task = task_of({"contexts": contexts, "budgets": [2]}, {"train": {"batch_size": 900}})
-    plan, asked, teacher = task.plan(0, 0, torch.arange(900)), [], task.teacher
+    d, plan, asked = task.distillation, plan_of(task), []
+    teacher = d.teacher_log_probs
     with torch.no_grad():
-        law = task.student.network(torch.full((1, L), MASK))[0].softmax(-1)
+        law = d.student.network(torch.full((1, L), MASK))[0].softmax(-1)
     torch.testing.assert_close(law, law[:1].expand(L, 5))
-    task.teacher = lambda *inputs: asked.append(inputs[0]) or teacher(*inputs)
+    d.teacher_log_probs = lambda *inputs: asked.append(inputs[0]) or teacher(*inputs)
     numbers = task.step(0)
     shown = plan.shown & (plan.t == 1)[plan.state][:, None]
     assert p_value(asked[0][shown], law[0].double()) > FALSE_ALARM
@@ -329,98 +295,26 @@ def test_the_auxiliary_denoiser_learns_what_the_student_writes():
 # Who learns, and when
 
 
-def test_the_student_waits_during_warm_up():
-    task = task_of({"warmup": 2})
-    before, auxiliary = weights(task.student.network), weights(task.critic.network)
-    for step in range(2):
-        numbers = task.step(step)
-        check_numbers(numbers)
-        assert not moved(before, task.student.network)
-    assert all(torch.equal(v, before[n]) for n, v in task.updater.ema.shadow.items())
-    assert moved(auxiliary, task.critic.network) == NAMES
-    assert task.step(2).keys() - numbers.keys() == {"grad_norm"}
-    assert moved(before, task.student.network) == NAMES
-
-
 def test_the_student_learns_once_per_iteration_and_the_auxiliary_every_turn():
     task = task_of({"aux_steps": 3})
-    passes, backward = [], task.student.backward
-    task.student.backward = lambda *inputs, **sync: passes.append(1) or backward(*inputs, **sync)
+    student = task.distillation.student
+    passes, backward = [], student.backward
+    student.backward = lambda *inputs, **sync: passes.append(1) or backward(*inputs, **sync)
     task.step(0)
     assert len(passes) == 1
     counts = [
-        {int(state["step"]) for state in updater.optimizer.state.values()}
-        for updater in (task.updater, task.critic_updater)
+        {int(state["step"]) for state in part.updater.optimizer.state.values()}
+        for part in task.parts.values()
     ]
     assert counts == [{1}, {3}]
 
 
-def test_the_teacher_never_moves_and_the_auxiliary_starts_as_its_copy():
-    teacher = small_network(0)
-    before = weights(teacher)
-    task = task_of(teacher=teacher)
-    assert not moved(before, task.critic.network)
-    randomise(task.critic.network, 5)
-    task.step(0)
-    assert not moved(before, teacher)
-    assert not any(p.requires_grad for p in teacher.parameters())
-
-
-# Parts and seeds
-
-
-@pytest.mark.parametrize(
-    ("matching", "prompt", "micro_batch"),
-    [
-        ({}, False, 4),
-        ({}, False, 1),
-        ({"contexts": 2}, False, 2),
-        ({"contexts": 3, "completion": 1.0, "anchor": 0.5}, False, 3),
-        ({"contexts": 3, "aux_steps": 2}, True, 7),
-    ],
-)
-def test_the_size_of_parts_changes_nothing(matching, prompt, micro_batch):
-    """Weights of both networks after 2 steps, to 1e-6; the student moved 100 times as far.
-
-    A large eps: AdamW does not turn the rounding of a tiny gradient into a step of full size.
-    """
-    changes = {"optim": {"lr": 1e-3, "eps": 1e-3}} | (PROMPT if prompt else {})
-    options = {"data": Stream()} if prompt else {}
-    whole = run(matching, changes, **options)
-    parts = run(matching, changes | {"train": {"micro_batch": micro_batch}}, **options)
-    assert len(parts.parts()) > 1
-    difference = largest_difference(student_and_auxiliary(whole), student_and_auxiliary(parts))
-    assert difference < 1e-6
-    assert largest_difference([whole.student.network], [small_network(1)]) > 1e-4
-
-
-def test_the_same_seed_gives_the_same_bits_and_another_does_not():
-    first, again, other = (run({}, {"train": {"seed": seed}}) for seed in (3, 3, 4))
-    for one, another in zip(
-        student_and_auxiliary(first), student_and_auxiliary(again), strict=True
-    ):
-        assert not moved(weights(one), another)
-    assert moved(weights(first.student.network), other.student.network)
-    assert moved(weights(first.critic.network), other.critic.network)
-
-
 def test_iterations_and_turns_have_their_own_plans():
     task = task_of()
-    plans = [task.plan(*where, torch.arange(BATCH)) for where in ((0, 0), (0, 1), (1, 0))]
+    plans = [plan_of(task, *where) for where in ((0, 0), (0, 1), (1, 0))]
     for one, another in itertools.combinations(plans, 2):
         assert not torch.equal(one.revealed, another.revealed)
         assert not torch.equal(one.shown, another.shown)
-
-
-def test_a_checkpoint_holds_all_that_changes():
-    """A fresh task with the tensors of another goes on with the same bits."""
-    first, second = run({}), task_of()
-    saved = {name: tensor.clone() for name, tensor in first.tensors().items()}
-    with torch.no_grad():
-        for name, tensor in second.tensors().items():
-            tensor.copy_(saved[name])
-    one, other = first.step(2), second.step(2)
-    assert {n: v.item() for n, v in one.items()} == {n: v.item() for n, v in other.items()}
 
 
 # Settings that mean nothing
@@ -450,15 +344,3 @@ def test_settings_that_mean_nothing_are_refused(matching, message):
         parse(DistillConfig, values, where="test.yaml")
     assert str(caught.value).startswith("test.yaml: ")
     assert message in str(caught.value)
-
-
-def test_a_data_reference_is_no_matter_here():
-    """Only the discriminator of `didi` compares with reference text."""
-    recipe = settings("token-matching", {"reference": {"source": "data"}})
-    assert recipe.group_size == 1
-    assert recipe.warmup == 0
-
-
-def test_a_prompt_that_leaves_nothing_to_write_is_refused():
-    with pytest.raises(UserError, match="prompt is 8, but texts have 8 tokens"):
-        task_of({}, PROMPT | {"prompt": 8}, data=Stream())

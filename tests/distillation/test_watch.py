@@ -1,50 +1,115 @@
-"""What a collapse is told from."""
+"""Numbers of how a distillation is doing, and what a collapse is told from."""
 
 import pytest
 import torch
 
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.dimo import DiMOTask
-from didi_instruct.distillation.task import ENOUGH_TEXTS
-from didi_instruct.distillation.token_matching import TokenMatchingTask
-from didi_instruct.distillation.watch import COLLAPSES, Watcher
+from didi_instruct.distillation.methods import METHODS
+from didi_instruct.distillation.watch import (
+    COLLAPSES,
+    ENOUGH_TEXTS,
+    RunningMean,
+    Totals,
+    Watcher,
+    unique_ngrams,
+)
 
 from .small import make_task
 
-TASKS = {"didi": DidiTask, "token-matching": TokenMatchingTask, "dimo": DiMOTask}
+DRAWING = [name for name, entry in METHODS.items() if entry.collapse_metric]
 
 
 def watched(method, start):
     changes = {"watch": {"min_entropy": 0.5}, "train": {"batch_size": ENOUGH_TEXTS}}
-    task = make_task(TASKS[method], method, changes)
+    task = make_task(method, changes)
     task.variety_at_start.fill_(start)
     return Watcher(task, lambda text: pytest.fail(text)), task.config.warmup + 1
 
 
-@pytest.mark.parametrize("method", TASKS)
-def test_only_what_shows_variety_counts(method):
+@pytest.mark.parametrize("method", DRAWING)
+def test_only_the_collapse_metric_counts(method):
     """Half of the start is enough, a little less is a collapse; the other number says nothing."""
     watcher, step = watched(method, 2.0)
-    own = TASKS[method].shows_variety
+    own = METHODS[method].collapse_metric
     (other,) = set(COLLAPSES) - {own}
     assert watcher(step, {own: 1.0, other: 0.0}) is None
     watcher, _ = watched(method, 2.0)
     reason = watcher(step, {own: 0.99, other: 9.0})
     what, unit = COLLAPSES[own]
     assert reason.startswith(f"{what} collapse, 0.99 {unit} where it began with 2. ")
-    assert "watch.min_entropy=0" in reason
+    assert f"a higher {METHODS[method].restraint}; watch.min_entropy=0" in reason
+
+
+def test_few_texts_tell_nothing():
+    task = make_task("token-matching", {"train": {"batch_size": 64}})
+    task.variety_at_start.fill_(2.0)
+    watcher = Watcher(task, lambda text: pytest.fail(text))
+    found = [watcher(step, {"path_entropy": 0.1}) for step in range(1, 6)]
+    assert found[:3] == [None] * 3, "192 of 256 texts"
+    assert "entropy collapse" in found[3]
 
 
 def test_chance_in_the_start_leaves_nothing_to_the_entropy():
     """So a student of DiMO is watched by the texts themselves."""
-    assert DiMOTask.shows_variety == "unique_4gram"
-    assert {DidiTask.shows_variety, TokenMatchingTask.shows_variety} == {"path_entropy"}
+    metrics = {name: entry.collapse_metric for name, entry in METHODS.items()}
+    assert metrics["dimo"] == "unique_4gram"
+    assert metrics["didi"] == metrics["token-matching"] == "path_entropy"
 
 
-def test_what_a_student_of_dimo_begins_with_is_what_its_log_says_of_like_texts():
-    task = make_task(DiMOTask, "dimo", {"dimo": {"warmup": 1}})
-    task.remember_variety(0)
-    start = float(task.variety_at_start)
-    logged = float(torch.as_tensor(task.step(0)["unique_4gram"]))
-    assert 0 < start <= 1
-    assert start == pytest.approx(logged, abs=0.2)
+def by_sets(tokens, visible, n):
+    grams = [
+        tuple(row[i : i + n])
+        for row, seen in zip(tokens.tolist(), visible.tolist(), strict=True)
+        for i in range(len(row) - n + 1)
+        if all(seen[i : i + n])
+    ]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num", "hidden"), [(2, 0.0), (3, 0.1), (3, 0.5), (50_000, 0.1)])
+def test_unique_ngrams_are_those_of_a_set(n, num, hidden):
+    generator = torch.Generator().manual_seed(n)
+    tokens = torch.randint(num, (6, 11), generator=generator)
+    tokens[4] = tokens[1]
+    visible = torch.rand(6, 11, generator=generator) >= hidden
+    assert unique_ngrams(tokens, visible, n).item() == pytest.approx(by_sets(tokens, visible, n))
+
+
+def test_an_ngram_with_a_mask_does_not_count():
+    """Of 0 1 2 3 M 0 1 2 3 only the two ends are whole, and they are alike."""
+    tokens = torch.tensor([[0, 1, 2, 3, 9, 0, 1, 2, 3]])
+    assert unique_ngrams(tokens, tokens != 9).item() == 0.5
+    assert unique_ngrams(tokens, torch.ones_like(tokens, dtype=torch.bool)).item() == 5 / 6
+
+
+def test_ids_too_large_for_a_product_stay_apart():
+    """Four ids below 2^20 as one number of 64 bits: the first would count modulo 16 alone."""
+    tokens = torch.tensor([[0, 0, 0, 0], [16, 0, 0, 0], [0, 0, 0, 2**20 - 1]])
+    assert unique_ngrams(tokens, torch.ones_like(tokens, dtype=torch.bool)).item() == 1.0
+
+
+def test_a_running_mean_weighs_the_past_less_and_less():
+    """Weights 1, m, m², … backwards, normalised, from the first number on."""
+    values, mean = [0.3, 0.9, 0.1, 0.7], RunningMean(0.8)
+    for count in range(1, 5):
+        weights = [0.8**age for age in range(count)][::-1]
+        expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert mean.add(values[count - 1]) == pytest.approx(expected, abs=1e-14)
+
+
+def test_a_running_mean_goes_on_from_its_state():
+    first, second = RunningMean(), RunningMean()
+    for value in (0.2, 0.6):
+        first.add(value)
+    second.state.copy_(first.state)
+    assert second.add(0.9) == first.add(0.9)
+
+
+def test_totals_add_up_by_name_without_gradient():
+    totals, x = Totals(), torch.tensor(2.0, requires_grad=True)
+    totals.add(loss=x * 3, count=torch.tensor(1))
+    totals.add(loss=x, count=torch.tensor(4))
+    names, values = totals.stacked()
+    assert dict(zip(names, values.tolist(), strict=True)) == {"loss": 8.0, "count": 5.0}
+    assert values.dtype == torch.float64
+    assert not values.requires_grad

@@ -5,22 +5,22 @@ import torch
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.mixture import MixtureTask
+from didi_instruct.distillation.didi import make_pair, write_texts
+from didi_instruct.distillation.losses import kl
+from didi_instruct.distillation.mixture import make_part
 from didi_instruct.distillation.rollout import Noise
 from didi_instruct.distillation.starts import Starts
-from didi_instruct.distillation.token_matching import TokenMatchingTask
+from didi_instruct.distillation.token_matching import draw_step, make_plan
 from didi_instruct.errors import UserError
-from didi_instruct.models.dit import Trunk
+from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER
-from didi_instruct.process.divergences import kl
 from didi_instruct.process.masking import LengthLaw, before_end
 
-from .small import make_task, small_network, weights
+from .small import batch_of, make_task, small_network, weights
 
 L, END, MASK = 6, 0, 5
 LENGTHS = (0, 3, 5, 0, 0, 4, 1)
-KINDS = {"didi": DidiTask, "token-matching": TokenMatchingTask, "mixture": MixtureTask}
+METHODS = ["didi", "token-matching", "mixture"]
 STATE = {"grouping": "state", "group_size": 3, "score_steps": "last", "rollout_steps": 2}
 
 
@@ -51,9 +51,8 @@ def network(seed, *, ends=True, **changes):
 
 
 def task_of(method, changes=None, **options):
-    mixture = {"mixture": {"codes": 3, "budgets": [2, 4]}}
     nets = {"teacher": network(0), "student": network(1)} | options
-    return make_task(KINDS[method], method, mixture | (changes or {}), **nets)
+    return make_task(method, changes, **nets)
 
 
 PROMPT = {"prompt": 2, "data": {"source": "documents"}, "didi": {"group_size": 3}}
@@ -125,8 +124,8 @@ def test_didi_never_changes_an_end(didi, prompt):
     changes |= {"prompt": 2} if prompt else {}
     task = task_of("didi", changes, data=Documents() if prompt else None)
     for step in range(4):
-        part = task.compare(step, 0, torch.arange(12))
-        ends = behind(part.rollout.jumps[0].z[part.rollout.jumps[0].owner])
+        part = make_pair(task.distillation, batch_of(task, step), write_texts)
+        ends = behind(part.rollout.jumps[0].z[part.rollout.jumps[0].state])
         ends = ends if len(ends) == 12 else ends.repeat_interleave(3, 0)
         given = torch.zeros_like(ends)
         given[:, : task.config.prompt] = True
@@ -134,7 +133,7 @@ def test_didi_never_changes_an_end(didi, prompt):
         for z in (part.rollout.x, part.z):
             assert (z[ends] == END).all()
         for jump in part.rollout.jumps:
-            assert not (jump.where & ends[:: 12 // len(jump.where)]).any()
+            assert not (jump.writes & ends[:: 12 // len(jump.writes)]).any()
         clean = before_end(part.z_reference, END)
         assert (part.z_reference[~clean] == END).all(), "nothing follows the end of a reference"
         assert torch.equal(part.written_reference, clean & ~given[: len(clean)])
@@ -152,12 +151,12 @@ def test_token_matching_never_changes_an_end(contexts, prompt):
     changes |= {k: PROMPT[k] for k in ("prompt", "data")} if prompt else {}
     task = task_of("token-matching", changes, data=Documents() if prompt else None)
     for step in range(4):
-        indices = torch.arange(12)
-        plan = task.plan(step, 0, indices)
+        d, batch = task.distillation, batch_of(task, step)
+        plan = make_plan(d, batch)
         ends = behind(plan.start, plan.owner)
         assert not (plan.revealed & ends).any()
         assert torch.equal(plan.open(MASK), plan.start[plan.owner] == MASK)
-        drawn = task._draw(plan, task.noise(step, 0, indices), learns=False, sync=False)
+        drawn = draw_step(d, plan, batch, learns=False)
         assert (drawn.z[ends] == END).all()
         for z in (drawn.x, drawn.context):
             assert (z[ends[plan.state]] == END).all()
@@ -174,7 +173,7 @@ def test_mixture_never_changes_an_end(given, prompt):
         references=data.rows if given == "data" else None,
     )
     for step in range(4):
-        part = task.part(step, torch.arange(12))
+        part = make_part(task.distillation, batch_of(task, step))
         written = before_end(part.x, END) & (torch.arange(L) >= prompt)
         assert torch.equal(part.z[~written], part.x[~written])
         if given == "data" or prompt:
@@ -192,7 +191,8 @@ def test_a_teachers_texts_have_the_lengths_of_its_law():
 
     The mean is 0.2 off at most, over five standard errors (6e-7 false alarms).
     """
-    texts = task_of("mixture", {"train": {"batch_size": 2000}}).teacher_texts(0, 2000)
+    task = task_of("mixture", {"train": {"batch_size": 2000}})
+    texts = task.distillation.teacher_texts(0, 2000)
     clean = before_end(texts, END)
     assert (texts[~clean] == END).all()
     assert int((texts == MASK).sum()) == 0
@@ -205,12 +205,17 @@ def test_a_teachers_texts_have_the_lengths_of_its_law():
 @pytest.fixture
 def unseen_ends(monkeypatch):
     """Networks that do not look at ends, so that a text is the same with and without them."""
-    trunk = Trunk.trunk
+    embed, trunk, seen = DiT.embed, DiT.trunk, []
 
-    def blind(self, tokens, sigma=None, attention_mask=None, embeddings=None):
-        return trunk(self, tokens, sigma, tokens != END, embeddings)
+    def remembered(self, tokens, *given, **more):
+        seen.append(tokens != END)
+        return embed(self, tokens, *given, **more)
 
-    monkeypatch.setattr(Trunk, "trunk", blind)
+    def blind(self, x, mods=None, attended=None, start=0, stop=None):
+        return trunk(self, x, mods, seen.pop(), start, stop)
+
+    monkeypatch.setattr(DiT, "embed", remembered)
+    monkeypatch.setattr(DiT, "trunk", blind)
 
 
 TWICE, CONTEXTS = {"aux_steps": 2}, {"contexts": 3, "completion": 1.0}
@@ -260,28 +265,18 @@ def test_the_kl_at_the_start_is_per_token_of_windows_from_short_to_long():
     terms = []
     for n in LengthLaw(LENGTHS).draw(numbers).tolist():
         z = torch.tensor([[MASK] * n + [END] * (L - n)])
-        sigma = task.schedule.sigma(torch.ones(1))
+        sigma = task.distillation.schedule.sigma(torch.ones(1))
         laws = [net(z, sigma)[0, :n].log_softmax(-1) for net in (network(0), network(1))]
         terms.append(kl(*laws))
     expected = torch.cat(terms).mean().item()
-    assert task.kl_at_start().item() == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("method", KINDS)
-def test_the_size_of_parts_changes_nothing(method):
-    changes = {"didi": STATE, "token_matching": {"contexts": 3}}
-    one, other = (
-        task_of(method, changes | {"train": {"micro_batch": n}}).step(0) for n in (None, 3)
-    )
-    for name, value in one.items():
-        assert other[name].item() == pytest.approx(value.item(), rel=1e-3, abs=1e-5), name
+    assert task.distillation.kl_at_start().item() == pytest.approx(expected, rel=1e-4)
 
 
 # Nothing to write
 
 
 @pytest.mark.parametrize("longest", [L, 2], ids=["some texts", "no text"])
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("method", METHODS)
 def test_texts_no_longer_than_their_prompts_are_harmless(method, longest):
     """They have nothing to write: all numbers stay finite, and so do the weights."""
     task = task_of(method, PROMPT, data=Documents(longest))
@@ -290,7 +285,9 @@ def test_texts_no_longer_than_their_prompts_are_harmless(method, longest):
         assert all(value.isfinite() for value in numbers.values()), numbers
         if method == "didi" and longest == 2:
             assert numbers["disc_accuracy"].item() == 0.5, "nobody can tell nothing from nothing"
-    assert all(value.isfinite().all() for value in weights(task.student.network).values())
+    assert all(
+        value.isfinite().all() for value in weights(task.distillation.student.network).values()
+    )
 
 
 # What does not fit

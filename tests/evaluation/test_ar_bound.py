@@ -13,7 +13,8 @@ from didi_instruct.evaluation.paths import path_kl
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import Canvas
 
 SAMPLES = 2048
 SMALL = {"hidden": 64, "steps": 150, "batch_size": 32, "lr": 3e-3}
@@ -30,7 +31,7 @@ def draw(language, steps):
     """Samples of the exact denoiser in too few steps."""
     canvas = Canvas.blank(SAMPLES, language.length, language.mask_id)
     schedule = LogLinear(0.0)
-    return ancestral(language.denoiser, schedule, canvas, steps=steps, settings=Draw(seed=3))
+    return ancestral(language.denoiser, schedule, canvas, steps=steps, settings=DrawOptions(seed=3))
 
 
 def random_tokens(count=300, length=6, num_tokens=5, seed=0):

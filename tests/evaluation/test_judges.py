@@ -25,8 +25,8 @@ from didi_instruct.evaluation.paths import nelbo_judge
 from didi_instruct.evaluation.samples import Origin, SampleSet
 from didi_instruct.evaluation.scores import Scores
 from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.training.objectives import make_objective
 
 CORPUS = [

@@ -17,8 +17,8 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import open_judge
 from didi_instruct.evaluation.rows import Measuring, Yardstick, measure
 from didi_instruct.evaluation.samples import SampleSet, text_lengths
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.process.masking import LengthLaw
 
 V, L, END, MASK = 3, 3, 2, 3

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from didi_instruct.sampling.first_hitting import first_hitting
 from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -18,11 +19,11 @@ from didi_instruct.evaluation.paths import (
     path_gaps,
     path_kl,
 )
-from didi_instruct.models.build import build_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw, Samples
-from didi_instruct.sampling.first_hitting import first_hitting
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import Canvas, Samples
 from didi_instruct.training.objectives import make_objective
 
 V, L, MASK = 3, 4, 3
@@ -82,7 +83,7 @@ def test_the_estimate_has_the_enumerated_mean(language, steps, schedule, chance)
     entropy_deviation = (mass * (log_q + entropy) ** 2).sum().sqrt().item()
 
     canvas = Canvas.blank(n, L, MASK)
-    drawn = ancestral(denoiser, schedule, canvas, steps=steps, settings=Draw(seed=3))
+    drawn = ancestral(denoiser, schedule, canvas, steps=steps, settings=DrawOptions(seed=3))
     result = path_kl(drawn, language.log_prob)
     assert abs(result.path_kl - mean) < 4 * deviation / math.sqrt(n)
     assert abs(result.path_entropy - entropy) < 4 * entropy_deviation / math.sqrt(n)

@@ -14,7 +14,7 @@ import didi_instruct as didi
 from didi_instruct.api import shipped
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.models.build import build_model
+from didi_instruct.models.dit import build_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORDS = Tokenizer.from_words([*(f"w{n}" for n in range(30)), "<|endoftext|>"])

@@ -66,7 +66,6 @@ def camembert(folder):
 
 
 def mpnet(folder):
-    """A family that is not in our table: it is used whole, and numbers positions like RoBERTa."""
     config = transformers.MPNetConfig(
         **SIZE, **_vocab(ROBERTA_WORDS), max_position_embeddings=16, pad_token_id=1
     )

@@ -9,6 +9,13 @@ from tests.random_models import randomise
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER, Block, LayerNorm
+from didi_instruct.models.network import (
+    Mixture,
+    aligned,
+    all_logits,
+    logits_at,
+    weights_stamp,
+)
 
 from .plain_networks import dit_logits
 
@@ -35,6 +42,12 @@ def config(**changes):
 
 def model(seed=0, **changes):
     return randomise(DiT(config(**changes)), seed).eval()
+
+
+def states(dit, tokens, sigma=None, attended=None):
+    """States after the last block, and what modulates the output layer."""
+    mods = dit.modulations(sigma)
+    return dit.trunk(dit.embed(tokens), mods, attended), mods
 
 
 def tokens_of(batch=3, length=7, vocab_size=11, seed=1):
@@ -80,9 +93,9 @@ def test_logits_equal_the_plain_reference(time_conditioning, kind):
     assert logits.shape == (3, 7, 11 if kind == "duo" else 10)
     for row in range(3):
         expected = dit_logits(dit.state_dict(), dit.config, tokens[row], sigma[row].item())
-        full = dit.head(dit.trunk(tokens, sigma), dit.condition(sigma))[row]
-        torch.testing.assert_close(full, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(logits[row], full[:, : dit.config.num_tokens])
+        expected = expected[:, : dit.config.num_tokens]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dit.head(*states(dit, tokens, sigma))[row], logits[row])
 
 
 @torch.no_grad()
@@ -100,19 +113,25 @@ def test_time_matters_only_with_time_conditioning():
 def test_head_works_on_selected_rows(time_conditioning):
     dit = model(time_conditioning=time_conditioning)
     tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
-    hidden, c = dit.trunk(tokens, sigma), dit.condition(sigma)
+    hidden, mods = states(dit, tokens, sigma)
     rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 6, 3])
-    some = dit.head(hidden[rows, columns], c[rows] if time_conditioning else c)
-    torch.testing.assert_close(some, dit.head(hidden, c)[rows, columns])
+    assert len(mods.of_rows(rows).c) == (3 if time_conditioning else 1)
+    some = dit.head(hidden[rows, columns], mods.of_rows(rows))
+    torch.testing.assert_close(some, dit.head(hidden, mods)[rows, columns])
+    found = logits_at(dit, tokens, sigma, 7 * rows + columns)
+    torch.testing.assert_close(found, some)
 
 
 @torch.no_grad()
 def test_aligned_logits_are_padded_with_impossible_ids():
     dit = model()
-    hidden = dit.trunk(tokens_of())
-    padded = dit.head(hidden, num=10, align=8)
+    hidden, mods = states(dit, tokens_of())
+    with aligned(dit, 8):
+        padded = dit.head(hidden, mods)
+        assert dit(tokens_of()).shape[-1] == 10
     assert padded.shape[-1] == 16
-    torch.testing.assert_close(padded[..., :10], dit.head(hidden, num=10))
+    assert dit.align == 1
+    torch.testing.assert_close(padded[..., :10], dit.head(hidden, mods))
     assert (padded[..., 10:] == NEVER).all()
     assert (padded.softmax(-1)[..., 10:] == 0).all()
 
@@ -137,11 +156,19 @@ def test_constant_modulation_has_the_gradient_of_a_repeated_one():
 
 
 @torch.no_grad()
-def test_soft_embeddings_of_one_hot_rows_are_the_tokens():
-    dit = model()
-    tokens = tokens_of()
-    soft = torch.nn.functional.one_hot(tokens, 11).float() @ dit.vocab_embed.embedding
-    torch.testing.assert_close(dit.trunk(None, embeddings=soft), dit.trunk(tokens))
+def test_a_mixture_of_one_token_is_that_token():
+    """At every position, and at some of other texts."""
+    dit = model(learned_positions=True)
+    tokens, other = tokens_of(), tokens_of(seed=2)
+    soft = torch.nn.functional.one_hot(tokens, 11).float() @ dit.vectors
+    everywhere = dit.embed(other, mixture=Mixture(None, soft.flatten(0, 1)))
+    assert torch.equal(everywhere, dit.embed(tokens))
+    at = torch.tensor([20, 0, 8])
+    some = dit.embed(other, mixture=Mixture(at, soft.flatten(0, 1)[at]))
+    mixed = other.flatten().index_copy(0, at, tokens.flatten()[at]).view_as(other)
+    assert torch.equal(some, dit.embed(mixed))
+    found = logits_at(dit, other, None, at, mixture=Mixture(at, soft.flatten(0, 1)[at]))
+    torch.testing.assert_close(found, dit(mixed).flatten(0, 1)[at])
 
 
 @torch.no_grad()
@@ -149,9 +176,9 @@ def test_padding_is_never_attended():
     dit = model()
     tokens = tokens_of()
     mask = torch.arange(7) < torch.tensor([[7], [4], [1]])
-    logits = dit(tokens, attention_mask=mask)
+    logits = dit(tokens, attended=mask)
     other = torch.where(mask, tokens, (tokens + 1) % 10)
-    torch.testing.assert_close(dit(other, attention_mask=mask)[mask], logits[mask])
+    torch.testing.assert_close(dit(other, attended=mask)[mask], logits[mask])
     short = dit(tokens[1:2, :4])
     torch.testing.assert_close(logits[1:2, :4], short, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[0], dit(tokens)[0], rtol=1e-5, atol=1e-5)
@@ -161,7 +188,7 @@ def test_a_fully_padded_row_harms_no_gradient():
     dit = model()
     mask = torch.ones(3, 7, dtype=torch.bool)
     mask[1] = False
-    dit(tokens_of(), attention_mask=mask)[mask].sum().backward()
+    dit(tokens_of(), attended=mask)[mask].sum().backward()
     assert all(p.grad.isfinite().all() for p in dit.parameters())
 
 
@@ -186,11 +213,11 @@ def test_lower_precision_stays_close_and_keeps_the_residual_in_float32(time_cond
     tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
     exact = dit(tokens, sigma)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert dit.trunk(tokens, sigma).dtype == torch.float32
+        assert states(dit, tokens, sigma)[0].dtype == torch.float32
         mixed = dit(tokens, sigma)
     dit.bfloat16()
     assert dit.rotary_emb.cos.dtype == dit.rotary_emb.inv_freq.dtype == torch.float32
-    assert dit.trunk(tokens, sigma).dtype == torch.float32
+    assert states(dit, tokens, sigma)[0].dtype == torch.float32
     for rough in (mixed, dit(tokens, sigma)):
         assert (rough - exact).norm() < 0.05 * exact.norm()
 
@@ -206,71 +233,70 @@ def test_dropout_acts_in_training_alone_and_on_the_branches():
         for block in dit.blocks:
             block.adaLN_modulation.weight.zero_()
             block.adaLN_modulation.bias.zero_()
-    assert torch.equal(dit.trunk(tokens), dit.embed(tokens))
+    assert torch.equal(states(dit, tokens)[0], dit.embed(tokens))
 
 
 @torch.no_grad()
-def test_folded_modulation_changes_nothing():
+def test_constants_change_nothing():
+    """Bit for bit, at every position and at some; of a network without a head, too."""
     dit = model()
-    tokens = tokens_of()
-    plain = dit(tokens)
-    with dit.folded():
-        assert dit.is_folded
-        torch.testing.assert_close(dit(tokens), plain, rtol=1e-6, atol=1e-6)
-        rows = dit.head(dit.trunk(tokens)[:, 0], dit.condition())
-        torch.testing.assert_close(rows[:, :10], plain[:, 0], rtol=1e-6, atol=1e-6)
-        assert set(dit.state_dict()) == set(DiT(config()).state_dict())
-    assert not dit.is_folded
+    tokens, at = tokens_of(), torch.tensor([0, 9])
+    mods = dit.constants()
+    assert torch.equal(all_logits(dit, tokens, mods=mods), dit(tokens))
+    assert torch.equal(
+        logits_at(dit, tokens, None, at, mods=mods), logits_at(dit, tokens, None, at)
+    )
+    headless = dit.without_head()
+    x = headless.embed(tokens)
+    assert torch.equal(headless.trunk(x, headless.constants()), dit.trunk(x, mods))
+    assert not any(layer.requires_grad for layer in mods.layers)
 
 
-def test_folding_saves_the_modulation_but_not_its_gradient():
+def test_constants_save_the_modulation():
     dit = model()
-    calls = []
+    calls, mods = [], dit.constants()
     for layer in (*dit.blocks, dit.output_layer):
         layer.adaLN_modulation.register_forward_hook(lambda *_: calls.append(1))
-    dit.fold_modulation()
-    calls.clear()
-    with torch.no_grad():
-        dit(tokens_of())
+    all_logits(dit, tokens_of(), mods=mods)
     assert not calls
     dit(tokens_of()).sum().backward()
     assert len(calls) == 3
     assert dit.blocks[0].adaLN_modulation.weight.grad.abs().sum() > 0
 
 
-def test_folding_needs_a_constant_condition_and_evaluation_mode():
-    assert not model(time_conditioning=True).fold_modulation()
-    assert not model().train().fold_modulation()
-    assert model().fold_modulation()
+def test_what_depends_on_time_is_not_constant():
+    assert model(time_conditioning=True).constants() is None
+    assert model().constants().layers is not None
 
 
 @torch.no_grad()
-def test_folded_values_never_outlive_the_weights():
-    tokens = tokens_of()
-    other = model(seed=5)
-    truth = other(tokens)
+def test_a_stamp_tells_that_weights_have_changed():
+    """In place, by loading, by a move or a cast, there and back."""
+    other, holder = model(seed=5), torch.nn.ModuleDict({"inner": model()})
 
-    def folded():
+    def step(dit):
+        for p, q in zip(dit.parameters(), other.parameters(), strict=True):
+            p.copy_(q)
+
+    changes = [
+        step,
+        lambda dit: dit.load_state_dict(other.state_dict()),
+        lambda dit: dit.load_state_dict(other.state_dict(), assign=True),
+        lambda dit: dit.blocks[1].mlp[2].bias.add_(1),
+        lambda dit: dit.bfloat16().float(),
+        lambda dit: dit.rotary_emb.cos.mul_(2),
+    ]
+    for change in changes:
         dit = model()
-        dit.fold_modulation()
-        return dit
-
-    trained = folded().train()
-    assert not trained.is_folded
-    loaded = folded()
-    loaded.load_state_dict(other.state_dict())
-    assigned = folded()
-    assigned.load_state_dict(other.state_dict(), assign=True)
-    holder = torch.nn.ModuleDict({"inner": folded()})
+        stamp = weights_stamp(dit)
+        dit(tokens_of())
+        assert weights_stamp(dit.train().eval()) == stamp
+        change(dit)
+        assert weights_stamp(dit) != stamp
+    stamp = weights_stamp(holder["inner"])
     holder.load_state_dict({f"inner.{k}": v for k, v in other.state_dict().items()})
-    stepped = folded()
-    for p, q in zip(stepped.parameters(), other.parameters(), strict=True):
-        p.copy_(q)
-    for dit in (loaded, assigned, holder["inner"], stepped):
-        torch.testing.assert_close(dit(tokens), truth)
-    kept = folded().eval()
-    assert kept.is_folded
-    torch.testing.assert_close(copy.deepcopy(kept)(tokens), kept(tokens))
+    assert weights_stamp(holder["inner"]) != stamp
+    assert weights_stamp(copy.deepcopy(other)) != weights_stamp(other)
 
 
 @torch.no_grad()
@@ -317,8 +343,8 @@ def test_compiled_trunk_equals_eager():
     dit = model(layers=1)
     tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
     compiled = torch.compile(dit.trunk, fullgraph=True)
-    expected = dit.trunk(tokens, sigma)
-    torch.testing.assert_close(compiled(tokens, sigma), expected, rtol=1e-5, atol=1e-5)
+    given = dit.embed(tokens), dit.modulations(sigma)
+    torch.testing.assert_close(compiled(*given), dit.trunk(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("time_conditioning", [False, True])
@@ -326,24 +352,23 @@ def test_trunk_traces_without_graph_breaks(time_conditioning):
     dit = model(time_conditioning=time_conditioning)
     tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
     compiled = torch.compile(dit.trunk, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens, sigma), dit.trunk(tokens, sigma))
+    given = dit.embed(tokens), dit.modulations(sigma)
+    torch.testing.assert_close(compiled(*given), dit.trunk(*given))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(compiled(tokens, sigma), dit.trunk(tokens, sigma))
+        torch.testing.assert_close(compiled(*given), dit.trunk(*given))
 
 
 @torch.no_grad()
-def test_compiled_trunk_uses_the_folded_modulation_while_there_is_one():
+def test_a_compiled_trunk_uses_what_is_constant():
     dit = model()
-    tokens = tokens_of()
+    x, mods = dit.embed(tokens_of()), dit.constants()
     compiled = torch.compile(dit.trunk, fullgraph=True, backend="eager")
-    expected = dit.trunk(tokens)
-    dit.fold_modulation()
-    torch.testing.assert_close(compiled(tokens), expected)
-    for block in dit.blocks:
-        block.folded.zero_()  # closed gates: the folded values are really what is used
-    torch.testing.assert_close(compiled(tokens), dit.embed(tokens))
-    dit.unfold()
-    torch.testing.assert_close(compiled(tokens), expected)
+    expected = dit.trunk(x, dit.modulations())
+    torch.testing.assert_close(compiled(x, dit.modulations()), expected)
+    torch.testing.assert_close(compiled(x, mods), expected)
+    for layer in mods.layers:
+        layer.zero_()  # closed gates: what is constant is really what is used
+    assert torch.equal(compiled(x, mods), x)
 
 
 @pytest.mark.gpu
@@ -354,8 +379,8 @@ def test_gpu_equals_cpu(time_conditioning):
     tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
     expected = dit(tokens, sigma)
     dit.cuda()
-    with dit.folded():
-        logits = dit(tokens.cuda(), sigma.cuda()).cpu()
+    mods = dit.constants() or dit.modulations(sigma.cuda())
+    logits = all_logits(dit, tokens.cuda(), mods=mods).cpu()
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         rough = dit(tokens.cuda(), sigma.cuda()).cpu()

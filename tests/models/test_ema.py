@@ -3,6 +3,7 @@ import torch
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.network import weights_stamp
 from didi_instruct.training.optim import EMA, warmed_up
 
 
@@ -68,14 +69,14 @@ def test_another_models_average_is_refused():
         ema.copy_to(torch.nn.Sequential(linear()))
 
 
-def test_folded_constants_are_dropped_with_the_weights_they_came_from():
+def test_averaged_weights_are_noticed():
+    """Who keeps what follows from weights sees that others take their place, and come back."""
     dit = DiT(ModelConfig(layers=1, hidden=8, heads=1, cond_dim=4, vocab_size=5, length=4)).eval()
-    ema = EMA(dit)
-    dit.fold_modulation()
+    ema, before = EMA(dit), weights_stamp(dit)
     with ema.applied(dit):
-        assert not dit.is_folded
-        dit.fold_modulation()
-    assert not dit.is_folded
+        within = weights_stamp(dit)
+        assert within != before
+    assert weights_stamp(dit) not in (before, within)
 
 
 def test_sharded_parameters_are_averaged_shard_by_shard(tmp_path):

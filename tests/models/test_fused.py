@@ -52,7 +52,7 @@ def test_a_refusal_is_told_once_and_does_not_stop_anything(everywhere, monkeypat
 
     monkeypatch.setattr(fused, "compiled", lambda function: everywhere.append(function) or fails)
     said = []
-    monkeypatch.setattr(fused, "say_once", said.append)
+    monkeypatch.setattr(fused, "warn_once", said.append)
     function = Fused(double, "Doubling")
     for _ in range(3):
         assert function(torch.ones(2)).tolist() == [2.0, 2.0]

@@ -5,14 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.devices import DEVICES
-
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.models import compile as remarks
-from didi_instruct.models import graphs
-from didi_instruct.models.dit import DiT
 from didi_instruct.models.graphs import (
-    Chosen,
     GraphedDiT,
     capture,
     pad_output,
@@ -21,6 +14,12 @@ from didi_instruct.models.graphs import (
 )
 from didi_instruct.sampling.chunks import draw_by_chunks
 from didi_instruct.sampling.network import selected_logits
+from tests.devices import DEVICES
+
+from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.models import compile as remarks
+from didi_instruct.models import graphs
+from didi_instruct.models.dit import DiT
 
 from .buffered import Buffered
 
@@ -38,7 +37,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(graphs, "compiled", lambda function, dynamic=None: function)
 
 
-def make(device="cpu", dtype=torch.float64, fold=True, **changes):
+def make(device="cpu", dtype=torch.float64, **changes):
     config = ModelConfig(
         layers=3, hidden=32, heads=2, cond_dim=8, vocab_size=70, length=16,
         schedule=ScheduleConfig(eps=1e-3), **changes,
@@ -47,10 +46,7 @@ def make(device="cpu", dtype=torch.float64, fold=True, **changes):
     network = DiT(config)
     for parameter in network.parameters():  # modulations and the output layer start at zero
         torch.nn.init.normal_(parameter, std=0.3)
-    network = network.to(device, dtype).eval()
-    if fold:
-        network.fold_modulation()
-    return network
+    return network.to(device, dtype).eval()
 
 
 def inputs(network, rows, length=16, seed=0):
@@ -64,14 +60,13 @@ def inputs(network, rows, length=16, seed=0):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.no_grad()
-def test_logits_are_those_of_plain_passes(kind, fold, device, monkeypatch):
+def test_logits_are_those_of_plain_passes(kind, device, monkeypatch):
     """In float64; other batches in between, larger and smaller than the graphs that exist."""
-    if not fold or kind not in ("plain", "timed"):
+    if kind not in ("plain", "timed"):
         uncompiled(monkeypatch)
-    network = make(device, fold=fold, **KINDS[kind])
+    network = make(device, **KINDS[kind])
     fast = GraphedDiT(network)
     for seed, (rows, length) in enumerate([(5, 16), (1, 16), (4, 16), (5, 9), (7, 16), (5, 16)]):
         tokens, sigma, where = inputs(network, rows, length, seed)
@@ -80,13 +75,12 @@ def test_logits_are_those_of_plain_passes(kind, fold, device, monkeypatch):
         torch.testing.assert_close(fast.logits(tokens, sigma, where), expected)
 
 
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.no_grad()
-def test_batches_that_share_a_graph_do_not_disturb_each_other(kind, fold, monkeypatch):
+def test_batches_that_share_a_graph_do_not_disturb_each_other(kind, monkeypatch):
     """Rows that are left over in a buffer, and results that the next pass overwrites."""
     monkeypatch.setattr(graphs, "capture", Buffered)
-    network = make(fold=fold, **KINDS[kind])
+    network = make(**KINDS[kind])
     fast = GraphedDiT(network)
     found, expected = [], []
     for seed, (rows, length) in enumerate([(5, 16), (1, 16), (4, 16), (5, 9), (7, 16), (6, 16)]):
@@ -95,7 +89,7 @@ def test_batches_that_share_a_graph_do_not_disturb_each_other(kind, fold, monkey
         expected.append(selected_logits(network, tokens, sigma, where))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    assert sorted(fast._graphs) == [(1, 16, 0), (6, 9, 0), (6, 16, 0), (8, 16, 0)]
+    assert sorted(fast._graphs) == [(1, 16), (6, 9), (6, 16), (8, 16)]
 
 
 @torch.no_grad()
@@ -110,8 +104,8 @@ def test_only_so_many_graphs_are_kept(monkeypatch):
     assert len(fast._graphs) == 16
     fast.logits(*inputs(network, 4, 16))
     assert len(fast._graphs) == 16
-    assert (2, 1, 0) in fast._graphs
-    assert (2, 2, 0) not in fast._graphs
+    assert (2, 1) in fast._graphs
+    assert (2, 2) not in fast._graphs
 
 
 @torch.no_grad()
@@ -139,7 +133,7 @@ def test_graphs_are_replayed_and_few():
             plain = selected_logits(network, tokens, sigma, where).float()
             gap = (fast.logits(tokens, sigma, where).float() - plain).abs().mean()
             assert gap < 0.05 * plain.std()
-    assert sorted(fast._graphs) == [(1, 16, 0), (16, 16, 0)]
+    assert sorted(fast._graphs) == [(1, 16), (16, 16)]
     assert all(isinstance(graph, graphs.Captured) for graph in fast._graphs.values())
 
 
@@ -161,11 +155,12 @@ def test_weights_that_change_are_noticed(device, monkeypatch):
         lambda: network.blocks[1].attn_qkv.weight.mul_(1.5),
         lambda: network.load_state_dict({k: 1.1 * v for k, v in network.state_dict().items()}
                                         | {"rotary_emb.inv_freq": network.rotary_emb.inv_freq}),
-        lambda: network.fold_modulation(),
         lambda: network.float(),
+        lambda: network.rotary_emb._fill(network.rotary_emb.inv_freq / 2),
     ]  # fmt: skip
     for change in changes:
         change()
+        fast.refresh()
         after = fast.logits(tokens, sigma, where)
         expected = selected_logits(network, tokens, sigma, where)
         torch.testing.assert_close(after, expected)
@@ -175,12 +170,11 @@ def test_weights_that_change_are_noticed(device, monkeypatch):
     assert not torch.allclose(after.double(), before)
 
 
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.no_grad()
-def test_tokens_are_drawn_from_the_logits_part_by_part(kind, fold, monkeypatch):
+def test_tokens_are_drawn_from_the_logits_part_by_part(kind, monkeypatch):
     """At most 12 rows at a time, in buffers that the next part overwrites."""
-    network = make(fold=fold, **KINDS[kind])
+    network = make(**KINDS[kind])
     monkeypatch.setattr(graphs, "capture", Buffered)
     monkeypatch.setattr(graphs, "LOGITS_AT_ONCE", 12 * network.config.num_tokens)
     fast = GraphedDiT(network, draw_by_chunks)
@@ -196,55 +190,18 @@ def test_tokens_are_drawn_from_the_logits_part_by_part(kind, fold, monkeypatch):
     assert len(fast._ends) <= 5
 
 
-def by_text(where, width):
-    """The selected positions of each text, shuffled, beside others; and where they stand."""
-    generator = torch.Generator().manual_seed(0)
-    positions = torch.randint(where.shape[1], (len(where), width), generator=generator)
-    place = []
-    for row, own in enumerate(where.cpu()):
-        spots = torch.randperm(width, generator=generator)[: own.sum()]
-        positions[row, spots] = own.nonzero().squeeze(1)
-        place.append(row * width + spots)
-    return Chosen(positions.to(where.device), torch.cat(place).to(where.device))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
-@pytest.mark.parametrize("kind", list(KINDS))
-@torch.no_grad()
-def test_a_last_block_that_asks_from_few_positions_tells_the_same(kind, fold, device, monkeypatch):
-    """In float64, at several widths and batches; graphs of one width serve smaller batches."""
-    if not fold or kind not in ("plain", "timed"):
-        uncompiled(monkeypatch)
-    network = make(device, fold=fold, **KINDS[kind])
-    if device == "cpu":
-        monkeypatch.setattr(graphs, "capture", Buffered)
-    fast = GraphedDiT(network, draw_by_chunks)
-    for seed, (rows, width) in enumerate([(5, 12), (6, 16), (4, 12), (1, 12), (5, 12)]):
-        tokens, sigma, where = inputs(network, rows, seed=seed)
-        place = where.flatten().nonzero().squeeze(1)
-        numbers = torch.rand(len(place), dtype=torch.float64).to(device)
-        expected = draw_by_chunks(selected_logits(network, tokens, sigma, where), numbers)
-        found = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, width))
-        assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1])
-    assert sorted(fast._graphs) == [(1, 16, 12), (6, 16, 12), (6, 16, 16)]
-    if device == "cuda":
-        assert all(isinstance(graph, graphs.Captured) for graph in fast._graphs.values())
-
-
 @pytest.mark.gpu
 @torch.no_grad()
-def test_few_positions_in_bfloat16_are_compiled_and_captured():
-    """As it runs for real, at widths one after the other; nothing had to be remarked."""
+def test_draws_in_bfloat16_are_compiled_and_captured():
+    """As it runs for real; nothing had to be remarked."""
     network = make("cuda", torch.bfloat16)
     fast, before = GraphedDiT(network, draw_by_chunks), list(remarks.remarks)
-    for rows, width in ((16, 16), (16, 12), (9, 14), (1, 12)):
+    for rows in (16, 9, 1):
         tokens, sigma, where = inputs(network, rows)
         place = where.flatten().nonzero().squeeze(1)
         numbers = torch.linspace(0.01, 0.99, len(place), dtype=torch.float64, device="cuda")
         log_p = selected_logits(network, tokens, sigma, where).double().log_softmax(-1)
-        token, own = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, width))
+        token, own = fast.drawn_at(tokens, sigma, place, numbers)
         expected = log_p.gather(1, token[:, None]).squeeze(1)
         assert (own - expected).abs().mean() < 0.05
     for graph in (*fast._graphs.values(), *fast._ends.values()):
@@ -253,10 +210,10 @@ def test_few_positions_in_bfloat16_are_compiled_and_captured():
     assert list(remarks.remarks) == before
 
 
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not-folded"])
+@pytest.mark.parametrize("timed", [True, False])
 @torch.no_grad()
-def test_sizes_that_change_are_told_to_the_compiler(fold, monkeypatch):
-    """Rows of the end of a step, positions of the last block; texts and their length are fixed."""
+def test_sizes_that_change_are_told_to_the_compiler(timed, monkeypatch):
+    """Rows of the end of a step; texts and their length are fixed."""
     asked = {}
 
     def recorded(function, inputs, pool=None, dynamic=()):
@@ -264,16 +221,12 @@ def test_sizes_that_change_are_told_to_the_compiler(fold, monkeypatch):
         return function
 
     monkeypatch.setattr(graphs, "capture", recorded)
-    network = make(fold=fold)
+    network = make(time_conditioning=timed)
     fast = GraphedDiT(network, draw_by_chunks)
     tokens, sigma, where = inputs(network, 4)
     place = where.flatten().nonzero().squeeze(1)
-    for chosen in (None, by_text(where, 12)):
-        fast.drawn_at(tokens, sigma, place, torch.rand(len(place)).double(), chosen)
-    more = [] if fold else [None]
-    assert asked == {
-        "begin": [], "begin_at": [None, 1, *more], "end": [0, 0, *([0] if more else [])],
-    }  # fmt: skip
+    fast.drawn_at(tokens, sigma, place, torch.rand(len(place)).double())
+    assert asked == {"begin": [], "end": [0, 0, 0] if timed else [0, 0]}
 
 
 def test_a_capture_marks_the_sizes_that_change(warm, monkeypatch):
@@ -288,48 +241,6 @@ def test_a_capture_marks_the_sizes_that_change(warm, monkeypatch):
     assert marked == [(second, 1)]
 
 
-@torch.no_grad()
-def test_a_last_block_that_cannot_be_compiled_stays_whole(monkeypatch):
-    """Once refused, all positions are read by the graph that can be compiled."""
-    made = []
-
-    def captured(function, inputs, pool=None, dynamic=()):
-        made.append(function.__name__)
-        return function
-
-    network = make()
-    monkeypatch.setattr(graphs, "capture", captured)
-    fast = GraphedDiT(network, draw_by_chunks)
-    tokens, sigma, where = inputs(network, 4)
-    place = where.flatten().nonzero().squeeze(1)
-    numbers = torch.rand(len(place), dtype=torch.float64)
-    fast._narrows = False
-    found = fast.drawn_at(tokens, sigma, place, numbers, by_text(where, 12))
-    expected = draw_by_chunks(selected_logits(network, tokens, sigma, where), numbers)
-    assert torch.equal(found[0], expected[0])
-    assert made == ["begin", "end"]
-
-
-@torch.no_grad()
-def test_a_trunk_is_compiled_once_for_all_numbers_of_positions():
-    """By dynamo itself, with a backend that runs the graph as it is."""
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-    torch._dynamo.reset()
-    fast = GraphedDiT(make())
-    run = torch.compile(fast.begin_at, backend=counter, dynamic=False)
-    tokens, _, where = inputs(fast.network, 5)
-    for width in (12, 16, 14):
-        positions = by_text(where, width).positions
-        torch._dynamo.maybe_mark_dynamic(positions, 1)
-        found = run(tokens, positions)
-        torch.testing.assert_close(found, fast.begin_at(tokens, positions))
-    assert counter.frame_count == 1
-    run(tokens[:3], positions[:3])  # and anew for other numbers of texts, which it is fast for
-    assert counter.frame_count == 2
-
-
 def test_sizes_are_few_and_close():
     sizes = [round_up(rows) for rows in range(1, 300)]
     assert sorted(set(sizes)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
@@ -338,7 +249,7 @@ def test_sizes_are_few_and_close():
 
 def test_a_graph_that_exists_serves_smaller_batches():
     fast = GraphedDiT(make())
-    fast._graphs = {(16, 8, 0): None, (24, 8, 0): None, (20, 8, 4): None, (64, 9, 0): None}
+    fast._graphs = {(16, 8): None, (24, 8): None, (64, 9): None}
     assert [fast._size(rows, 8) for rows in (1, 7, 8, 16, 17, 24, 40)] == [1, 8, 16, 16, 24, 24, 48]
 
 
@@ -370,7 +281,7 @@ def refuse(*arguments, **settings):
 def warm(monkeypatch):
     """A machine whose passes are warm after one."""
     monkeypatch.setattr(graphs, "_warm_up", lambda function, inputs: function(*inputs))
-    remarks.say_once.cache_clear()
+    remarks.warn_once.cache_clear()
 
 
 class OnGPU:
@@ -469,8 +380,8 @@ def test_captures_warm_up_on_one_stream():
 
 
 def test_a_remark_is_made_once(caplog):
-    remarks.say_once.cache_clear()
+    remarks.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="didi_instruct"):
-        remarks.say_once("It is slow.")
-        remarks.say_once("It is slow.")
+        remarks.warn_once("It is slow.")
+        remarks.warn_once("It is slow.")
     assert [record.getMessage() for record in caplog.records] == ["It is slow."]

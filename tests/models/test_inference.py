@@ -2,12 +2,12 @@ import dataclasses
 
 import pytest
 import torch
+from didi_instruct.models.inference import InferenceDiT, suits
 from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models import inference, packed
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.inference import InferenceDiT, suits
 
 from .plain_networks import dit_logits
 
@@ -66,7 +66,7 @@ def test_selected_rows_are_those_of_all_logits(padded):
     dit, tokens = network(), text()
     quick = InferenceDiT(dit)
     attended = torch.arange(37) < torch.tensor([[37], [20], [9]]) if padded else None
-    every = dit(tokens, attention_mask=attended)
+    every = dit(tokens, attended=attended)
     where = torch.zeros(3, 37, dtype=torch.bool)
     where[0, 1:30] = True
     where[2, torch.tensor([3, 8])] = True
@@ -88,38 +88,13 @@ def test_bfloat16_is_as_near_as_the_network_in_bfloat16(monkeypatch):
         assert (InferenceDiT(rounded)(text()).float() - exact).abs().mean() < allowed
 
 
-def test_a_text_not_begun_is_read_once(monkeypatch):
-    """Masks and ends; the state depends on their number, and one token makes it another text."""
-    dit = network(end_id=0, lengths=LENGTHS)
+@torch.no_grad()
+def test_a_cast_there_and_back_is_noticed():
+    """It rounds, and the rounded weights may come to lie where the old ones lay."""
+    dit = network()
     quick = InferenceDiT(dit)
-    read = []
-    run = quick._run
-    monkeypatch.setattr(quick, "_run", lambda z, mask: read.append(z) or run(z, mask))
-
-    def blank(length):
-        return torch.tensor([[MASK] * length + [0] * (40 - length)])
-
-    first = quick(blank(30))
-    assert torch.equal(quick(blank(30)), first)
-    assert len(read) == 1
-    torch.testing.assert_close(quick(blank(29)), dit(blank(29)).detach(), rtol=1e-4, atol=1e-4)
-    begun = blank(30)
-    begun[0, 5] = 3
-    for _ in range(2):
-        torch.testing.assert_close(quick(begun), dit(begun).detach(), rtol=1e-4, atol=1e-4)
-    assert len(read) == 4
-    monkeypatch.setattr(inference, "KEPT_BYTES", 3 * 40 * 24 * 4)
-    for length in (30, 1, 2, 30, 3):  # 29 makes room for 2, then 1 for 3
-        quick(blank(length))
-    assert len(quick._kept) == 3
-    assert len(read) == 7
-    quick(blank(30))
-    assert len(read) == 7
-    quick(blank(1))
-    assert len(read) == 8
-    quick.forget()
-    quick(blank(30))
-    assert len(read) == 9
+    dit.bfloat16().float()
+    assert not quick.is_current(dit)
 
 
 def test_new_weights_are_noticed():

@@ -5,13 +5,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.build import (
+from didi_instruct.models.discriminator import count_discriminator_parameters
+from didi_instruct.models.dit import (
+    DiT,
     build_model,
-    count_discriminator_parameters,
     count_parameters,
     flops_per_token,
 )
-from didi_instruct.models.dit import DiT
 
 TINY = {"layers": 2, "hidden": 16, "heads": 2, "cond_dim": 8, "vocab_size": 11, "length": 12}
 

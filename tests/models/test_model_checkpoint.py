@@ -1,11 +1,16 @@
+import contextlib
 import json
-import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.kills import kills
 from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -14,31 +19,40 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models import tensor_files
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import load_model, save_model
-from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT
+from didi_instruct.models.discriminator import build_discriminator
+from didi_instruct.models.dit import DiT, build_model
+from didi_instruct.models.quantised import StoredWeights
 from didi_instruct.models.tensor_files import describe
 
 CONFIG = ModelConfig(
     layers=2, hidden=16, heads=2, cond_dim=8, vocab_size=11, length=12,
     schedule=ScheduleConfig(name="cosine", eps=0.0),
 )  # fmt: skip
+OTHER = ModelConfig(layers=3, hidden=8, heads=1, cond_dim=8, vocab_size=11)
 TOKENS = torch.randint(10, (2, 7), generator=torch.Generator().manual_seed(1))
 WORDS = Tokenizer.from_words([f"w{n}" for n in range(10)])
+FILES = (
+    "config.json", "model.safetensors", "discriminator.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 
 
 def network(seed=0, config=CONFIG):
     return randomise(build_model(config), seed).eval()
 
 
+def save(folder):
+    discriminator = randomise(build_discriminator(CONFIG), 7)
+    return save_model(folder, network(), CONFIG, WORDS, discriminator, {"from": "a test"})
+
+
 def rewrite(folder, name, tensors):
     """Replace a tensor file and make config.json agree, as someone else's tool would."""
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name)
-    content = json.loads((folder / "config.json").read_text())
     path = folder / name
-    content["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    (folder / "config.json").write_text(json.dumps(content))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path)
+    record = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    edit(folder, lambda c: c["files"].update({name: record}))
 
 
 def edit(folder, change):
@@ -51,63 +65,52 @@ def error_of(folder, **options):
     with pytest.raises(UserError) as caught:
         load_model(folder, **options)
     message = str(caught.value)
-    assert "\n" not in message
+    assert message.isprintable()
     return message
 
 
 @pytest.fixture
 def folder(tmp_path):
-    discriminator = randomise(Discriminator(CONFIG), 7)
-    return save_model(
-        tmp_path / "model", network(), CONFIG, WORDS, discriminator, {"from": "a test"}
-    )
+    return save(tmp_path / "model")
 
 
 @torch.no_grad()
 def test_round_trip_is_bit_identical(folder):
     loaded = load_model(folder)
-    for key, value in network().state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[key], value), key
-    for key, value in randomise(Discriminator(CONFIG), 7).state_dict().items():
-        if not key.endswith(("weight_u", "weight_v")):  # drawn at random in each
-            assert torch.equal(loaded.discriminator.state_dict()[key], value), key
-    assert loaded.config == CONFIG
-    assert loaded.provenance == {"from": "a test"}
-    assert loaded.tokenizer.hash == WORDS.hash
+    pairs = [
+        (loaded.model, network()),
+        (loaded.discriminator, randomise(build_discriminator(CONFIG), 7)),
+    ]
+    for found, expected in pairs:
+        assert not found.training
+        for key, value in expected.state_dict().items():
+            if not key.endswith(("weight_u", "weight_v")):  # drawn at random in each
+                assert torch.equal(found.state_dict()[key], value), key
     assert torch.equal(loaded.model(TOKENS), network()(TOKENS))
-    assert not loaded.model.training
-    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+    assert (loaded.config, loaded.provenance) == (CONFIG, {"from": "a test"})
+    assert loaded.tokenizer.hash == WORDS.hash
+    loaded.model.train().vocab_embed.embedding.add_(1)  # the mapped file stays as it is
+    assert torch.equal(load_model(folder).model(TOKENS), network()(TOKENS))
+    assert {p.name for p in folder.iterdir()} == set(FILES)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(network().state_dict())
+        assert file.metadata() == {"format": "pt"}
 
 
 @pytest.mark.parametrize("kind", ["duo", "ar"])
 @torch.no_grad()
 def test_other_kinds_round_trip(tmp_path, kind):
+    """Given as a state dict, too: then the file is the same."""
     config = ModelConfig(kind=kind, layers=1, hidden=16, heads=2, cond_dim=8, vocab_size=10)
-    tokenizer = WORDS if kind == "duo" else None
-    save_model(tmp_path, network(3, config), config, tokenizer)
-    loaded = load_model(tmp_path)
+    model = network(3, config)
+    save_model(tmp_path / "a", model, config, WORDS if kind == "duo" else None)
+    loaded = load_model(tmp_path / "a")
     assert isinstance(loaded.model, ARModel if kind == "ar" else DiT)
-    assert torch.equal(loaded.model(TOKENS % 9), network(3, config)(TOKENS % 9))
+    assert torch.equal(loaded.model(TOKENS % 9), model(TOKENS % 9))
     assert loaded.discriminator is None
-
-
-@torch.no_grad()
-def test_loaded_weights_can_be_trained_without_touching_the_file(folder):
-    loaded = load_model(folder)
-    loaded.model.train()
-    loaded.model.vocab_embed.embedding.add_(1)
-    assert torch.equal(load_model(folder).model(TOKENS), network()(TOKENS))
-
-
-def test_file_is_plain_safetensors(folder):
-    assert set(load_file(folder / "model.safetensors")) == set(network().state_dict())
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_state_dicts_are_accepted_too(folder, tmp_path):
-    other = save_model(tmp_path / "other", network().state_dict(), CONFIG)
-    assert sha256_file(other / "model.safetensors") == sha256_file(folder / "model.safetensors")
+    save_model(tmp_path / "b", model.state_dict(), config)
+    digests = {sha256_file(tmp_path / name / "model.safetensors") for name in "ab"}
+    assert len(digests) == 1
 
 
 @torch.no_grad()
@@ -122,85 +125,48 @@ def test_16_bit_weights_on_disk(tmp_path):
     assert torch.equal(wide(TOKENS), network().bfloat16().float()(TOKENS))
 
 
-def test_a_file_read_in_parts_is_the_same_file(folder, monkeypatch):
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_file_read_in_parts_is_the_same_file(folder, monkeypatch, dtype):
     """Read a few numbers at a time or all at once, cast or not, every tensor is itself."""
-    whole = load_file(folder / "model.safetensors")
     opened = []
-
-    def watched(*arguments, **options):
-        opened.append(arguments)
-        return safe_open(*arguments, **options)
-
     monkeypatch.setattr(tensor_files, "NUMBERS_AT_ONCE", 500)
-    monkeypatch.setattr(tensor_files, "safe_open", watched)
-    for dtype in (None, torch.bfloat16):
-        parts = tensor_files.read_tensors(
-            folder / "model.safetensors", "cpu", dtype, keep=["rotary_emb.inv_freq"]
-        )
-        assert parts.keys() == whole.keys()
-        for name, tensor in whole.items():
-            kept = dtype is None or name == "rotary_emb.inv_freq"
-            assert torch.equal(parts[name], tensor if kept else tensor.to(dtype)), name
+    monkeypatch.setattr(
+        tensor_files, "safe_open", lambda *a, **k: opened.append(a) or safe_open(*a, **k)
+    )
+    path, kept = folder / "model.safetensors", "rotary_emb.inv_freq"
+    parts, whole = StoredWeights(path, None).read("cpu", dtype, keep=[kept]), load_file(path)
+    assert parts.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(parts[name], tensor.to(None if name == kept else dtype)), name
     assert len(opened) > 10
 
 
-def test_saving_replaces_what_was_there(folder):
-    save_model(folder, network(5), CONFIG)
-    loaded = load_model(folder)
-    assert torch.equal(loaded.model(TOKENS), network(5)(TOKENS))
-    assert loaded.tokenizer is None
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+@pytest.mark.parametrize("links", [True, False])
+def test_killed_save_leaves_a_whole_model(tmp_path, monkeypatch, links):
+    """The old one until config.json is replaced, then the new one; the next save tidies up."""
+    outcomes, folder, words = [], tmp_path / "m", Tokenizer.from_words(list("abcdefghij"))
 
+    def prepare():
+        shutil.rmtree(folder, ignore_errors=True)
+        save(folder)
 
-@pytest.mark.parametrize(
-    ("links", "survived"),
-    [*((True, n) for n in range(7)), *((False, n) for n in (3, 6, 8, 10))],
-)
-def test_killed_save_leaves_the_old_model_loadable(folder, monkeypatch, links, survived):
-    """Die at each rename in turn, leaving temporary files behind as a killed process does.
+    def replace():
+        save_model(folder, network(5), CONFIG, words, None, {"new": True})
 
-    There are 2 renames inside the tokenizer, 4 files and config.json: 7. Without hard links, each
-    of the 4 files is also moved aside: 11.
-    """
-    replace, count = os.replace, iter(range(100))
-
-    def dying(source, target):
-        if next(count) >= survived:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    def no_links(*_):
-        raise OSError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", dying)
-        patch.setattr(AtomicFile, "discard", lambda _: None)
-        if not links:
-            patch.setattr(os, "link", no_links)
-        discriminator = randomise(Discriminator(CONFIG), 8)
-        words = Tokenizer.from_words(list("abcdefghij"))
-        with pytest.raises(KeyboardInterrupt):
-            save_model(folder, network(5), CONFIG, words, discriminator, {"new": True})
-
-    for verify in (True, False):
-        loaded = load_model(folder, verify=verify)
-        assert torch.equal(loaded.model(TOKENS), network(0)(TOKENS))
-        assert loaded.tokenizer.hash == WORDS.hash
-        assert loaded.provenance == {"from": "a test"}
-    save_model(folder, network(6), CONFIG, WORDS)
-    assert torch.equal(load_model(folder).model(TOKENS), network(6)(TOKENS))
-    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-
-
-def test_killed_first_save_is_no_model(tmp_path, monkeypatch):
-    def dying(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", dying)
-        with pytest.raises(KeyboardInterrupt):
-            save_model(tmp_path, network(), CONFIG)
-    assert "it has no config.json" in error_of(tmp_path)
+    for _ in kills(monkeypatch, prepare, replace, links):
+        for verify in (True, False):
+            loaded = load_model(folder, verify=verify)
+            new = "new" in loaded.provenance
+            assert torch.equal(loaded.model(TOKENS), network(5 if new else 0)(TOKENS))
+            assert loaded.tokenizer.hash == (words if new else WORDS).hash
+            assert (loaded.discriminator is None) == new
+        outcomes.append(new)
+        save_model(folder, network(6), CONFIG)
+        assert torch.equal(load_model(folder).model(TOKENS), network(6)(TOKENS))
+        assert not list(folder.glob(".*"))
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+    assert {p.name for p in folder.iterdir()} == set(FILES) - {"discriminator.safetensors"}
 
 
 def test_a_full_disk_is_one_clear_line(folder, monkeypatch):
@@ -215,48 +181,68 @@ def test_a_full_disk_is_one_clear_line(folder, monkeypatch):
         with pytest.raises(UserError, match="make room"):
             save_model(folder, network(5), CONFIG)
     assert torch.equal(load_model(folder).model(TOKENS), network(0)(TOKENS))
+    assert {p.name for p in folder.iterdir()} == set(FILES)
 
 
-def test_no_folder_and_no_model(tmp_path):
+def test_no_folder_and_no_model(tmp_path, monkeypatch):
     assert error_of(tmp_path / "none") == f"{tmp_path / 'none'}: no such folder."
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for _ in kills(monkeypatch, lambda: None, lambda: save(killed)):
+        if not (killed / "config.json").exists():
+            assert "it has no config.json" in error_of(killed)
+    assert load_model(killed).tokenizer.hash == WORDS.hash
     assert error_of(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json."
-    (tmp_path / "config.json").write_text("{")
-    assert "is not valid JSON" in error_of(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2"]}')
     assert "was not written by didi" in error_of(tmp_path)
     with pytest.raises(UserError, match="was not written by didi"):
         save_model(tmp_path, network(), CONFIG)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "discriminator.safetensors"])
-@pytest.mark.parametrize("verify", [True, False])
-def test_truncated_file(folder, name, verify):
-    path = folder / name
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-5])
-    expected = f"{path} is truncated: it has {size - 5} bytes, but config.json says {size}."
-    assert error_of(folder, verify=verify) == expected
-    path.unlink()
-    assert f"{path} is missing" in error_of(folder)
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("whole") / "model")
+    return {name: (folder / name).read_bytes() for name in FILES}
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_flipped_byte(folder, name):
-    path = folder / name
-    before = sha256_file(path)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    message = error_of(folder)
-    assert f"{path} was altered" in message
-    assert before in message
-    assert sha256_file(path) in message
+CHANGES = {
+    "truncated": lambda data, at, byte: data[:at],
+    "altered": lambda data, at, byte: data[:at] + bytes([data[at] ^ byte]) + data[at + 1 :],
+    "longer": lambda data, at, byte: data[:at] + bytes([byte]) + data[at:],
+}
 
 
-def test_garbage_in_place_of_tensors(folder):
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    name=st.sampled_from(FILES),
+    at=st.floats(0, 1, exclude_max=True) | st.floats(0, 0.05),  # headers come first
+    change=st.sampled_from(list(CHANGES)),
+    byte=st.integers(1, 255),
+    verify=st.booleans(),
+)
+def test_a_damaged_file_is_refused_in_one_line(contents, name, at, change, byte, verify):
+    """Named wherever it is listed; a changed config.json, or a byte nobody verifies, may pass."""
+    data = CHANGES[change](contents[name], int(at * len(contents[name])), byte)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for other, content in contents.items():
+            (folder / other).write_bytes(data if other == name else content)
+        if name == "config.json" or (not verify and change == "altered"):
+            with contextlib.suppress(UserError):
+                load_model(folder, verify=verify)
+        else:
+            word = "altered" if change == "longer" else change
+            message = error_of(folder, verify=verify)
+            assert message.startswith(str(folder / name))
+            assert word in message
+
+
+def test_a_missing_file_and_one_of_no_tensors_are_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(b"\xff" * path.stat().st_size)
-    assert "is not a readable safetensors file" in error_of(folder, verify=False)
+    assert f"{path} is not a readable safetensors file" in error_of(folder, verify=False)
+    path.unlink()
+    assert f"{path} is missing" in error_of(folder)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder):
@@ -272,34 +258,27 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(folder):
         "Wanted: `mdlm` with 2 layers, hidden 16, 2 heads, vocab_size 11; "
         "the tensors look like a denoiser with 2 layers, hidden 16, vocab_size 11."
     )
-
-
-def test_many_wrong_tensors_are_counted_and_the_architecture_recognised(folder):
-    other = ModelConfig(layers=3, hidden=8, heads=1, cond_dim=8, vocab_size=11)
-    rewrite(folder, "model.safetensors", network(0, other).state_dict())
+    rewrite(folder, "model.safetensors", network(0, OTHER).state_dict())
     message = error_of(folder)
     assert "10 tensors unexpected (blocks.2." in message
     assert "and 7 more" in message
     assert "look like a denoiser with 3 layers, hidden 8, vocab_size 11." in message
 
 
-def test_other_networks_are_recognised(folder):
-    rewrite(folder, "model.safetensors", Discriminator(CONFIG).state_dict())
-    assert "look like a discriminator with 2 layers" in error_of(folder)
-    prefixed = {f"backbone.{k}": v for k, v in network().state_dict().items()}
-    rewrite(folder, "model.safetensors", prefixed)
-    assert "under the prefix `backbone.`" in error_of(folder)
+def test_networks_are_recognised_by_their_tensors():
+    def words(network, prefix=""):
+        return describe({prefix + k: tuple(v.shape) for k, v in network.state_dict().items()})
+
+    assert words(build_discriminator(CONFIG)).startswith("a discriminator with 2 layers")
+    assert words(network(), "backbone.").endswith("vocab_size 11 under the prefix `backbone.`")
     ar = ARModel(ModelConfig(kind="ar", layers=1, hidden=16, heads=2, vocab_size=11))
-    assert describe({k: tuple(v.shape) for k, v in ar.state_dict().items()}) == (
-        "a left-to-right model with 1 layers, hidden 16, vocab_size 11"
-    )
-    assert "`small`" in describe(
-        {
-            "vocab_embed.embedding": (50258, 768),
-            "sigma_map.mlp.0.weight": (128, 256),
-            "blocks.11.norm1.weight": (768,),
-        }
-    )
+    assert words(ar) == "a left-to-right model with 1 layers, hidden 16, vocab_size 11"
+    small = {
+        "vocab_embed.embedding": (50258, 768),
+        "sigma_map.mlp.0.weight": (128, 256),
+        "blocks.11.norm1.weight": (768,),
+    }
+    assert "`small`" in describe(small)
     assert "ESM" in describe({"esm.embeddings.word_embeddings.weight": (33, 640)})
     assert describe({"x": (1,)}) == "no network known here"
 
@@ -313,32 +292,29 @@ def test_integers_and_foreign_positions_are_no_weights(folder):
     assert "rotary positions with base 10,000" in error_of(folder)
 
 
+RECORD = {"bytes": 1, "sha256": "0"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda c: c.update(version=2), "has format version 2, but this didi reads up to 1"),
-        (lambda c: c.update(version="x"), "`version` is 'x'"),
-        (lambda c: c.update(extra=1), "`extra` is not a setting."),
+        (lambda c: c.update(version="x"), "has format version 'x'"),
+        (lambda c: c.update(storage="int4"), "`storage` is 'int4'"),
+        (lambda c: c.update(storage={"bits": 4}), "or upgrade didi if a newer one wrote it."),
         (lambda c: c["model"].update(layer=2), "`model.layer` is not a setting. Did you mean"),
-        (lambda c: c["model"].pop("heads"), "`model.heads` is missing"),
-        (lambda c: c["model"].update(heads="2"), "`model.heads` is '2', but a whole number"),
-        (lambda c: c["model"].update(kind="gpt"), "`model.kind` is 'gpt'"),
+        (lambda c: c["model"].pop("kind"), "`model.kind` is missing"),
+        (lambda c: c["model"].update(heads=["\x1b"] * 999), "`model.heads` is ['\\x1b"),
         (lambda c: c["model"].update(hidden=15), "model.hidden is 15 with 2 heads"),
-        (lambda c: c["model"]["schedule"].update(name="x"), "`model.schedule.name` is 'x'"),
-        (
-            lambda c: c["model"].update(length=2**20 + 1),
-            "`model.length` is 1048577",
-        ),
-        (
-            lambda c: c["discriminator"].update(length=10**12),
-            "`discriminator.length` is 10000",
-        ),
+        (lambda c: c["model"].update(length=2**20 + 1), "`model.length` is 1048577"),
+        (lambda c: c["discriminator"].update(length=10**12), "`discriminator.length` is 10000"),
         (lambda c: c["model"].update(layers=10**9), "look like a denoiser with 2 layers"),
         (lambda c: c["model"].update(heads=4), "rotary_emb.inv_freq (4,) for (2,)"),
         (lambda c: c["files"].pop("model.safetensors"), "does not list model.safetensors"),
-        (lambda c: c["files"].update({"../x": {}}), "lists '../x'"),
+        (lambda c: c["files"].update({"../x": RECORD}), "lists '../x'"),
         (lambda c: c.update(files=3), "`files` is 3"),
-        (lambda c: c["files"]["tokenizer.json"].pop("bytes"), "needs `bytes` and `sha256`"),
+        (lambda c: c["files"]["tokenizer.json"].pop("bytes"), "tokenizer.json.bytes` is missing"),
+        (lambda c: c.update(provenance=[]), "`provenance` is []"),
         (lambda c: c.update(discriminator=None), "disagree"),
     ],
 )
@@ -352,16 +328,15 @@ def test_tokenizer_needs_room_for_the_extra_id(folder, tmp_path):
     with pytest.raises(UserError, match="11 ids and the model vocab_size 11: no room for the mask"):
         save_model(tmp_path / "other", network(), CONFIG, larger)
     larger.save(folder)
-    record = {"bytes": (folder / "tokenizer.json").stat().st_size}
-    record["sha256"] = sha256_file(folder / "tokenizer.json")
+    path = folder / "tokenizer.json"
+    record = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     edit(folder, lambda c: c["files"].update({"tokenizer.json": record}))
     assert "no room for the mask" in error_of(folder)
 
 
 def test_wrong_weights_are_not_even_saved(tmp_path):
-    other = ModelConfig(layers=3, hidden=8, heads=1, cond_dim=8, vocab_size=11)
     with pytest.raises(UserError, match="look like a denoiser with 3 layers"):
-        save_model(tmp_path / "m", network(0, other), CONFIG)
+        save_model(tmp_path / "m", network(0, OTHER), CONFIG)
     with pytest.raises(TypeError, match="JSON"):
         save_model(tmp_path / "m", network(), CONFIG, provenance={"x": torch.zeros(1)})
     assert not (tmp_path / "m").exists()

@@ -6,9 +6,9 @@ from tests.random_models import add_noise
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import save_model
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import build_discriminator
+from didi_instruct.models.dit import build_model
 
 LANGUAGE = OracleLanguage.default()
 
@@ -27,7 +27,7 @@ def save(folder, config, *, tokenizer=LANGUAGE.tokenizer, seed=0, discriminator=
     """A model of random weights; return its SOURCE. `steers` is its discriminator's noise."""
     torch.manual_seed(seed)
     network = build_model(config)
-    judge = Discriminator(config) if discriminator else None
+    judge = build_discriminator(config) if discriminator else None
     parts = [(network, 0.2)] if judge is None else [(network, 0.2), (judge, steers)]
     for part, noise in parts:
         add_noise(part, noise)

@@ -6,7 +6,7 @@ from didi_instruct.api.convert import convert
 from didi_instruct.api.open import open_source
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.models.build import count_parameters
+from didi_instruct.models.dit import count_parameters
 from didi_instruct.reproduce import checks
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, adopted
 from didi_instruct.reproduce.catalogue import ITEMS

@@ -3,7 +3,7 @@
 import pytest
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.build import count_parameters
+from didi_instruct.models.dit import count_parameters
 from didi_instruct.reproduce.baselines import settings_of
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.checks import plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from didi_instruct.models.manifest import read_manifest
+from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.reproduce.grid import Grid
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.running import DONE, RUN, finished, folder_of, run_job

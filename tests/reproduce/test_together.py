@@ -7,7 +7,7 @@ import pytest
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.manifest import read_manifest
+from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.running import RUN, run_job
 from didi_instruct.reproduce.scale import Given

@@ -1,5 +1,7 @@
 """Laws of samplers by enumeration, and whether samples follow them."""
 
+import itertools
+
 import torch
 from scipy.stats import chisquare
 
@@ -29,12 +31,15 @@ def independent_step(mass: torch.Tensor, laws: torch.Tensor) -> torch.Tensor:
     return joint.sum(0)
 
 
-def masked_step(language, mass, reveal, remask=0.0, positions=None):
-    """Law over all (V + 1)^L states after masks were revealed and tokens masked at `positions`."""
+def masked_step(language, mass, reveal, remask=0.0, positions=None, p=None):
+    """Law over all (V + 1)^L states after masks were revealed and tokens masked at `positions`.
+
+    Tokens are drawn from p (S, L, V), by default the language's own law.
+    """
     V, L = language.num_tokens, language.length
     z = all_states(V + 1, L)
     masked = (z == V)[..., None]
-    p = torch.nn.functional.pad(language.denoiser(z).exp(), (0, 1))
+    p = torch.nn.functional.pad(language.denoiser(z).exp() if p is None else p, (0, 1))
     mask = torch.nn.functional.one_hot(torch.tensor(V), V + 1).double()
     stay = torch.nn.functional.one_hot(z, V + 1).double()
     laws = torch.where(masked, reveal * p + (1 - reveal) * mask, (1 - remask) * stay)
@@ -60,6 +65,64 @@ def texts_of(mass, num_tokens, length):
     return texts
 
 
+def ancestral_law(language, alphas):
+    """Law over texts of ancestral sampling along alpha_1 .. alpha_0 = 1."""
+    mass = all_masked(language)
+    for alpha_t, alpha_s in itertools.pairwise(alphas):
+        mass = masked_step(language, mass, (alpha_s - alpha_t) / (1 - alpha_t))
+    return texts_of(mass, language.num_tokens, language.length)
+
+
+def dense_tilt(function, guide, z, mask_id, t, h, clamp, masked=None):
+    """Eq. (10) by autograd through softmax(logits) @ E, at every position: (B, L, V).
+
+    `masked` (B, L): masks that are to be written; others show the guide a mask.
+    """
+    masked = z == mask_id if masked is None else masked
+    times = torch.full((len(z),), t)
+    with torch.enable_grad():
+        logits = function(z, times).detach().requires_grad_()
+        soft = logits.softmax(-1) @ guide.embedding.detach()
+        shown = guide.embed(z.clamp(min=0)).detach()
+        embeddings = torch.where(masked[..., None], soft, shown)
+        reward = guide.score(embeddings, z, times)[masked].sum()
+        (gradient,) = torch.autograd.grad(reward, logits)
+    return (logits + h * gradient.clamp(-clamp, clamp)).detach()
+
+
+def law_of_tilting(language, guide, guidance, steps):
+    """Law over texts of the tilted sampler, alpha = 1 - t: tokens from `dense_tilt`."""
+    V, L = language.num_tokens, language.length
+    mass, z = all_masked(language), all_states(V + 1, L)
+    for n, h in enumerate(guidance.scales(steps)):
+        p = dense_tilt(language.denoiser, guide, z, V, 1 - n / steps, h, guidance.clamp)
+        mass = masked_step(language, mass, 1 / (steps - n), p=p.softmax(-1))
+    return texts_of(mass, V, L)
+
+
+def law_of_reranking(language, guide, guidance, steps):
+    """Law over texts with M = 2 and alpha = 1 - t: all pairs of candidates, weighed by Eq. (11)."""
+    V, L = language.num_tokens, language.length
+    mass, z = all_masked(language), all_states(V + 1, L)
+    masked = z == V
+    for n in range(steps):
+        times = torch.full((len(z),), 1 - (n + 1) / steps)
+        ratio = guide.score(guide.embed(z), z, times).detach().double()
+        reward = ratio.sum(1)
+        if guidance.score == "mean":
+            reward = (ratio * masked).sum(1) / masked.sum(1).clamp(min=1)
+        lead = reward[:, None] - reward
+        first = (lead >= 0).double() if guidance.select == "best" else lead.sigmoid()
+        following = torch.zeros_like(mass)
+        for state in mass.nonzero():
+            law = masked_step(language, torch.zeros_like(mass).index_fill(0, state, 1.0),
+                              1 / (steps - n))  # fmt: skip
+            pairs = mass[state] * law[:, None] * law
+            following += (pairs * first).sum(1) + (pairs * (1 - first)).sum(0)
+        mass = following
+    return texts_of(mass, V, L)
+
+
 def p_value(places, law):
     """Chi-square test that numbers (n,) follow a law (K,); cells below 5 are pooled."""
     counts = torch.bincount(places, minlength=len(law)).double()
@@ -72,6 +135,11 @@ def p_value(places, law):
     return chisquare(observed[kept], expected[kept] * len(places) / expected.sum()).pvalue
 
 
+def follows(tokens, law, num_tokens):
+    """Whether texts (n, L) may follow a law (V^L,)."""
+    return p_value(index(tokens, num_tokens), law) > FALSE_ALARM
+
+
 def assert_follows(tokens, law, num_tokens):
     """Texts (n, L) follow a law (V^L,)."""
-    assert p_value(index(tokens, num_tokens), law) > FALSE_ALARM
+    assert follows(tokens, law, num_tokens)

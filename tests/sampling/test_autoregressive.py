@@ -5,9 +5,8 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.sampling.autoregressive import autoregressive
-from didi_instruct.sampling.categorical import draw, restrict
-from didi_instruct.sampling.chain import PAD, Canvas, Draw, Purpose
-from didi_instruct.sampling.noise import uniforms
+from didi_instruct.sampling.draw import DrawOptions, Purpose, invert, law_of, uniforms
+from didi_instruct.sampling.state import PAD, Canvas
 
 from .enumeration import all_states, assert_follows, index
 
@@ -35,29 +34,24 @@ def without_cache(model, tokens, settings):
         for i in range(len(text)):
             if text[i] == V:
                 logits = model(torch.cat((torch.tensor([V]), text[:i]))[None])[:, -1]
-                log_p = restrict(logits, temperature=settings.temperature, top_p=settings.top_p)
-                text[i] = draw(log_p, noise[i : i + 1])[0]
+                log_p = law_of(logits, settings)
+                text[i] = invert(log_p, noise[i : i + 1])[0]
                 log_prob[row] += log_p[0, text[i]]
     return result, log_prob
 
 
 RAGGED = torch.tensor(
-    [
-        [9, 9, 9, 9, 9, 9],
-        [1, 2, 3, 4, 9, 9],
-        [5, 9, 9, PAD, PAD, PAD],
-        [1, 2, 3, 4, 5, 6],
-        [7, 7, 9, 9, 9, PAD],
-    ]
-)
+    [[9, 9, 9, 9, 9, 9], [1, 2, 3, 4, 9, 9], [5, 9, 9, PAD, PAD, PAD], [1, 2, 3, 4, 5, 6],
+     [7, 7, 9, 9, 9, PAD]]
+)  # fmt: skip
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [Draw(seed=3), Draw(seed=3, temperature=0.7, top_p=0.8)])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.8}])
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 2), slice(1, 5)])
-def test_the_cache_changes_nothing(settings, rows):
-    """Prompts of several lengths in one batch."""
-    model = random_model(9, 6)
+def test_the_cache_changes_nothing(options, rows):
+    """Prompts of several lengths in one batch; paths have the probability of what follows."""
+    model, settings = random_model(9, 6), DrawOptions(seed=3, **options)
     canvas = Canvas(RAGGED, 9, torch.arange(5))
     result = autoregressive(model, Canvas(RAGGED[rows], 9, canvas.samples[rows]), settings=settings)
     tokens, log_prob = without_cache(model, RAGGED, settings)
@@ -68,27 +62,19 @@ def test_the_cache_changes_nothing(settings, rows):
 @torch.no_grad()
 def test_the_samples_follow_the_model():
     model = random_model(3, 3)
-    result = autoregressive(model, Canvas.blank(20_000, 3, 3), settings=Draw(seed=1))
+    result = autoregressive(model, Canvas.blank(20_000, 3, 3), settings=DrawOptions(seed=1))
     assert_follows(result.tokens, model.log_prob(all_states(3, 3)).exp(), 3)
     torch.testing.assert_close(result.log_prob, model.log_prob(result.tokens))
     assert (result.nfe, result.passes) == (3, pytest.approx(3.0))
 
 
 @torch.no_grad()
-def test_the_path_has_the_probability_of_the_text_after_its_prompt():
-    model = random_model(9, 6)
-    tokens = torch.tensor([[1, 2, 9, 9, 9, 9], [7, 0, 9, 9, 9, 9]])
-    result = autoregressive(model, Canvas(tokens, 9, torch.arange(2)))
-    expected = model.log_prob(result.tokens) - model.log_prob(tokens[:, :2])
-    torch.testing.assert_close(result.log_prob, expected)
-    assert (result.nfe, result.passes) == (4, pytest.approx(4.0))
-
-
-@torch.no_grad()
 def test_after_the_end_of_text_comes_nothing_else():
     """The law is the model's, with all that follows an end replaced by ends."""
     model, eot = random_model(3, 3), 1
-    result = autoregressive(model, Canvas.blank(20_000, 3, 3), settings=Draw(seed=2), eot_id=eot)
+    result = autoregressive(
+        model, Canvas.blank(20_000, 3, 3), settings=DrawOptions(seed=2), eot_id=eot
+    )
     every = all_states(3, 3)
     ended = (every == eot).cumsum(1) > 0
     law = torch.zeros(27, dtype=torch.float64)

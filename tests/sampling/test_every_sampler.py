@@ -1,30 +1,44 @@
-"""What is true of every sampler."""
+"""What is true of every sampler, for all texts, prompts, gaps, paddings and seeds."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
-from didi_instruct.process.schedule import Cosine, LogLinear
+from didi_instruct.process.schedule import Cosine
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.autoregressive import autoregressive
-from didi_instruct.sampling.blocks import blocks
-from didi_instruct.sampling.chain import PAD, Canvas, Draw
-from didi_instruct.sampling.first_hitting import first_hitting
-from didi_instruct.sampling.ordered import ordered
-from didi_instruct.sampling.remasking import remasking
+from didi_instruct.sampling.confidence import by_confidence
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.guide import Guidance
+from didi_instruct.sampling.guided import rgas
+from didi_instruct.sampling.state import PAD, Canvas
 from didi_instruct.sampling.uniform_state import uniform_state
+from didi_instruct.sampling.variants import blocks, first_hitting, remasking
 
-LANGUAGE = OracleLanguage.tiny()
-MASK = 3
+from .toys import (
+    LINEAR,
+    MASK,
+    L,
+    Toy,
+    ToyGuide,
+    V,
+    by_hand,
+    canvases,
+    law,
+    random_function,
+    some_rows,
+)
 
 
 def small_ar():
-    config = ModelConfig(kind="ar", layers=1, hidden=8, heads=1, vocab_size=4, length=4)
+    config = ModelConfig(kind="ar", layers=1, hidden=8, heads=1, vocab_size=V + 1, length=L)
     model = ARModel(config).double().eval()
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
@@ -32,125 +46,259 @@ def small_ar():
     return model
 
 
-class Counting:
-    """A denoiser that counts the rows it is run on."""
-
-    def __init__(self):
-        self.inputs = 0
-
-    def __call__(self, z, t):
-        assert t.shape == (len(z),)
-        assert t.dtype == torch.float32
-        assert bool(((t >= 0) & (t <= 1)).all())
-        self.inputs += len(z)
-        return LANGUAGE.denoiser(z)
-
-
-# Each takes a denoiser first, then a canvas, and does not stop early.
-MASKED = {
-    "ordered": lambda d, *a, **k: ordered(d, *a, steps=3, **k),
-    "entropy": lambda d, *a, **k: ordered(d, *a, threshold=0.5, order="entropy", **k),
-    "remasking": lambda d, *a, **k: remasking(d, Cosine(1e-3), *a, steps=5, eta=0.4, **k),
-    "first-hitting": lambda d, *a, **k: first_hitting(d, Cosine(0.0), *a, **k),
-    "blocks": lambda d, *a, **k: blocks(
-        partial(ancestral, d, LogLinear(0.0), steps=3), *a, block_length=3, **k
-    ),
-    "blocks of hits": lambda d, *a, **k: blocks(
-        partial(first_hitting, d, LogLinear(0.0)), *a, block_length=2, **k
-    ),
-    "uniform-state": lambda d, *a, **k: uniform_state(d, LogLinear(0.0), *a, steps=3, **k),
+AR = small_ar()
+GUIDANCE = {
+    "tilting": Guidance(h_start=2.0, h_end=9.0, split=1.0),
+    "re-ranking": Guidance(split=0.0, candidates=3),
+    "best": Guidance(split=0.0, candidates=2, select="best", score="mean"),
+    "many candidates": Guidance(split=0.0, candidates=2),
+    "both": Guidance(h_start=0.0, h_end=4.0, split=0.7, candidates=2),
 }
-SAMPLERS = {name: partial(sampler, LANGUAGE.denoiser) for name, sampler in MASKED.items()}
-SAMPLERS["autoregressive"] = partial(autoregressive, small_ar())
-SAMPLERS["blocks of ar"] = partial(blocks, SAMPLERS["autoregressive"], block_length=2)
-
+# Each takes a denoiser, a guide and a canvas, and settings and a callback.
+SAMPLERS = {
+    "ancestral": lambda d, g, *a, **k: ancestral(d, LINEAR, *a, steps=3, **k),
+    "greedy tail": lambda d, g, *a, **k: ancestral(
+        d, Cosine(1e-3), *a, steps=4, grid="cosine", greedy_tail=True, **k
+    ),
+    "streams": lambda d, g, *a, **k: ancestral(d, LINEAR, *a, steps=4, order="streams", **k),
+    "many steps": lambda d, g, *a, **k: ancestral(d, LINEAR, *a, steps=40, **k),
+    "remasking": lambda d, g, *a, **k: remasking(d, Cosine(1e-3), *a, steps=5, eta=0.4, **k),
+    "first-hitting": lambda d, g, *a, **k: first_hitting(d, Cosine(0.0), *a, **k),
+    "blocks": lambda d, g, *a, **k: blocks(d, LINEAR, *a, steps=2, block_length=4, **k),
+    "sure blocks": lambda d, g, *a, **k: blocks(
+        d, LINEAR, *a, steps=2, block_length=2, inner="confidence", **k
+    ),
+    "confidence": lambda d, g, *a, **k: by_confidence(d, *a, steps=3, **k),
+    "entropy": lambda d, g, *a, **k: by_confidence(d, *a, threshold=0.5, order="entropy", **k),
+    "uniform-state": lambda d, g, *a, **k: uniform_state(d, LINEAR, *a, steps=3, **k),
+    "autoregressive": lambda d, g, *a, **k: autoregressive(AR, *a, **k),
+} | {
+    name: lambda d, g, *a, name=name, guidance=guidance, **k: rgas(
+        d, LINEAR, g, *a, steps=20 if name == "many candidates" else 5, guidance=guidance, **k
+    )
+    for name, guidance in GUIDANCE.items()
+}
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
-every_masked = pytest.mark.parametrize("name", MASKED)
+OPTIONS = [
+    {}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0},
+    {"measure_path": False},
+]  # fmt: skip
 
 
-def canvas_for(name, first=0, rows=slice(None)):
-    """Gaps, a prompt, padding, everything given, nothing given; no gaps for left-to-right."""
-    gaps = [[0, 1, MASK, MASK]] if name.endswith(("autoregressive", "ar")) else [[3, 1, 3, 2]]
-    others = [[2, MASK, MASK, PAD], [0, 1, 2, 0], [PAD] * 4, [MASK] * 4, [MASK] * 4]
-    tokens = torch.tensor(gaps + others)
-    return Canvas(tokens[rows], MASK, torch.arange(first, first + len(tokens))[rows])
+def inputs(name):
+    """Canvases that a sampler can fill."""
+    if name == "autoregressive":
+        return canvases(prompts=True, allowed=False)
+    if name == "uniform-state":
+        return canvases(allowed=False)
+    return canvases(masks=(1, 1, 2))
 
 
-@every_sampler
-def test_given_tokens_stay_and_all_masks_are_filled(name):
-    canvas = canvas_for(name)
-    for seed in range(20):
-        result = SAMPLERS[name](canvas, settings=Draw(seed=seed))
-        assert torch.equal(result.tokens[~canvas.open], canvas.tokens[~canvas.open])
-        written = result.tokens[canvas.open]
-        assert bool(((written >= 0) & (written < MASK)).all())
-
-
-@every_sampler
-def test_a_sample_does_not_depend_on_its_batch_nor_on_the_global_generator(name):
-    whole = SAMPLERS[name](canvas_for(name), settings=Draw(seed=3))
-    state = torch.get_rng_state()
-    for row in range(len(whole.tokens)):
-        torch.manual_seed(row)
-        part = SAMPLERS[name](canvas_for(name, rows=slice(row, row + 1)), settings=Draw(seed=3))
-        assert torch.equal(part.tokens[0], whole.tokens[row])
-        assert (part.log_prob is None) == (whole.log_prob is None)
-        if whole.log_prob is not None:
-            torch.testing.assert_close(part.log_prob[0], whole.log_prob[row])
-    torch.set_rng_state(state)
-    other = SAMPLERS[name](canvas_for(name), settings=Draw(seed=4))
-    assert not torch.equal(whole.tokens, other.tokens)
-    twins = whole.tokens[-2:]
-    many = [SAMPLERS[name](canvas_for(name), settings=Draw(seed=s)).tokens[-2:] for s in range(9)]
-    assert any(not torch.equal(*pair) for pair in [twins, *many])
+def sampler(name):
+    """One with a denoiser and a guide of its own, which count."""
+    denoiser, guide = Toy(every=name == "uniform-state"), ToyGuide()
+    return denoiser, guide, partial(SAMPLERS[name], denoiser, guide)
 
 
 @every_sampler
-def test_a_callback_sees_every_step(name):
-    canvas = canvas_for(name)
-    seen = []
-    result = SAMPLERS[name](canvas, callback=seen.append)
-    silent = SAMPLERS[name](canvas)
+@law
+@given(st.data())
+def test_a_sample_is_whole_and_its_own(name, data):
+    """Given tokens stay, all that is open is written, the batch does not matter, passes count."""
+    canvas, before = data.draw(inputs(name)), torch.get_rng_state()
+    settings = DrawOptions(seed=data.draw(st.integers(0, 9)), **data.draw(st.sampled_from(OPTIONS)))
+    tokens = canvas.tokens.clone()
+    denoiser, guide, draw = sampler(name)
+    result = draw(canvas, settings=settings)
+    assert torch.equal(canvas.tokens, tokens)
+    assert torch.equal(result.tokens[~canvas.open], tokens[~canvas.open])
+    written = result.tokens[canvas.open]
+    assert bool(((written >= 0) & (written < V)).all())
+    if name != "autoregressive" and (canvas.masks == 1 or not settings.measure_path):
+        ran = denoiser.inputs + guide.scored + 3 * guide.differentiated
+        assert result.passes == pytest.approx(ran / len(tokens))
+    running = int(canvas.open.any(1).sum())
+    assert (result.passes > 0) == (running > 0), "who has nothing to write runs nothing"
+    if not result.disc_calls and canvas.masks == 1:
+        assert result.passes <= result.nfe * running / len(tokens) + 1e-9
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    calls, order = [], data.draw(st.permutations(range(len(tokens))))
+    for row in (order[: len(order) // 2], order[len(order) // 2 :]):
+        rows = torch.tensor(row, dtype=torch.long)
+        if not len(rows):
+            continue
+        part = draw(some_rows(canvas, rows), settings=settings)
+        assert torch.equal(part.tokens, result.tokens[rows])
+        calls.append(part.disc_calls)
+        assert (part.log_prob is None) == (result.log_prob is None)
+        if result.log_prob is not None:
+            torch.testing.assert_close(part.log_prob, result.log_prob[rows])
+    assert result.disc_calls == max(calls)
+    torch.set_rng_state(before)
+
+
+@every_sampler
+@law
+@given(st.data())
+def test_a_callback_sees_a_run_that_can_be_replayed(name, data):
+    """Snapshots lead from the canvas to the result, are never changed, and change nothing."""
+    canvas = data.draw(inputs(name))
+    settings = DrawOptions(seed=data.draw(st.integers(0, 9)))
+    _, _, draw = sampler(name)
+    seen, copies = [], []
+
+    def callback(step):
+        seen.append(step)
+        copies.append((step.tokens.clone(), step.revealed.clone(), step.confidence.clone()))
+
+    silent, result = draw(canvas, settings=settings), draw(canvas, settings=settings,
+                                                           callback=callback)  # fmt: skip
     assert torch.equal(result.tokens, silent.tokens)
-    assert [step.index for step in seen] == list(range(result.nfe))
-    assert all(step.steps >= result.nfe for step in seen)
-    assert seen[0].time == 1.0
-    assert torch.equal(seen[-1].tokens, result.tokens)
-    before = canvas.tokens
-    for step in seen:
+    assert (result.nfe, result.passes, result.disc_calls) == (
+        silent.nfe, silent.passes, silent.disc_calls,
+    )  # fmt: skip
+    assert [step.index for step in seen] == list(range(len(seen)))
+    # From left to right a row that begins behind its prompt waits for the others'.
+    assert len(seen) == result.nfe or (name == "autoregressive" and len(seen) > result.nfe)
+    assert all(step.steps >= len(seen) and 0 <= step.time <= 1 for step in seen)
+    assert not seen or seen[0].time == 1.0 or not canvas.open.any()
+    before, noise = canvas.tokens, name == "uniform-state"
+    for step, copy in zip(seen, copies, strict=True):
+        assert all(
+            torch.equal(*pair)
+            for pair in zip((step.tokens, step.revealed, step.confidence), copy, strict=True)
+        )
+        assert torch.equal(step.open, canvas.open)
         assert not step.revealed[~canvas.open].any()
-        written = canvas.open & (step.tokens != MASK)
-        assert torch.equal(step.confidence > 0, written)
+        assert torch.equal(step.tokens[~canvas.open], canvas.tokens[~canvas.open])
+        assert torch.equal(step.confidence > 0, canvas.open & (step.tokens != MASK))
         changed = (step.tokens != before) & (step.tokens != MASK)
-        noise = before == MASK if name == "uniform-state" else torch.zeros_like(changed)
-        assert torch.equal(step.revealed | noise, changed | noise)
+        if not (noise and step.index == 0):
+            assert torch.equal(step.revealed, changed)
+        erased = (step.tokens == MASK) & (before != MASK)
+        assert name == "remasking" or not erased.any()
         before = step.tokens
-
-
-@every_masked
-def test_passes_are_those_that_ran(name):
-    canvas = canvas_for(name)
-    counting = Counting()
-    result = MASKED[name](counting, canvas)
-    assert result.passes == pytest.approx(counting.inputs / len(canvas.tokens))
-    # Two of the six rows have nothing to write.
-    assert 0 < result.passes <= 4 / 6 * result.nfe
+    assert torch.equal(before, result.tokens)
 
 
 @every_sampler
-def test_nothing_to_write_runs_nothing(name):
-    canvas = canvas_for(name, rows=slice(2, 4))
-    result = SAMPLERS[name](canvas)
-    assert torch.equal(result.tokens, canvas.tokens)
-    assert result.passes == 0
+def test_seeds_samples_and_parts_of_a_text_have_noise_of_their_own(name):
+    """Twins differ; so do seeds, other samples and other parts of a longer text."""
+    _, _, draw = sampler(name)
+    blank = torch.full((8, L), MASK)
+    one = draw(Canvas(blank, MASK, torch.arange(8))).tokens
+    others = [
+        draw(Canvas(blank, MASK, torch.arange(8)), settings=DrawOptions(seed=1)).tokens,
+        draw(Canvas(blank, MASK, torch.arange(8, 16))).tokens,
+        draw(Canvas(blank, MASK, torch.arange(8), stream=(6, 1))).tokens,
+    ]
+    assert all((one != other).any(1).sum() >= 4 for other in others)
+    assert len(one.unique(dim=0)) >= 4
 
 
-@pytest.mark.parametrize("name", ["ordered", "remasking", "uniform-state"])
-def test_steps_below_one_are_refused(name):
-    samplers = {
-        "ordered": partial(ordered, None),
-        "remasking": partial(remasking, None, LogLinear(0.0), eta=0.1),
-        "uniform-state": partial(uniform_state, None, LogLinear(0.0)),
-    }
-    with pytest.raises(UserError, match="steps is 0"):
-        samplers[name](Canvas.blank(1, 4, MASK), steps=0)
+HALF = replace(Canvas.blank(1, L, MASK), allowed=torch.arange(L) < 2)
+KNOWN = {
+    "ancestral": partial(ancestral, schedule=LINEAR),
+    "confidence": by_confidence,
+    "remasking": partial(remasking, schedule=LINEAR, eta=0.1),
+    "uniform-state": partial(uniform_state, schedule=LINEAR),
+    "blocks": partial(blocks, schedule=LINEAR, block_length=2),
+    "rgas": partial(rgas, schedule=LINEAR, guide=ToyGuide()),
+}
+REFUSALS = [
+    *((name, {"steps": 0}, "steps is 0") for name in KNOWN),
+    ("ancestral", {"order": "odd"}, "random or streams"),
+    ("ancestral", {"order": "streams", "grid": "cosine"}, "leave out grid"),
+    ("remasking", {"eta": -0.1}, "eta is -0.1"),
+    ("remasking", {"eta": 1.1}, "eta is 1.1"),
+    ("remasking", {"strategy": "loop"}, "`loop` is not a re-masking strategy"),
+    ("blocks", {"block_length": 0}, "block_length is 0"),
+    ("blocks", {"inner": "odd"}, "`odd` does not fill blocks. Known: ancestral, confidence"),
+    ("confidence", {"steps": None}, "steps or a threshold"),
+    ("confidence", {"threshold": 0.5}, "steps or a threshold"),
+    ("confidence", {"order": "random"}, "`random` is not an order"),
+    ("confidence", {"steps": None, "threshold": 1.5}, "threshold is 1.5"),
+    ("confidence", {"steps": None, "threshold": float("nan")}, "threshold is nan"),
+    ("confidence", {"steps": None, "threshold": -0.1, "order": "entropy"}, "threshold is -0.1"),
+    ("uniform-state", {"canvas": Canvas.blank(1, L, 2)}, "mask_id is 2"),
+    ("uniform-state", {"canvas": Canvas.blank(1, L, PAD)}, "mask_id is -1"),
+    ("uniform-state", {"canvas": HALF}, "no mask to show where later blocks"),
+    ("uniform-state", {"denoiser": Toy(num_tokens=1)}, "num_tokens is 1: noise needs 2"),
+    ("rgas", {"guide": None}, "needs a discriminator"),
+    ("rgas", {"guide": ToyGuide(7)}, "knows 7 tokens and the denoiser 5"),
+    ("rgas", {"guide": ToyGuide(7), "guidance": Guidance(split=0.0)}, "knows 7 tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), REFUSALS)
+def test_what_cannot_be_is_refused_in_one_line(name, arguments, message):
+    known = {"denoiser": Toy(), "canvas": Canvas.blank(2, L, MASK), "steps": 2}
+    with pytest.raises(UserError, match=message) as error:
+        KNOWN[name](**known | arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "autoregressive"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}])
+def test_logits_that_are_not_numbers_are_refused(name, options):
+    """Also where only the last step meets them, and where the best of them is to be taken."""
+    function = random_function()
+
+    def damaged(z, t):
+        logits = function(z, t)
+        logits[:, 2, 3] = torch.nan
+        return logits
+
+    draw = partial(SAMPLERS[name], Toy(damaged, every=True), ToyGuide())
+    with pytest.raises(UserError, match="not numbers: its weights are damaged"):
+        draw(Canvas.blank(3, L, MASK), settings=DrawOptions(**options))
+
+
+# The reference
+
+GRIDS = [{}, {"grid": "cosine"}, {"order": "streams"}]
+
+
+@law
+@given(
+    canvases(masks=(1, 1, 3)), st.sampled_from([1, 2, 5, 40]), st.sampled_from(OPTIONS),
+    st.sampled_from(GRIDS), st.booleans(), st.sampled_from([LINEAR, Cosine(1e-3)]),
+)  # fmt: skip
+def test_ancestral_sampling_is_that_by_hand(canvas, steps, options, grid, greedy_tail, schedule):
+    """Token by token: whatever is shared, skipped, narrowed or drawn in parts."""
+    run = {"steps": steps, "greedy_tail": greedy_tail, **grid}
+    settings = DrawOptions(seed=3, **options)
+    result = ancestral(Toy(), schedule, canvas, settings=settings, **run)
+    tokens, log_prob, _ = by_hand(random_function(), schedule, canvas, options=settings, **run)
+    assert torch.equal(result.tokens, tokens)
+    if canvas.masks == 1:
+        torch.testing.assert_close(result.log_prob, log_prob)
+
+
+@law
+@given(
+    canvases(masks=(1, 1, 3)), st.sampled_from([1, 2, 3, 6, 30]), st.sampled_from(OPTIONS[:4]),
+    st.sampled_from(GRIDS), st.sampled_from([None, 1, 4]), st.builds(
+        Guidance, h_start=st.sampled_from([0.0, 3.0, -3.0]), h_end=st.sampled_from([0.0, 9.0]),
+        candidates=st.sampled_from([1, 2, 3]), split=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+        score=st.sampled_from(["sum", "mean"]), select=st.sampled_from(["sample", "best"]),
+        clamp=st.sampled_from([0.1, 1.0]),
+    ),
+)  # fmt: skip
+def test_guided_sampling_is_that_by_hand(canvas, steps, options, grid, part, guidance):
+    """Tokens, paths and calls of the guide; also of logits that come in parts, with padding.
+
+    What is given and what is padding has no say in a reward: by hand it is left out.
+    """
+    settings, run = DrawOptions(seed=3, **options), {"steps": steps, "guidance": guidance, **grid}
+    result = rgas(Toy(part=part), LINEAR, ToyGuide(), canvas, settings=settings, **run)
+    tokens, log_prob, calls = by_hand(
+        random_function(), LINEAR, canvas, options=settings, guide=ToyGuide(), **run
+    )
+    assert torch.equal(result.tokens, tokens)
+    assert result.disc_calls == max(calls)
+    reranks = guidance.candidates > 1 and len(guidance.scales(steps)) < steps
+    guided = reranks or any(guidance.scales(steps))
+    assert (result.log_prob is None) == (reranks or (guided and canvas.masks > 1))
+    if result.log_prob is not None and canvas.masks == 1:
+        torch.testing.assert_close(result.log_prob, log_prob)

@@ -4,26 +4,25 @@ import warnings
 
 import pytest
 import torch
+from didi_instruct.models.graphs import GraphedDiT
+from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
+from didi_instruct.sampling.chunks import draw_compiled
+from didi_instruct.sampling.first_hitting import first_hitting
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.network import Guide, NetworkDenoiser
 from tests.devices import DEVICES
 
 from didi_instruct.api.model import Model
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models import graphs
-from didi_instruct.models.compile import say_once
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.compile import warn_once
+from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.graphs import GraphedDiT
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling import network as networks
 from didi_instruct.sampling import planned
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
-from didi_instruct.sampling.chunks import draw_compiled
-from didi_instruct.sampling.first_hitting import first_hitting
-from didi_instruct.sampling.guidance import Guidance
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.network import NetworkDenoiser, NetworkGuide
-from didi_instruct.sampling.reveals import Reveals
 
 from ..models.buffered import Buffered  # noqa: TID252
 from .enumeration import all_masked, assert_follows, index, masked_step, p_value, texts_of
@@ -42,8 +41,6 @@ def make(device, kind=DiT, **changes):
     for name, parameter in network.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     network = network.double().to(device).eval()
-    if kind is DiT:
-        network.fold_modulation()
     return network, make_schedule(config.schedule)
 
 
@@ -89,10 +86,8 @@ def test_samples_follow_the_enumerated_law(steps, device):
 @fast_devices
 @pytest.mark.parametrize("changes", [{}, {"time_conditioning": True}, {"masks": 2}])
 @pytest.mark.parametrize("settings", [Draw(), Draw(temperature=0.7), Draw(top_p=0.8)])
-@pytest.mark.parametrize("many", [True, False], ids=["narrow", "whole"])
-def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, many, device, monkeypatch):
+def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, device, monkeypatch):
     """In float64, so that rounding changes no draw; given tokens, a sample at rest, padding."""
-    monkeypatch.setattr(planned, "NARROW_FROM", 6 * 12 + (not many))
     if changes or not settings.as_it_is:  # compiling takes most of the time
         monkeypatch.setattr(graphs, "compiled", lambda function, dynamic=None: function)
     changes = {"length": 12, "vocab_size": 300, **changes}
@@ -119,8 +114,6 @@ def test_tokens_and_paths_are_those_of_the_plain_path(settings, changes, many, d
             assert torch.equal(found.tokens, expected.tokens)
             torch.testing.assert_close(found.log_prob, expected.log_prob)
             assert (found.nfe, found.passes) == (expected.nfe, expected.passes)
-    narrow = any(width for *_, width in fast.graphs._graphs)
-    assert narrow == (many and settings.as_it_is and masks == 1)
 
 
 @fast_devices
@@ -151,32 +144,6 @@ def test_a_callback_sees_the_same_steps(options, device, monkeypatch):
         torch.testing.assert_close(one.confidence, other.confidence)
 
 
-@pytest.mark.parametrize(
-    ("steps", "order", "width"),
-    [(1, "random", None), (3, "random", 16), (2, "streams", 8), (9, "streams", 8)],
-)
-def test_a_plan_names_positions_text_by_text(steps, order, width):
-    """The same ones in the same order, but of steps that write more than fits."""
-    _, fast, schedule = denoisers("cpu", length=24, vocab_size=300)
-    tokens = torch.full((5, 24), 299)
-    tokens[1, :20], tokens[3] = 4, 5
-    chain = Chain(fast, Canvas(tokens, 299, torch.arange(5)), Draw(seed=1), steps=steps)
-    reveals = Reveals(chain, schedule, None, order)
-    plan = planned.make_plan(chain, reveals)
-    widths = set()
-    for place, chosen in zip(plan.places, plan.chosen, strict=True):
-        most = max(torch.bincount(place // 24).tolist(), default=0)
-        if chosen is None:
-            assert most == 0 or most > (width or 12)
-            continue
-        assert 0 < most <= chosen.positions.shape[1]
-        widths.add(chosen.positions.shape[1])
-        rows = chosen.spots // chosen.positions.shape[1]
-        assert torch.equal(rows * 24 + chosen.positions.flatten()[chosen.spots], place)
-    assert widths == ({width} if width else set())
-    assert not any(planned.make_plan(chain, reveals, by_text=False).chosen)
-
-
 @pytest.mark.gpu
 def test_nobody_waits_for_the_gpu_once_the_plan_is_made(monkeypatch):
     """At most twice: where random numbers are first made, and where the result is checked."""
@@ -205,11 +172,11 @@ def test_nobody_waits_for_the_gpu_once_the_plan_is_made(monkeypatch):
 def test_a_compiled_guide_guides_alike():
     """Tilting, which differentiates, and re-ranking; in float64 the same tokens."""
     plain, fast, schedule = denoisers("cuda", length=12, vocab_size=300)
-    critic, _ = make("cuda", Discriminator, length=12, vocab_size=300)
+    critic, _ = make("cuda", build_discriminator, length=12, vocab_size=300)
     canvas = Canvas.blank(6, 12, 299, device="cuda")
     run = {"canvas": canvas, "steps": 6, "guidance": Guidance(h_start=3.0, h_end=4.0)}
-    expected = rgas(plain, schedule, NetworkGuide(critic, schedule), **run)
-    found = rgas(fast, schedule, NetworkGuide(critic, schedule, fast=True), **run)
+    expected = rgas(plain, schedule, Guide(critic, schedule), **run)
+    found = rgas(fast, schedule, Guide(critic, schedule, fast=True), **run)
     assert torch.equal(found.tokens, expected.tokens)
     assert all(p.grad is None for p in critic.parameters())
 
@@ -223,13 +190,13 @@ def test_a_guide_that_cannot_be_compiled_guides_plainly(at_once, monkeypatch, ca
         tried.append(1)
         raise RuntimeError("There is no compiler.\nInstall one.")
 
-    say_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(networks, "compiled", refuse if at_once else lambda function: refuse)
     plain, _, schedule = denoisers("cpu", length=12, vocab_size=300)
-    critic, _ = make("cpu", Discriminator, length=12, vocab_size=300)
+    critic, _ = make("cpu", build_discriminator, length=12, vocab_size=300)
     run = {"canvas": Canvas.blank(6, 12, 299), "steps": 6, "guidance": Guidance(h_start=3.0)}
-    expected = rgas(plain, schedule, NetworkGuide(critic, schedule), **run)
-    found = rgas(plain, schedule, NetworkGuide(critic, schedule, fast=True), **run)
+    expected = rgas(plain, schedule, Guide(critic, schedule), **run)
+    found = rgas(plain, schedule, Guide(critic, schedule, fast=True), **run)
     assert torch.equal(found.tokens, expected.tokens)
     assert tried == [1]
     said = [record.getMessage() for record in caplog.records]
@@ -243,10 +210,10 @@ def test_a_guide_that_lacks_memory_says_so(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(networks, "compiled", lambda function: full)
-    critic, schedule = make("cpu", Discriminator)
-    guide, z = NetworkGuide(critic, schedule, fast=True), torch.full((2, L), V)
+    critic, schedule = make("cpu", build_discriminator)
+    guide, z = Guide(critic, schedule, fast=True), torch.full((2, L), V)
     with pytest.raises(torch.OutOfMemoryError):
-        guide.score(guide.embed(z), z, torch.ones(2))
+        guide.score_texts(z, 1.0)
 
 
 @pytest.mark.parametrize(("own", "parts"), [(True, 1), (False, 3)])
@@ -283,7 +250,7 @@ def test_numbers_made_ahead_are_those_made_in_time():
 
 
 def test_a_model_on_a_cpu_says_that_it_stays_plain(caplog):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     network, _ = make("cpu")
     model = Model(network.float(), network.config)
     assert not model.accelerate()
@@ -311,14 +278,14 @@ def test_a_guide_is_compiled_once_for_all_numbers_of_texts(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(networks, "compiled", lambda f: torch.compile(f, backend=counter))
     torch._dynamo.reset()
-    critic, schedule = make("cpu", Discriminator, length=12, vocab_size=300)
-    guide = NetworkGuide(critic, schedule, fast=True)
-    plain = NetworkGuide(critic, schedule)
+    critic, schedule = make("cpu", build_discriminator, length=12, vocab_size=300)
+    guide = Guide(critic, schedule, fast=True)
+    plain = Guide(critic, schedule)
     for grad, count in ((False, 1), (True, 2)):
         for rows in (5, 1, 3, 1, 8):
-            z = torch.full((rows, 12), 299)
-            given = guide.embed(z), z, torch.full((rows,), 0.5)
-            with torch.set_grad_enabled(grad):
-                found = guide.score(given[0].requires_grad_(grad), *given[1:])
-            torch.testing.assert_close(found, plain.score(*given))
+            z, at = torch.full((rows, 12), 299), torch.arange(rows)
+            given = z, 0.5, *((at, guide.embedding[at], z == 299) if grad else ())
+            name = "gradient" if grad else "score_texts"
+            found, expected = (getattr(each, name)(*given) for each in (guide, plain))
+            torch.testing.assert_close(found, expected)
         assert counter.frame_count == count

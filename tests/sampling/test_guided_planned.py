@@ -4,19 +4,20 @@ import warnings
 
 import pytest
 import torch
+from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
+from didi_instruct.sampling.guidance import Guidance
+from didi_instruct.sampling.network import Guide, NetworkDenoiser
+from didi_instruct.sampling.throws import Throws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from didi_instruct.errors import UserError
 from didi_instruct.models import graphs
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import build_discriminator
+from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling import guided_planned
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Chain, Draw, Purpose
-from didi_instruct.sampling.guidance import Guidance
 from didi_instruct.sampling.guided import rgas, tilted_logits
-from didi_instruct.sampling.network import NetworkGuide
-from didi_instruct.sampling.throws import Throws
 
 from ..models.buffered import Buffered  # noqa: TID252
 from .test_fast import L, Spelled, V, denoisers, fast_devices, make
@@ -30,9 +31,14 @@ MASK = 299
 def guided_pair(device, **changes):
     """Plain and fast: denoiser and guide of each, and the schedule."""
     plain, fast, schedule = denoisers(device, **changes)
-    critic, _ = make(device, Discriminator, **changes)
-    guide = NetworkGuide(critic, schedule)
+    critic, _ = make(device, build_discriminator, **changes)
+    guide = Guide(critic, schedule)
     return plain, fast, guide, schedule
+
+
+def renewed(denoiser):
+    """A denoiser of the weights as they are now."""
+    return NetworkDenoiser(denoiser.network, denoiser.schedule, denoiser.graphs)
 
 
 def some_tokens(device):
@@ -138,11 +144,13 @@ class Near:
         self.embedding = guide.embedding.detach().cpu()
 
     def embed(self, z):
-        return self.guide.embed(z.to(self.device)).cpu()
+        return self.guide.discriminator.vectors.detach()[z.to(self.device)].cpu()
 
-    def score(self, embeddings, *given):
-        given = (tensor.to(self.device) for tensor in given)
-        return self.guide.score(embeddings.to(self.device), *given).cpu()
+    def score(self, embeddings, attended, t):
+        z = attended.long().to(self.device)
+        sigma = self.guide.schedule.sigma(t.to(self.device))
+        mixture = Mixture(None, embeddings.to(self.device))
+        return self.guide.discriminator(z, sigma, mixture=mixture).cpu()
 
 
 @fast_devices
@@ -184,7 +192,8 @@ def test_reranking_has_the_enumerated_law(steps, device):
 def test_narrow_numbers_tilt_alike(device, monkeypatch):
     """Of 16-bit networks the planned tilt is the plain one up to the rounding of its inputs."""
     plain, fast, guide, schedule = guided_pair(device, **SIZE)
-    plain.network.bfloat16().fold_modulation()
+    plain.network.bfloat16()
+    plain, fast = renewed(plain), renewed(fast)
     guide.discriminator.bfloat16()
     drawn = []
     draw = Chain.draw
@@ -220,7 +229,7 @@ def test_padding_of_the_vocabulary_weighs_nothing():
     before = guide.table
     assert guide.table is before
     with torch.no_grad():
-        guide.discriminator.vocab_embed.embedding.mul_(2)
+        guide.discriminator.vectors.mul_(2)
     assert torch.equal(guide.table[:MASK], guide.embedding)
     assert torch.equal(guide.table[:MASK], 2 * before[:MASK])
     assert not guide.table[MASK:].any()
@@ -271,7 +280,7 @@ def test_only_reranking_waits_and_once(monkeypatch):
 def test_nobody_waits_for_the_gpu_but_once_a_reranking_step(fast_guide, monkeypatch):
     """Torch's own count, from the first step on; the result is read twice."""
     _, fast, guide, schedule = guided_pair("cuda", **SIZE)
-    guide = NetworkGuide(guide.discriminator, schedule, fast=fast_guide)
+    guide = Guide(guide.discriminator, schedule, fast=fast_guide)
     run = {"canvas": Canvas.blank(8, 12, MASK, device="cuda"), "steps": 6, "guidance": BOTH}
     rgas(fast, schedule, guide, **run)
     known_step = guided_planned.known_step
@@ -310,8 +319,10 @@ def test_numbers_of_candidates_are_those_made_in_time(num, monkeypatch):
 
 def test_a_guide_of_other_tokens_is_refused():
     _, fast, _, schedule = guided_pair("cpu", **SIZE)
-    critic, _ = make("cpu", Discriminator, length=12, vocab_size=303)  # both are padded to 320
-    guide, canvas = NetworkGuide(critic, schedule), Canvas.blank(2, 12, MASK)
+    critic, _ = make(
+        "cpu", build_discriminator, length=12, vocab_size=303
+    )  # both are padded to 320
+    guide, canvas = Guide(critic, schedule), Canvas.blank(2, 12, MASK)
     with pytest.raises(UserError, match="knows 302 tokens and the denoiser 299"):
         rgas(fast, schedule, guide, canvas, steps=2)
 
@@ -321,5 +332,6 @@ def test_damaged_weights_are_noticed(device):
     _, fast, guide, schedule = guided_pair(device, **SIZE)
     with torch.no_grad():
         fast.network.output_layer.linear.bias[3] = torch.nan
+    fast = renewed(fast)
     with pytest.raises(UserError, match="not numbers"):
         rgas(fast, schedule, guide, Canvas.blank(2, 12, MASK, device=device), steps=4)

@@ -2,14 +2,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.process.uniform import marginal, posterior
-from didi_instruct.sampling.chain import PAD, Canvas, Draw
-from didi_instruct.sampling.grids import time_grid
+from didi_instruct.sampling.denoiser import function_denoiser
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.plan import time_grid
+from didi_instruct.sampling.state import Canvas
 from didi_instruct.sampling.uniform_state import uniform_state
 
 from .enumeration import all_states, assert_follows, independent_step, index
+from .toys import Toy
 
 V, L = 3, 2
 TEXTS = all_states(V, L)
@@ -61,7 +63,9 @@ class Exact:
 def test_the_samples_follow_the_enumerated_law(steps, schedule):
     exact = Exact(schedule, steps)
     canvas = Canvas.blank(20_000, L, V)
-    result = uniform_state(exact, schedule, canvas, steps=steps, settings=Draw(seed=5))
+    result = uniform_state(
+        function_denoiser(exact, V), schedule, canvas, steps=steps, settings=DrawOptions(seed=5)
+    )
     assert_follows(result.tokens, exact.law(), V)
     assert result.nfe == steps
     assert result.passes <= steps
@@ -81,14 +85,9 @@ def test_many_steps_approach_the_data():
 def test_a_greedy_tail_takes_the_most_probable_posterior():
     exact = Exact(LogLinear(0.0), 2)
     seen = []
-    result = uniform_state(
-        exact,
-        LogLinear(0.0),
-        Canvas.blank(50, L, V),
-        steps=2,
-        greedy_tail=True,
-        callback=seen.append,
-    )
+    run = {"steps": 2, "greedy_tail": True, "callback": seen.append}
+    denoiser = function_denoiser(exact, V)
+    result = uniform_state(denoiser, LogLinear(0.0), Canvas.blank(50, L, V), **run)
     z = seen[0].tokens
     p_x = exact.tables[1][index(z, V)]
     # Bayes' rule: the noisy token has likelihood alpha + (1 - alpha) / V, the others the latter.
@@ -98,47 +97,20 @@ def test_a_greedy_tail_takes_the_most_probable_posterior():
 
 def test_the_start_is_uniform():
     """What the denoiser sees first, and what one that knows nothing leaves."""
-    seen = []
-
-    def denoiser(z, t):
-        seen.append(z)
-        return torch.zeros(*z.shape, V)
-
+    denoiser = Toy(lambda z, t: torch.zeros(*z.shape, V), V, every=True)
     result = uniform_state(denoiser, LogLinear(0.0), Canvas.blank(20_000, L, V), steps=3)
     uniform = torch.full((V**L,), 1 / V**L, dtype=torch.float64)
-    assert_follows(seen[0], uniform, V)
+    assert_follows(denoiser.asked[0][0], uniform, V)
     assert_follows(result.tokens, uniform, V)
 
 
 @pytest.mark.parametrize("mask_id", [-2, V, 99])
 def test_any_number_that_is_no_token_marks_what_to_write(mask_id):
     """A given token stays and is shown to the denoiser; the marker is not."""
-    seen = []
-
-    def denoiser(z, t):
-        assert bool((z[:, 1] == 2).all())
-        seen.append(z[:, 0])
-        return torch.zeros(*z.shape, V)
-
+    denoiser = Toy(lambda z, t: torch.zeros(*z.shape, V), V, every=True)
     canvas = Canvas(torch.tensor([[mask_id, 2]] * 50), mask_id, torch.arange(50))
-    result = uniform_state(denoiser, LogLinear(0.0), canvas, steps=3, num_tokens=V)
+    result = uniform_state(denoiser, LogLinear(0.0), canvas, steps=3)
     assert bool((result.tokens[:, 1] == 2).all())
-    assert set(torch.cat(seen).tolist()) == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("mask_id", "num_tokens", "message"),
-    [
-        (2, 3, "mask_id is 2"),
-        (PAD, 3, "mask_id is -1"),
-        (-2, None, "num_tokens is -2"),
-        (4, None, "knows 3 tokens, not 4"),
-    ],
-)
-def test_bad_arguments_are_refused(mask_id, num_tokens, message):
-    def denoiser(z, t):
-        return torch.zeros(*z.shape, V)
-
-    canvas = Canvas.blank(1, L, mask_id)
-    with pytest.raises(UserError, match=message):
-        uniform_state(denoiser, LogLinear(0.0), canvas, steps=2, num_tokens=num_tokens)
+    asked = torch.cat([z for z, _ in denoiser.asked])
+    assert bool((asked[:, 1] == 2).all())
+    assert set(asked[:, 0].tolist()) == {0, 1, 2}

@@ -6,19 +6,19 @@ import weakref
 
 import pytest
 import torch
+from didi_instruct.models.graphs import Captured, GraphedDiT
+from didi_instruct.sampling.chain import Canvas, Draw
+from didi_instruct.sampling.chunks import draw_by_chunks
+from didi_instruct.sampling.network import NetworkDenoiser
 from tests.devices import DEVICES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.graphs import Captured, GraphedDiT
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling import ancestral as sampler
 from didi_instruct.sampling import walks
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw
-from didi_instruct.sampling.chunks import draw_by_chunks
-from didi_instruct.sampling.network import NetworkDenoiser
 
 from ..models.buffered import Buffered  # noqa: TID252
 
@@ -35,7 +35,6 @@ def make(device="cpu", **changes):
     for name, parameter in network.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     network = network.double().to(device).eval()
-    network.fold_modulation()
     schedule = make_schedule(config.schedule)
     fast = NetworkDenoiser(network, schedule, GraphedDiT(network, draw_by_chunks))
     return NetworkDenoiser(network, schedule), fast, schedule
@@ -143,7 +142,8 @@ def test_weights_that_change_are_noticed(device, walked):
     before = ancestral(fast, schedule, **run).tokens
     for change in changes:
         change()
-        network.fold_modulation()
+        plain = NetworkDenoiser(network, schedule)
+        fast = NetworkDenoiser(network, schedule, fast.graphs)
         found = ancestral(fast, schedule, **run)
         same(found, ancestral(plain, schedule, **run))
         assert not torch.equal(found.tokens, before)
@@ -264,7 +264,6 @@ def test_nothing_goes_round_in_a_circle(monkeypatch):
     monkeypatch.setattr(walks, "capture", Forgetful)
     _, fast, _ = make()
     graphs, fast.graphs = fast.graphs, None
-    graphs.is_folded()
     graphs.kept[40] = one = walks.Walk(graphs, 40, torch.device("cpu"))
     one.read()
     one.write(graphs, torch.zeros(3, 80, dtype=torch.long), 5)

@@ -1,15 +1,18 @@
 import errno
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tests.kills import kills
 
+from didi_instruct.data.files import AtomicFile
 from didi_instruct.errors import UserError
-from didi_instruct.training import checkpoints as module
-from didi_instruct.training.checkpoints import Checkpoints, damage
+from didi_instruct.training.checkpoints import Checkpoint, Checkpoints, damage
 from didi_instruct.training.distributed import World
+
+STATE = "state-00000-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -21,85 +24,86 @@ def state(value):
     return {"a": torch.full((3, 2), float(value)), "step": torch.tensor(float(value))}
 
 
+def save(store, step):
+    def write_model(folder):
+        (folder / "x").write_text("the product")
+
+    return store.save({"step": step}, state(step), write_model=write_model)
+
+
+def names(store):
+    return sorted(path.name for path in store.folder.iterdir())
+
+
 def test_what_was_saved_is_loaded_and_old_ones_go(store):
-    for step in (1, 2, 3):
-        store.save({"step": step}, state(step))
-    assert [p.name for p in store.steps()] == ["step-00000002", "step-00000003"]
-    found = store.latest(warn=pytest.fail)
-    target = state(0)
+    """Copies that people make are left alone."""
+    first = save(store, 1)
+    shutil.copytree(first, store.folder / "step-00000001.bak")
+    for step in (2, 3):
+        folder = save(store, step)
+    assert names(store) == ["step-00000001.bak", "step-00000002", "step-00000003"]
+    found, target = store.latest(warn=pytest.fail), state(0)
     found.fill(target)
     assert found.info == {"step": 3}
-    assert torch.equal(target["a"], state(3)["a"])
-    assert target["step"] == 3
+    assert all(torch.equal(target[name], tensor) for name, tensor in state(3).items())
+    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == {STATE, "x"}
+    assert damage(folder) is None
 
 
-@pytest.mark.parametrize("how", ["truncate", "flip", "remove", "manifest", "edit", "name"])
-def test_a_damaged_checkpoint_is_named_and_passed_over(store, how):
-    store.save({"step": 1}, state(1))
-    bad = store.save({"step": 2}, state(2))
-    file = bad / "state-00000-of-00001.safetensors"
-    content = file.read_bytes()
-    if how == "truncate":
-        file.write_bytes(content[:-5])
-    elif how == "flip":
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif how == "remove":
-        file.unlink()
-    elif how == "manifest":
-        (bad / "manifest.json").write_text("{")
-    elif how == "edit":
-        text = (bad / "manifest.json").read_text()
-        (bad / "manifest.json").write_text(text.replace('"step": 2', '"step": 7'))
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (STATE, lambda data: data[:-5]),
+        (STATE, lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        (STATE, None),
+        ("x", lambda data: b""),
+        ("manifest.json", lambda data: b"{"),
+        ("manifest.json", lambda data: b"[" * 100_000),
+        ("manifest.json", lambda data: data.replace(b'"step": 2', b'"step": 7')),
+        ("", lambda folder: folder.rename(folder.with_name("step-00000007"))),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(store, name, change):
+    save(store, 1)
+    bad = save(store, 2)
+    if not name:
+        bad = change(bad)
+    elif change is None:
+        (bad / name).unlink()
     else:
-        bad = bad.rename(bad.with_name("step-00000007"))
+        (bad / name).write_bytes(change((bad / name).read_bytes()))
     warnings = []
-    found = store.latest(warn=warnings.append)
-    assert found.info["step"] == 1
+    assert store.latest(warn=warnings.append).info["step"] == 1
     assert len(warnings) == 1
-    assert str(bad) in warnings[0]
-    assert [p.name for p in store.steps()] == ["step-00000001"]
-    store.save({"step": 3}, state(3))
-    assert [p.name for p in store.steps()] == ["step-00000001", "step-00000003"]
-    assert bad.with_name(f"damaged-{bad.name}").is_dir()
-
-
-def test_copies_that_people_make_are_left_alone(store):
-    folder = store.save({"step": 1}, state(1))
-    shutil.copytree(folder, folder.with_name("step-00000001.bak"))
-    for step in (2, 3):
-        store.save({"step": step}, state(step))
-    assert store.latest(warn=pytest.fail).info["step"] == 3
-    assert folder.with_name("step-00000001.bak").is_dir()
-
-
-def test_only_damaged_checkpoints_is_an_error(store):
-    bad = store.save({"step": 1}, state(1))
-    (bad / "state-00000-of-00001.safetensors").unlink()
+    assert str(bad / name) in warnings[0]
+    save(store, 3)
+    assert names(store) == [f"damaged-{bad.name}", "step-00000001", "step-00000003"]
+    for folder in store.steps():
+        (folder / STATE).unlink()
     with pytest.raises(UserError, match="every checkpoint is damaged"):
         store.latest(warn=lambda text: None)
 
 
-@pytest.mark.parametrize("moment", ["write_tensors", "write_atomic", "rename"])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_one(store, monkeypatch, moment):
-    """Whatever part of a save does not happen, the newest complete checkpoint is the old one."""
-    store.save({"step": 1}, state(1))
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(store, monkeypatch):
+    """The newest is the old one, or the new one; the next save tidies up."""
 
-    def killed(*args, **kwargs):
-        raise KeyboardInterrupt
+    def prepare():
+        shutil.rmtree(store.folder, ignore_errors=True)
+        save(store, 1)
+        save(store, 2)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(*((Path, "rename") if moment == "rename" else (module, moment)), killed)
-        with pytest.raises(KeyboardInterrupt):
-            store.save({"step": 2}, state(2))
-    found = store.latest(warn=pytest.fail)
-    assert found.info["step"] == 1
-    store.save({"step": 2}, state(2))
-    assert store.latest(warn=pytest.fail).info["step"] == 2
-    assert not list(store.folder.glob(".partial-*"))
+    found = []
+    for _ in kills(monkeypatch, prepare, lambda: save(store, 3)):
+        found.append(store.latest(warn=lambda text: None).info["step"])
+        save(store, 4)
+        assert store.latest(warn=pytest.fail).info["step"] == 4
+        assert not list(store.folder.glob(".partial-*"))
+    assert found == sorted(found)
+    assert set(found) == {2, 3}
 
 
 def test_another_model_is_refused_before_anything_is_copied(store):
-    store.save({"step": 1}, state(1))
+    save(store, 1)
     found = store.latest(warn=pytest.fail)
     target = {"a": torch.zeros(3, 3), "step": torch.zeros(())}
     with pytest.raises(UserError, match=r"`a` has shape \[3, 2\], but this model needs \[3, 3\]"):
@@ -109,47 +113,30 @@ def test_another_model_is_refused_before_anything_is_copied(store):
     assert target["step"] == 0
 
 
-def test_shards_of_any_number_of_processes_are_put_together(store):
+def test_shards_of_any_number_of_processes_are_put_together(tmp_path):
     """Files of two processes, with an uneven first axis and a replicated scalar."""
-    folder = store.save({"step": 1}, state(1))
-    from safetensors.torch import save_file
-
-    (folder / "state-00000-of-00001.safetensors").unlink()
     whole = torch.arange(6.0).view(3, 2)
-    save_file(
-        {"a": whole[:2], "step": torch.tensor(7.0)}, folder / "state-00000-of-00002.safetensors"
-    )
-    save_file({"a": whole[2:].contiguous()}, folder / "state-00001-of-00002.safetensors")
+    first = {"a": whole[:2], "step": torch.tensor(7.0)}
+    save_file(first, tmp_path / "state-00000-of-00002.safetensors")
+    save_file({"a": whole[2:].contiguous()}, tmp_path / "state-00001-of-00002.safetensors")
     target = state(0)
-    module.Checkpoint(folder, {"step": 1}).fill(target)
+    Checkpoint(tmp_path, {"step": 1}).fill(target)
     assert torch.equal(target["a"], whole)
     assert target["step"] == 7
 
 
-def test_a_full_disk_is_said_before_writing(store, monkeypatch):
-    usage = shutil.disk_usage("/")._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="free"):
-        store.save({"step": 1}, state(1))
-    assert store.steps() == []
+def test_a_full_disk_is_one_line_and_leaves_no_debris(store, monkeypatch):
+    save(store, 1)
 
-
-def test_a_disk_that_fills_while_writing_is_one_line_and_leaves_no_debris(store, monkeypatch):
-    store.save({"step": 1}, state(1))
-
-    def full(self, data):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module.AtomicFile, "write", full)
-    with pytest.raises(UserError, match="the disk is full"):
-        store.save({"step": 2}, state(2))
-    assert [p.name for p in store.folder.iterdir()] == ["step-00000001"]
-
-
-def test_the_manifest_lists_every_file(store):
-    folder = store.save(
-        {"step": 1}, state(1), write_model=lambda f: (f / "x").write_text("hi") and None
-    )
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    assert set(files) == {"state-00000-of-00001.safetensors", "x"}
-    assert damage(folder) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(AtomicFile, "write", full)
+        with pytest.raises(UserError, match="the disk is full"):
+            save(store, 2)
+        usage = shutil.disk_usage("/")._replace(free=10)
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(UserError, match="free"):
+            save(store, 2)
+    assert names(store) == ["step-00000001"]

@@ -10,7 +10,8 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import CurriculumConfig, PretrainConfig
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
+from didi_instruct.models.dit import build_model
+from didi_instruct.models.network import Mixture, all_logits
 from didi_instruct.process.uniform import nelbo_integrand
 from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import SoftObjective, UniformObjective, temperature_at
@@ -58,8 +59,8 @@ def test_the_network_reads_the_mixture_of_all_embeddings(network):
     dense.scatter_(-1, batch["tokens"], batch["weights"])
     assert torch.allclose(dense.sum(-1), torch.ones(5, 6, dtype=torch.float64))
     assert torch.equal(batch["z"], dense.argmax(-1))
-    embeddings = dense.float() @ network.vocab_embed.embedding
-    logits = network(None, batch["sigma"], embeddings=embeddings)
+    mixture = Mixture(None, dense.float() @ network.vectors)
+    logits = all_logits(network, batch["z"], batch["sigma"], mixture=mixture)
     terms = nelbo_integrand(logits, x, batch["z"], batch["alpha"], batch["alpha_prime"])
     torch.testing.assert_close(objective.loss(network, batch), terms.mean(1))
 

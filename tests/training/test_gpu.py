@@ -8,7 +8,7 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.api.pretrain import pretrain
-from didi_instruct.sampling.noise import uniforms
+from didi_instruct.sampling.draw import uniforms
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@ import torch
 from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.models.build import build_model
+from didi_instruct.models.dit import build_model
 from didi_instruct.process import masking
 from didi_instruct.training.objectives import make_objective
 

@@ -12,8 +12,8 @@ import didi_instruct as didi
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation.didi import DidiTask
-from didi_instruct.distillation.token_matching import TokenMatchingTask
+from didi_instruct.distillation import didi as didi_module
+from didi_instruct.distillation import token_matching
 from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 
@@ -64,13 +64,13 @@ def test_a_bank_of_another_teacher_is_refused_before_anything_is_written(run, tm
 @pytest.mark.parametrize("source", ["bank", "online", "data"])
 def test_didi_continues_the_prompts_of_the_data(run, tmp_path, monkeypatch, source):
     """Bank rows, references and the student's texts begin with rows of the data, and go on anew."""
-    seen, compare = [], DidiTask.compare
+    seen, make_pair = [], didi_module.make_pair
 
-    def watched(task, *inputs):
-        seen.append(compare(task, *inputs))
+    def watched(*given):
+        seen.append(make_pair(*given))
         return seen[-1]
 
-    monkeypatch.setattr(DidiTask, "compare", watched)
+    monkeypatch.setattr(didi_module, "make_pair", watched)
     settings = {"prompt": 8, "data": {"source": "oracle"}, "train": {"eval_sequences": 8}}
     run(recipe(reference={"source": source}, didi={"group_size": 2}, **settings))
     data = OracleSource(OracleLanguage.default(), seed=0).rows(0, 32)
@@ -94,15 +94,14 @@ def test_didi_continues_the_prompts_of_the_data(run, tmp_path, monkeypatch, sour
 
 
 def test_token_matching_continues_the_prompts_of_the_data(run, monkeypatch):
-    texts, draw = [], TokenMatchingTask._draw
+    texts, draw = [], token_matching.draw_step
 
-    def watched(task, *inputs, **options):
-        drawn = draw(task, *inputs, **options)
+    def watched(*given, **options):
+        drawn = draw(*given, **options)
         texts.append(drawn.x)
         return drawn
 
-    monkeypatch.setattr(TokenMatchingTask, "_draw", watched)
-    monkeypatch.setattr(TokenMatchingTask, "drawn_variety", lambda *_: torch.ones(()))
+    monkeypatch.setattr(token_matching, "draw_step", watched)
     matching = {"contexts": 2, "aux_steps": 2}
     run(recipe("token-matching", prompt=8, data={"source": "oracle"}, token_matching=matching))
     # A prompt for each state, two contexts of each; every one is used once.

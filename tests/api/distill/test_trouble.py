@@ -18,7 +18,7 @@ from didi_instruct.api.runs import check_held, only_run
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.quick import QuickTest
-from didi_instruct.models.manifest import read_manifest
+from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.training.distributed import World
 
 from .small import METHODS, Heard, recipe
@@ -27,8 +27,10 @@ from .small import METHODS, Heard, recipe
 @pytest.mark.parametrize("method", METHODS)
 def test_an_entropy_collapse_stops_with_cause_and_last_checkpoint(run, tmp_path, method):
     wild = {"lr": 0.3, "schedule": "constant", "clip": 0.0}
-    watch, train = {"min_entropy": 0.9}, {"save_every": 1, "keep": 9, "steps": 40}
-    config = recipe(method, optim=wild, watch=watch, train=train)
+    watch, train = {"min_entropy": 0.9}, {"save_every": 1, "keep": 9, "steps": 100}
+    # Of 8 texts each, 32 iterations tell where it began.
+    warmup = {"discriminator": {"warmup": 32}, "token_matching": {"warmup": 32}}
+    config = recipe(method, optim=wild, watch=watch, train=train, **warmup)
     with pytest.raises(TrainingError) as stop:
         run(config)
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.foreign import pickles, reading
 from didi_instruct.models.foreign.pickles import read_checkpoint
@@ -131,7 +131,7 @@ def test_blocks_by_name_alone_build_no_network(tmp_path, monkeypatch, layers, me
     assert sum(built) <= 1
 
 
-@pytest.mark.parametrize("build", [DiT, ARModel, Discriminator])
+@pytest.mark.parametrize("build", [DiT, ARModel, build_discriminator])
 def test_one_layer_tells_the_shapes_of_all(build):
     config = ModelConfig(
         kind="ar" if build is ARModel else "mdlm", layers=3, hidden=32, heads=4, cond_dim=12,

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
-from didi_instruct.models.build import build_model
 from didi_instruct.models.checkpoint import LoadedModel, load_model, save_model
-from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.discriminator import build_discriminator
+from didi_instruct.models.dit import build_model
 from didi_instruct.models.foreign import writing
 from didi_instruct.models.foreign.reading import load_foreign, recognise
 from didi_instruct.models.foreign.writing import write_foreign
@@ -106,7 +106,7 @@ def small(**changes):
 
 
 def with_critic(loaded, **changes):
-    critic = Discriminator(replace(loaded.config, **changes))
+    critic = build_discriminator(replace(loaded.config, **changes))
     return replace(loaded, discriminator=critic)
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from didi_instruct.distillation.losses import MARGIN, beta_density, beta_times, omega
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.process.weighting import MARGIN, beta_density, beta_times, omega
 
 BETAS = [(1, 1), (2, 5), (5, 2), (3, 1)]
 SCHEDULES = [LogLinear(0.0), LogLinear(1e-3), Cosine(0.0), Cosine(1e-3)]

@@ -1,10 +1,8 @@
-import math
-
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from didi_instruct.process.divergences import divergence, entropy, kl
+from didi_instruct.distillation.losses import divergence, entropy, kl
 
 
 def logits(seed, rows=50, num=7):
@@ -21,22 +19,6 @@ def test_kl_and_entropy_are_torchs():
     torch.testing.assert_close(kl(LOG_P, LOG_Q), kl_divergence(p, q))
     torch.testing.assert_close(entropy(LOG_P), p.entropy())
     assert entropy(LOG_P.view(5, 10, 7)).shape == (5, 10)
-
-
-@pytest.mark.parametrize("a", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("b", [0.2, 0.5])
-def test_kl_of_two_coins(a, b):
-    """A log(a / b) + (1 - a) log((1 - a) / (1 - b))."""
-    log_p, log_q = (torch.tensor([c, 1 - c], dtype=torch.float64).log() for c in (a, b))
-    expected = a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
-    assert kl(log_p, log_q).item() == pytest.approx(expected, abs=1e-14)
-
-
-def test_against_the_uniform_law():
-    """The uniform law has entropy log V, and KL(p ‖ uniform) = log V - H(p)."""
-    uniform = torch.full((7,), -math.log(7), dtype=torch.float64)
-    assert entropy(uniform).item() == pytest.approx(math.log(7))
-    torch.testing.assert_close(kl(LOG_P, uniform), math.log(7) - entropy(LOG_P))
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "jeffreys"])

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.chain import PAD
-from didi_instruct.sampling.prompts import (
+from didi_instruct.sampling.denoiser import function_denoiser
+from didi_instruct.sampling.infill import (
     Gap,
     fit,
     gap_lengths,
@@ -12,6 +12,7 @@ from didi_instruct.sampling.prompts import (
     split_infill,
     stack,
 )
+from didi_instruct.sampling.state import PAD
 
 MASK = 7
 
@@ -20,6 +21,9 @@ def counting(z, t):
     """A language in which position i holds token i mod 7: text has one right place."""
     place = torch.arange(z.shape[1]).expand_as(z) % 7
     return torch.full((*z.shape, 7), -20.0).scatter_(-1, place[..., None], 0.0)
+
+
+COUNTING = function_denoiser(counting, 7)
 
 
 def test_infill_texts_are_cut_at_their_gaps():
@@ -73,7 +77,7 @@ def test_a_model_chooses_the_length_that_fits_what_follows(right):
     """Tokens after the gap are right in one place only."""
     following = [(2 + right + i) % 7 for i in range(3)]
     template = [[0, 1], Gap(1, 6, chosen=True), following]
-    lengths, passes = gap_lengths(template, counting, MASK, 0, torch.arange(20))
+    lengths, passes = gap_lengths(template, COUNTING, MASK, 0, torch.arange(20))
     assert lengths == [[right]] * 20
     assert passes == 6
 
@@ -81,19 +85,19 @@ def test_a_model_chooses_the_length_that_fits_what_follows(right):
 def test_a_ranged_gap_is_drawn_evenly_and_belongs_to_the_sample():
     """4 lengths, 4,000 samples: binomial, 4.5 standard errors (7e-6 each)."""
     template = [[0], Gap(2, 5), [1]]
-    lengths, passes = gap_lengths(template, counting, MASK, 3, torch.arange(4000))
+    lengths, passes = gap_lengths(template, COUNTING, MASK, 3, torch.arange(4000))
     assert passes == 0
     counts = torch.bincount(torch.tensor(lengths).flatten())[2:]
     assert ((counts - 1000).abs() < 4.5 * (4000 * 0.25 * 0.75) ** 0.5).all()
-    assert gap_lengths(template, counting, MASK, 3, torch.tensor([17]))[0] == [lengths[17]]
+    assert gap_lengths(template, COUNTING, MASK, 3, torch.tensor([17]))[0] == [lengths[17]]
 
 
 def test_several_gaps_and_none_after_the_last():
     """After the last gap the end of text testifies; without one the length is drawn evenly."""
     template = [Gap(2, 2), [3], Gap(1, 4, chosen=True), []]
-    lengths, _ = gap_lengths(template, counting, MASK, 0, torch.arange(50))
+    lengths, _ = gap_lengths(template, COUNTING, MASK, 0, torch.arange(50))
     assert {a for a, _ in lengths} == {2}
     assert {b for _, b in lengths} == {1, 2, 3, 4}
-    lengths, passes = gap_lengths(template, counting, MASK, 0, torch.arange(50), eot_id=6)
+    lengths, passes = gap_lengths(template, COUNTING, MASK, 0, torch.arange(50), eot_id=6)
     assert {b for _, b in lengths} == {3}
     assert passes == 4

@@ -4,14 +4,22 @@ import math
 import pytest
 import torch
 
-from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.errors import UserError
-from didi_instruct.sampling.chain import PAD, Canvas, Draw, masked_share
-from didi_instruct.sampling.ordered import ordered, rank
+from didi_instruct.sampling.confidence import by_confidence, rank
+from didi_instruct.sampling.denoiser import function_denoiser
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import PAD, Canvas, split_padding
 
 from .enumeration import assert_follows, index
+from .toys import TINY, Toy, toy_of
 
 V, L = 3, 4
+TOY = toy_of()
+BLANK = Canvas.blank(20_000, L, V)
+
+
+def even(num_tokens):
+    """A denoiser that knows nothing."""
+    return function_denoiser(lambda z, t: torch.zeros(*z.shape, num_tokens), num_tokens)
 
 
 def sureness(p, token, order):
@@ -23,13 +31,13 @@ def sureness(p, token, order):
     return sorted(p)[-1] - sorted(p)[-2]
 
 
-def enumerated_law(language, order, kept):
-    """Law of the texts; `kept(values, step)` says how many of the falling values are kept."""
+def enumerated_law(order, kept):
+    """Law of the texts, and steps; of the falling values `kept(values, step)` are kept."""
     states = {(V,) * L: 1.0}
     step = 0
     while any(V in state for state in states):
         following = {}
-        p = language.denoiser(torch.tensor(list(states))).exp().tolist()
+        p = TINY.denoiser(torch.tensor(list(states))).exp().tolist()
         for row, (state, mass) in enumerate(states.items()):
             masked = [i for i in range(L) if state[i] == V]
             for tokens in itertools.product(range(V), repeat=len(masked)):
@@ -43,51 +51,42 @@ def enumerated_law(language, order, kept):
                 following[tuple(new)] = following.get(tuple(new), 0.0) + chance
         states, step = following, step + 1
     law = torch.zeros(V**L, dtype=torch.float64)
-    for state, mass in states.items():
-        law[index(torch.tensor([state]), V)] = mass
-    return law
+    law[index(torch.tensor(list(states)), V)] = torch.tensor(list(states.values())).double()
+    return law, step
 
 
 @pytest.mark.parametrize("order", ["confidence", "entropy", "margin"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_a_number_of_steps_gives_the_enumerated_law(order, steps):
-    language = OracleLanguage.tiny()
-    canvas = Canvas.blank(20_000, L, V)
-    result = ordered(language.denoiser, canvas, steps=steps, order=order, settings=Draw(seed=1))
+    result = by_confidence(TOY, BLANK, steps=steps, order=order, settings=DrawOptions(seed=1))
     shares = {1: [4], 2: [2, 2], 3: [2, 1, 1], 4: [1, 1, 1, 1]}[steps]
-    law = enumerated_law(language, order, lambda values, n: shares[n])
+    law, expected = enumerated_law(order, lambda values, n: shares[n])
     assert_follows(result.tokens, law, V)
-    assert result.nfe == steps
-    assert result.log_prob is None
+    assert (result.nfe, result.log_prob) == (expected, None)
 
 
 @pytest.mark.parametrize(
-    ("order", "threshold"), [("confidence", 0.6), ("entropy", 0.7), ("margin", 0.4)]
-)
+    ("order", "threshold"),
+    [("confidence", 0.6), ("entropy", 0.7), ("margin", 0.4),
+     ("confidence", 0.0), ("confidence", 1.0), ("entropy", 10.0), ("entropy", 0.0)],
+)  # fmt: skip
 def test_a_threshold_gives_the_enumerated_law(order, threshold):
-    language = OracleLanguage.tiny()
-    canvas = Canvas.blank(20_000, L, V)
-    result = ordered(
-        language.denoiser, canvas, threshold=threshold, order=order, settings=Draw(seed=2)
-    )
+    settings = DrawOptions(seed=2)
+    result = by_confidence(TOY, BLANK, threshold=threshold, order=order, settings=settings)
     lowest = -threshold if order == "entropy" else threshold
-    law = enumerated_law(
-        language, order, lambda values, n: max(1, sum(v >= lowest for v in values))
-    )
+    law, steps = enumerated_law(order, lambda values, n: max(1, sum(v >= lowest for v in values)))
     assert_follows(result.tokens, law, V)
-    assert 1 < result.nfe <= L
+    assert result.nfe == steps
 
 
 def test_greedy_draws_still_have_an_order():
     """One token per step, always the surest of the denoiser's own law: a greedy search by hand."""
-    language = OracleLanguage.tiny()
-    seen = []
+    seen, greedy = [], DrawOptions(temperature=0.0)
     canvas = Canvas.blank(2, L, V)
-    greedy = Draw(temperature=0.0)
-    result = ordered(language.denoiser, canvas, steps=L, settings=greedy, callback=seen.append)
+    result = by_confidence(TOY, canvas, steps=L, settings=greedy, callback=seen.append)
     z = torch.full((1, L), V)
     for step in seen:
-        p = language.denoiser(z).exp()[0].masked_fill((z[0] != V)[:, None], 0.0)
+        p = TINY.denoiser(z).exp()[0].masked_fill((z[0] != V)[:, None], 0.0)
         place = int(p.max(-1).values.argmax())
         assert step.revealed.nonzero()[:, 1].tolist() == [place, place]
         z[0, place] = p[place].argmax()
@@ -98,15 +97,9 @@ def test_greedy_draws_still_have_an_order():
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7, 9])
 def test_masks_are_spread_evenly_over_the_steps(steps):
     """Shares differ by one at most and the larger come first; a text with fewer masks rests."""
-    tokens = torch.tensor([[9] * 7, [9, 9, 9, 1, 1, 9, 9]])
-    seen = []
-
-    def denoiser(z, t):
-        return torch.zeros(*z.shape, 9)
-
-    result = ordered(
-        denoiser, Canvas(tokens, 9, torch.arange(2)), steps=steps, callback=seen.append
-    )
+    tokens, seen = torch.tensor([[9] * 7, [9, 9, 9, 1, 1, 9, 9]]), []
+    canvas = Canvas(tokens, 9, torch.arange(2))
+    result = by_confidence(even(9), canvas, steps=steps, callback=seen.append)
     assert result.nfe == len(seen) == steps
     assert result.passes <= steps
     for row, masks in enumerate([7, 5]):
@@ -118,47 +111,16 @@ def test_masks_are_spread_evenly_over_the_steps(steps):
 
 def test_equals_are_taken_from_the_left():
     seen = []
-
-    def denoiser(z, t):
-        return torch.zeros(*z.shape, 5)
-
-    ordered(denoiser, Canvas.blank(3, 6, 5), steps=6, callback=seen.append)
+    by_confidence(even(5), Canvas.blank(3, 6, 5), steps=6, callback=seen.append)
     assert [step.revealed.nonzero()[:, 1].tolist() for step in seen] == [[n] * 3 for n in range(6)]
     value = torch.tensor([[0.5, 0.9, 0.5, 0.9]])
     masked = torch.tensor([[True, True, True, False]])
     assert rank(value, masked).tolist() == [[1, 0, 2, 3]]
 
 
-def test_extreme_thresholds_take_one_step_and_one_token_at_a_time():
-    language = OracleLanguage.tiny()
-    for order, threshold, nfe in [
-        ("confidence", 0.0, 1),
-        ("confidence", 1.0, L),
-        ("entropy", 10.0, 1),
-        ("entropy", 0.0, L),
-    ]:
-        canvas = Canvas.blank(8, L, V)
-        result = ordered(language.denoiser, canvas, threshold=threshold, order=order)
-        assert result.nfe == nfe
-        assert result.passes <= nfe
-
-
 def test_the_denoiser_is_told_the_masked_share_of_each_text():
-    z = torch.tensor([[5, 5, 1, 1], [5, 1, PAD, PAD], [PAD] * 4])
-    assert masked_share(z, 5).tolist() == [0.5, 0.5, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "steps or a threshold"),
-        ({"steps": 2, "threshold": 0.5}, "steps or a threshold"),
-        ({"steps": 2, "order": "random"}, "`random` is not an order"),
-        ({"threshold": 1.5}, "threshold is 1.5"),
-        ({"threshold": math.nan}, "threshold is nan"),
-        ({"threshold": -0.1, "order": "entropy"}, "threshold is -0.1"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(UserError, match=message):
-        ordered(None, Canvas.blank(1, L, V), **arguments)
+    z, seen = torch.tensor([[5, 5, 1, 1], [5, 1, PAD, PAD], [PAD] * 4]), Toy(num_tokens=5)
+    seen.function = lambda z, t: torch.zeros(*z.shape, 5)
+    assert split_padding(z).masked_share(5).tolist() == [0.5, 0.5, 0.0]
+    by_confidence(seen, Canvas(z, 5, torch.arange(3)), steps=2)
+    assert [t.tolist() for _, t in seen.asked] == [[0.5, 0.5], [0.25]]

@@ -1,0 +1,266 @@
+"""What every method of `METHODS` must do, whatever it learns."""
+
+import pytest
+import torch
+from tests.random_models import randomise
+
+from didi_instruct.distillation import replica
+from didi_instruct.distillation import run as runs
+from didi_instruct.distillation.methods import METHODS, check_fit
+from didi_instruct.distillation.methods import make_task as assemble
+from didi_instruct.distillation.mixture import add_masks
+from didi_instruct.distillation.run import Teacher
+from didi_instruct.errors import UserError
+from didi_instruct.models import discriminator
+
+from .small import (
+    ALONE,
+    Stream,
+    largest_difference,
+    make_task,
+    moved,
+    networks_of,
+    run,
+    settings,
+    small_network,
+    weights,
+)
+
+STATE = {"grouping": "state", "score_steps": "last"}
+STEADY = {"optim": {"lr": 1e-3, "eps": 1e-3}}
+"""A large eps: AdamW does not turn the rounding of a tiny gradient into a step of full size."""
+SECOND = {
+    "didi": "discriminator",
+    "token-matching": "auxiliary",
+    "dimo": "auxiliary",
+    "sdtt": "teacher",
+    "duo": "target",
+}
+COUNTS_COLUMNS = ("sdtt", "duo")
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(autouse=True)
+def _quick_heads(monkeypatch):
+    """Fifteen power iterations of a fresh head take longer than a whole step of these networks."""
+    monkeypatch.setattr(discriminator, "INITIAL_ITERATIONS", 1)
+
+
+@every_method
+def test_an_iteration_logs_what_the_watcher_needs(method):
+    task = make_task(method)
+    for numbers in run(task, 2):
+        metric = METHODS[method].collapse_metric
+        assert {"loss", "grad_norm", "entropy" if method != "mixture" else "loss"} <= set(numbers)
+        assert (metric is None) == ("path_entropy" not in numbers), "nothing drawn, no collapse"
+        assert metric is None or metric in numbers
+    assert not any(m.training for n in networks_of(task).values() for m in n.modules())
+    assert task.describe(1, 2.0, 4)["iterations_per_second"] == 2
+
+
+@every_method
+def test_the_student_and_what_learns_beside_it_learn_and_the_teacher_does_not(method):
+    """The gradient reaches every weight."""
+    changes = {"discriminator": {"trainable_blocks": None}}
+    task = make_task(method, changes)
+    if "auxiliary" in task.parts:  # something to learn from: it begins as the teacher
+        randomise(task.parts["auxiliary"].network, 5)
+    before = {name: weights(network) for name, network in networks_of(task).items()}
+    teacher = weights(task.distillation.teacher.network)
+    numbers = run(task, 1)[0]
+    assert numbers["grad_norm"].item() > 0
+    assert not moved(teacher, task.distillation.teacher.network)
+    for name, network in networks_of(task).items():
+        learns = name not in ("teacher", "target")
+        assert moved(before[name], network) == (before[name].keys() if learns else set()), name
+        assert all(p.grad is None for p in network.parameters())
+
+
+@every_method
+def test_a_checkpoint_has_the_networks_under_their_names(method):
+    task = make_task(method)
+    second = {SECOND[method]} if method in SECOND else set()
+    names = {name.split("/")[0] for name in task.tensors()}
+    assert names - {"watch"} == {"student", *second}
+    watched = {n for n in task.tensors() if n.startswith("watch/")}
+    expected = {"watch/accuracy", "watch/variety_at_start"}
+    expected = expected if METHODS[method].collapse_metric else set()
+    assert watched == expected | ({"watch/sharpness"} if method == "didi" else set())
+    parameters = dict(task.distillation.student.network.named_parameters())
+    for kind in ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+        assert {f"student/{kind}/{name}" for name in parameters} <= task.tensors().keys()
+    if second & {"teacher", "target"}:
+        assert {f"{SECOND[method]}/{name}" for name in parameters} <= task.tensors().keys()
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@every_method
+def test_resuming_is_bit_exact(method, saved):
+    """Before, at and after the end of a round, if there are rounds; from other weights."""
+    through = make_task(method)
+    shape = {"kind": "duo", "vocab_size": 5, "time_conditioning": True} if method == "duo" else {}
+    other = make_task(method, student=small_network(7, **shape))
+    numbers = run(through, saved)
+    state = {name: tensor.clone() for name, tensor in through.tensors().items()}
+    numbers += [through.step(step) for step in range(saved, 5)]
+    other.prepare_to_load()
+    assert other.tensors().keys() == state.keys()
+    with torch.no_grad():
+        for name, tensor in other.tensors().items():
+            tensor.copy_(state[name])
+    for step in range(saved, 5):
+        again = other.step(step)
+        assert again.keys() == numbers[step].keys()
+        assert all(torch.equal(again[name], numbers[step][name]) for name in again)
+    ours = through.tensors()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in other.tensors().items())
+
+
+CASES = [(method, {}) for method in METHODS] + [
+    ("didi", {"didi": {"grouping": "tau", "rollout_steps": 2, "kl": "jeffreys"}}),
+    ("didi", {"didi": STATE | {"group_size": 2}}),
+    ("didi", {"discriminator": {"positions": "masked", "trainable_blocks": None, "steps": 2}}),
+    ("didi", {"prompt": 3, "data": {"source": "stream"}}),
+    ("token-matching", {"token_matching": {"contexts": 3, "completion": 1.0, "anchor": 0.5}}),
+    ("token-matching", {"token_matching": {"contexts": 2}, "prompt": 3,
+                        "data": {"source": "stream"}}),
+    ("dimo", {"dimo": {"budgets": [1, 4], "aux_steps": 2}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "changes"), CASES, ids=[f"{m}-{n}" for n, (m, _) in
+                                                            enumerate(CASES)])  # fmt: skip
+@pytest.mark.parametrize("micro_batch", [1, 5])
+def test_passes_share_a_batch_as_they_like(method, changes, micro_batch):
+    """Numbers and weights after two steps, to 1e-6; the student moved 100 times as far.
+
+    The head's power iterations count updates, not passes: its singular vectors are the same too.
+    """
+    options = {"data": Stream()} if "prompt" in changes else {}
+    tasks = [
+        make_task(method, STEADY | changes | {"train": {"micro_batch": size}}, **options)
+        for size in (None, micro_batch)
+    ]
+    assert [len(task.distillation.micro_batches(0)) > 1 for task in tasks] == [False, True]
+    for one, other in zip(*(run(task, 2) for task in tasks), strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            expected = pytest.approx(one[name].item(), rel=1e-3, abs=1e-5)
+            assert other[name].item() == expected, name
+    whole, parts = (networks_of(task) for task in tasks)
+    assert largest_difference(whole.values(), parts.values()) < 1e-6
+    start = make_task(method, STEADY | changes, **options).distillation.student.network
+    assert largest_difference([whole["student"]], [start]) > 1e-4
+    for name in whole:
+        for buffer, other in zip(whole[name].buffers(), parts[name].buffers(), strict=True):
+            torch.testing.assert_close(buffer, other, rtol=0, atol=1e-5)
+
+
+@every_method
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(method):
+    first, again, other = (make_task(method, {"train": {"seed": seed}}) for seed in (3, 3, 4))
+    for task in (first, again, other):
+        run(task, 2)
+    for one, another in zip(networks_of(first).values(), networks_of(again).values(), strict=True):
+        assert not moved(weights(one), another)
+    student = networks_of(first)["student"]
+    assert moved(weights(student), networks_of(other)["student"])
+
+
+@every_method
+def test_padding_for_a_gpu_changes_nothing(method, monkeypatch):
+    """Rows, and columns of probability 0, that a GPU is given."""
+    changes = {"token_matching": {"anchor": 0.3, "ratio_clip": 0.1}, "sdtt": {"divergence": "mse"}}
+    plain = make_task(method, changes)
+    expected = run(plain, 3)
+    monkeypatch.setattr(replica, "ROWS", 7)
+    for module in (runs, replica):
+        monkeypatch.setattr(module, "pays_to_pad", lambda device: True)
+    padded = make_task(method, changes)
+    own = padded.distillation.student.network.align
+    assert own == (1 if method in COUNTS_COLUMNS else runs.ALIGN)
+    for step, theirs in enumerate(expected):
+        ours = padded.step(step)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, msg=name, rtol=1e-4, atol=1e-6)
+    one, other = (task.distillation.student.network.state_dict() for task in (padded, plain))
+    for name, value in other.items():
+        torch.testing.assert_close(one[name], value, msg=name, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["didi", "sdtt", "mixture", "duo"])
+def test_every_text_is_read_once(method):
+    """Rows in order over iterations, turns and parts: none is seen twice, none left out."""
+    data, turns = Stream(), 2 if method == "didi" else 1
+    changes = {"discriminator": {"steps": 2}, "train": {"micro_batch": 4}}
+    options = {"data": data} if method == "duo" else {"references": data.rows}
+    run(make_task(method, changes, **options), 2)
+    assert [i for asked in data.asked for i in asked] == list(range(2 * turns * 12))
+
+
+@pytest.mark.parametrize("method", ["didi", "token-matching", "dimo"])
+def test_the_student_waits_during_warm_up(method):
+    section = {"didi": "discriminator", "dimo": "dimo"}.get(method, "token_matching")
+    task = make_task(method, {section: {"warmup": 2}})
+    student, second = networks_of(task)["student"], networks_of(task)[SECOND[method]]
+    before, critic = weights(student), weights(second)
+    for step in range(2):
+        numbers = task.step(step)
+        assert "grad_norm" not in numbers
+        assert not moved(before, student)
+        assert task.describe(step, 1.0, 1)["lr"] == 0
+    assert moved(critic, second)
+    shadow = task.distillation.student.updater.ema.shadow
+    assert all(torch.equal(v, before[n]) for n, v in shadow.items())
+    assert "grad_norm" in task.step(2)
+    assert moved(before, student) == before.keys()
+    assert task.describe(2, 1.0, 1)["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("mixture", "duo")])
+def test_other_methods_do_not_know_several_masks(method):
+    student = add_masks(small_network(1), 3, seed=0, spread=1.0)
+    with pytest.raises(UserError, match=f"has 3 masks, which {method} does not know: use method"):
+        make_task(method, student=student)
+
+
+@pytest.mark.parametrize("method", ["didi", "token-matching", "dimo"])
+def test_the_variety_at_the_start_is_that_of_the_first_texts(method, monkeypatch):
+    """The mean of the metric over iterations until 32 texts of 12 each are drawn: three."""
+    monkeypatch.setattr(runs, "ENOUGH_TEXTS", 32)
+    task = make_task(method)
+    found = [numbers[METHODS[method].collapse_metric].item() for numbers in run(task, 5)]
+    assert task.variety_at_start.item() == pytest.approx(sum(found[:3]) / 3, rel=1e-12)
+    assert len(set(found)) == 5
+
+
+def test_the_log_follows_the_teacher_at_the_start_where_an_entry_follows():
+    for method in ("didi", "token-matching", "sdtt"):
+        task = make_task(method, {"train": {"log_every": 2, "save_every": 5}})
+        found = ["kl_start" in numbers for numbers in run(task, 6)]
+        assert found == [False, True, False, True, True, True]
+
+
+def test_references_and_prompts_have_to_come_from_somewhere():
+    config = settings("didi", {"reference": {"source": "bank"}})
+    teacher = Teacher(network=small_network(0), tokenizer=None, fingerprint="")
+    with pytest.raises(ValueError, match="references are needed for reference.source=bank"):
+        assemble(config, teacher, small_network(1), ALONE)
+    with pytest.raises(ValueError, match="prompts come from data"):
+        make_task("didi", {"prompt": 3, "data": {"source": "stream"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "processes", "message"),
+    [
+        ({"discriminator": {"trainable_blocks": 3}}, None, 1, "is 3, but the teacher has 2 blocks"),
+        ({}, 9, 1, "rows of 9 tokens, but the teacher reads at most 8"),
+        ({"prompt": 8, "data": {"source": "x"}}, 8, 1, "prompt is 8, but texts have 8 tokens"),
+        ({"prompt": 6, "data": {"source": "x"}}, 6, 1, "prompt is 6, but texts have 6 tokens"),
+        ({"didi": {"grouping": "tau"}}, None, 2, "12, which 2 processes cannot share in whole"),
+    ],
+)
+def test_settings_that_do_not_fit_a_teacher_are_refused(changes, rows, processes, message):
+    with pytest.raises(UserError, match=message):
+        check_fit(settings("didi", changes), small_network().config, rows=rows, processes=processes)
+    check_fit(settings("didi", {}), small_network().config, rows=6)

@@ -1,0 +1,98 @@
+"""The examples of docs/extending.md run as printed."""
+
+import copy
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import didi_instruct as didi
+from didi_instruct.api.samplers import SAMPLERS
+from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig, ReferenceConfig
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.distillation.methods import METHODS, make_task
+from didi_instruct.distillation.run import Teacher
+from didi_instruct.models.network import Mixture
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.denoiser import make_denoiser
+from didi_instruct.sampling.state import Canvas
+from didi_instruct.training.distributed import World
+
+TEXT = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+ALONE = World(torch.device("cpu"))
+MODEL = ModelConfig(layers=2, hidden=16, heads=2, cond_dim=8, vocab_size=12, length=10)
+
+
+def example(name):
+    """Names that an example defines."""
+    (code,) = re.findall(rf"```python {name}\n(.*?)```", TEXT, flags=re.DOTALL)
+    found = {}
+    exec(compile(code, f"docs/extending.md: {name}", "exec"), found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _registries():
+    """Entries of an example are gone after its test."""
+    kept = dict(SAMPLERS), dict(METHODS)
+    yield
+    for registry, before in zip((SAMPLERS, METHODS), kept, strict=True):
+        registry.clear()
+        registry.update(before)
+
+
+def distilled(method, network, steps=4):
+    """A student after some iterations, its teacher, and the log."""
+    config = DistillConfig(
+        method=method,
+        discriminator=DiscriminatorConfig(trainable_blocks=1, warmup=0),
+        reference=ReferenceConfig(source="online", steps=4),
+        train=TrainConfig(steps=steps, batch_size=8, ema=0.0),
+    )
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=1e-3))
+    teacher = Teacher(network=network, tokenizer=None, fingerprint="")
+    task = make_task(config, teacher, copy.deepcopy(network), ALONE)
+    return task, [{k: float(v) for k, v in task.step(n).items()} for n in range(steps)]
+
+
+def test_a_sampler_is_a_function_and_an_entry():
+    example("sampler")
+    model, seen = didi.load("stories"), []
+    samples = model.draw(
+        2, sampler="left-to-right", steps=8, length=24, seed=1, callback=seen.append
+    )
+    assert (samples.nfe, len(seen)) == (8, 8)
+    for step in seen:
+        written = (step.tokens != model.mask_symbol)[:, :24]
+        assert (written.int().diff(dim=1) <= 0).all(), "from left to right"
+    assert samples.log_prob.isfinite().all()
+
+
+def test_a_method_is_a_file_and_an_entry():
+    example("method")
+    network = example("network")["ConvNetwork"](MODEL)
+    task, log = distilled("imitation", network, steps=60)
+    first, last = (sum(entry["loss"] for entry in part) for part in (log[:20], log[-20:]))
+    assert last < first
+    assert "student/model/output.weight" in task.tensors()
+
+
+def test_a_family_of_networks_is_one_wrapper():
+    """It meets the protocol, is sampled, and is teacher, student and discriminator."""
+    torch.manual_seed(0)
+    network = example("network")["ConvNetwork"](MODEL).eval()
+    tokens = torch.randint(12, (3, 10))
+    hard = network(tokens)
+    at = torch.tensor([4, 17])
+    soft = Mixture(at, network.vectors[tokens.flatten()[at]])
+    assert torch.equal(network.head(network.trunk(network.embed(tokens, mixture=soft))), hard)
+    schedule = make_schedule(MODEL.schedule)
+    drawn = ancestral(make_denoiser(network, schedule), schedule, Canvas.blank(4, 10, 11), steps=5)
+    assert (drawn.tokens < 11).all()
+    for method in ("didi", "sdtt", "token-matching"):
+        _, log = distilled(method, network)
+        assert all(torch.tensor(list(entry.values())).isfinite().all() for entry in log)
