@@ -22,11 +22,11 @@ from torch import Tensor
 
 import didi_instruct as didi
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.inference import InferenceDiT
-from didi_instruct.models.packed import PackedLinear
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Denoiser, Draw
-from didi_instruct.sampling.network import InferenceDenoiser, NetworkDenoiser
+from didi_instruct.sampling.denoiser import Denoiser, network_denoiser
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.engines.cpu import PackedLinear, packed_denoiser
+from didi_instruct.sampling.state import Canvas, Reads
 
 Variants = dict[str, Callable[[], object]]
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,34 +82,28 @@ def variants(model: didi.Model, steps: int) -> tuple[Variants, Variants, float]:
     network, mask = model.network, model.mask_symbol
     assert isinstance(network, DiT)
     length = model.config.length
-    quick = InferenceDiT(network)
-    plain, laid_out = NetworkDenoiser(network, model.schedule), InferenceDenoiser(quick)
+    plain, laid_out = network_denoiser(network, model.schedule), packed_denoiser(network)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(length, generator=generator)
     z = torch.randint(1, model.config.num_tokens, (1, length), generator=generator)
     z[0, order[: length // 2]] = mask
-    where = torch.zeros(1, length, dtype=torch.bool)
-    where[0, order[: length // steps]] = True
-    t = torch.full((1,), 0.5)
+    reads, at = Reads(z), order[: length // steps].sort().values
     bare, flops = products(network, length, length // steps)
-    everywhere = torch.ones_like(where)
+    everywhere = torch.arange(length)
 
     passes: Variants = {
-        "network": lambda: plain.rows(z, t, where),
-        "laid out, logits of all positions": lambda: laid_out.rows(z, t, everywhere),
-        "laid out": lambda: laid_out.rows(z, t, where),
+        "network": lambda: plain.logits(reads, 0.5, at),
+        "laid out, logits of all positions": lambda: laid_out.logits(reads, 0.5, everywhere),
+        "laid out": lambda: laid_out.logits(reads, 0.5, at),
         "floor: bare products": lambda: [work() for work in bare],
     }
 
-    def text(denoiser: Denoiser, keep: bool = True) -> None:
-        if not keep:
-            quick.forget()
+    def text(denoiser: Denoiser) -> None:
         canvas = Canvas.blank(1, length, mask)
-        ancestral(denoiser, model.schedule, canvas, steps=steps, settings=Draw(seed=1))
+        ancestral(denoiser, model.schedule, canvas, steps=steps, settings=DrawOptions(seed=1))
 
     texts: Variants = {
         "network": lambda: text(plain),
-        "laid out, first state anew": lambda: text(laid_out, keep=False),
         "laid out": lambda: text(laid_out),
     }
     return passes, texts, flops

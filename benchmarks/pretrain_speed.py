@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from didi_instruct.config.pretrain import ModelRecipe, PretrainConfig, TrainConfig
-from didi_instruct.models.build import flops_per_token
+from didi_instruct.models.dit import DiT, flops_per_token
 from didi_instruct.training.distributed import World
 from didi_instruct.training.pretrain_task import PretrainTask, matmul_rate
 
@@ -73,7 +73,9 @@ def measure(
 
     def trunk() -> None:
         with torch.no_grad(), task.autocast():
-            task.model.trunk(one["z"], one["sigma"])
+            network = task.model
+            assert isinstance(network, DiT)
+            network.trunk(network.embed(one["z"]), network.modulations(one["sigma"]))
 
     def forward() -> None:
         with torch.no_grad(), task.autocast():

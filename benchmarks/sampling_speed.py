@@ -22,8 +22,9 @@ import didi_instruct as didi
 from didi_instruct.benchmarking.naive import naive_ancestral
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.chain import Canvas, Draw
-from didi_instruct.sampling.network import NetworkDenoiser
+from didi_instruct.sampling.denoiser import network_denoiser
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.state import Canvas
 
 
 def dense(model: didi.Model, num: int, length: int, steps: int, seed: int) -> torch.Tensor:
@@ -48,11 +49,12 @@ def seconds(work: Callable[[], object]) -> float:
 def compare(model: didi.Model, num: int, steps: int, repeats: int) -> dict[str, float]:
     """Time both, in turns."""
     language, length = OracleLanguage.default(), model.config.length
-    denoiser = NetworkDenoiser(model.network, model.schedule)
+    denoiser = network_denoiser(model.network, model.schedule)
 
     def ours(seed: int) -> torch.Tensor:
         canvas = Canvas.blank(num, length, model.mask_symbol)
-        drawn = ancestral(denoiser, model.schedule, canvas, steps=steps, settings=Draw(seed=seed))
+        settings = DrawOptions(seed=seed)
+        drawn = ancestral(denoiser, model.schedule, canvas, steps=steps, settings=settings)
         passes.append(drawn.passes)
         return drawn.tokens
 

@@ -45,8 +45,9 @@ def path_nats(model: Model, rows: Tensor, turn: Tensor, steps: int) -> tuple[flo
             shown = (when == step) & own
             cuda = rows.device.type == "cuda"
             with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=cuda):
-                hidden = network.trunk(z)[shown]
-                logits = network.head(hidden, network.condition(), config.num_tokens)
+                mods = network.modulations()
+                hidden = network.trunk(network.embed(z), mods)[shown]
+                logits = network.head(hidden, mods)
             log_p = logits.float().log_softmax(-1).gather(-1, x[shown][:, None])
             each[step] -= log_p.double().sum()
     each /= len(rows)
