@@ -22,11 +22,11 @@ animation: setup
 	$(BIN)/python examples/animation.py --out docs/stories.gif
 
 test: setup
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest -n auto --durations=10
 
 # All but the tests that take longer than about ten seconds each.
 quick: setup
-	$(BIN)/python -m pytest --durations=10 -m "not slow"
+	$(BIN)/python -m pytest -n auto --durations=10 -m "not slow"
 
 # Every table and figure of the paper, tiny: that they can be made, not what they say.
 reproduce: setup
