@@ -467,7 +467,7 @@ def test_settings_that_do_not_fit_are_refused_before_they_cost_memory(
     build(tmp_path)
     change(tmp_path, **settings)
     (tmp_path / "code.py").write_text("raise SystemExit")
-    monkeypatch.setattr("didi_instruct.models.masked_lm.read_weights", pytest.fail)
+    monkeypatch.setattr("didi_instruct.models.masked_lm.WeightFiles.read", pytest.fail)
     with pytest.raises(UserError) as error:
         load_masked_lm(tmp_path)
     assert words in str(error.value)
