@@ -130,7 +130,11 @@ def test_a_student_is_saved_loaded_and_sampled_in_its_own_layout(method, folder,
     back = convert(tmp_path / "student", tmp_path / "back", "esm")
     there, here = (load_file(path / "model.safetensors") for path in (folder, back))
     assert {n: t.shape for n, t in there.items()} == {n: t.shape for n, t in here.items()}
-    assert any(not torch.equal(tensor, here[name]) for name, tensor in there.items())
+    changed = {name for name, tensor in there.items() if not torch.equal(tensor, here[name])}
+    assert changed == {n for n in there if "contact_head" not in n and "inv_freq" not in n}
+    assert "esm.encoder.layer.1.attention.LayerNorm.weight" in here, "as in public files"
+    with pytest.raises(UserError, match="not empty"):
+        save_masked_lm(task.distillation.student.network, tokenizer, tmp_path / "student")
 
 
 def test_several_masks_are_drawn_and_have_no_place_in_its_layout(folder, tmp_path):

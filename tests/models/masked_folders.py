@@ -79,7 +79,7 @@ def esm(folder, **changes):
     }  # fmt: skip
     config = transformers.EsmConfig(**settings)
     network = _filled(transformers.EsmForMaskedLM(config))
-    network.save_pretrained(folder)
+    network.save_pretrained(folder, save_original_format=False)  # names as in public files
     (folder / "vocab.txt").write_text("\n".join(ESM.split()))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
     return network

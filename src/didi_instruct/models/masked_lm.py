@@ -316,7 +316,8 @@ def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) ->
         )
     with new_folder(Path(folder)) as hidden, _silence():
         tokenizer.save(hidden)
-        network.save_pretrained(hidden)
+        # Else transformers undoes renamings that never were: ESM's norms would get old names.
+        network.save_pretrained(hidden, save_original_format=False)
     return Path(folder)
 
 
