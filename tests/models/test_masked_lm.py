@@ -149,6 +149,28 @@ def test_a_copy_without_head_has_the_same_trunk(pair):
         assert torch.equal(trunk.trunk(trunk.embed(text)), model.trunk(model.embed(text)))
 
 
+def test_masks_that_are_alike_have_the_law_of_one(pair):
+    """Also behind the end of a text, where its last special token is."""
+    _, loaded, _ = pair
+    model, mask, text = loaded.model, loaded.config.mask_id, some_text(loaded, 2, 6)
+    text[:, 3:] = mask
+    attended = torch.arange(6) < torch.tensor([4, 6])[:, None]
+    alike = model.with_masks(torch.zeros(2, 16))
+    offset = torch.linspace(-1, 1, 16)[None]
+    apart = alike.with_masks(offset)
+    assert alike.config.num_tokens == apart.config.num_tokens == mask
+    assert torch.equal(apart.vectors, torch.cat([alike.vectors, alike.vectors[-1:] + offset]))
+    with torch.no_grad():
+        for seen in (None, attended):
+            for code in range(3):
+                coded = text + code * (text == mask)
+                assert torch.equal(alike(coded, None, seen), model(text, None, seen))
+        coded = text + 3 * (text == mask)
+        assert not torch.allclose(apart(coded), model(text), atol=1e-3)
+        alone = apart(coded[:1, :4])[0]
+        torch.testing.assert_close(apart(coded, None, attended)[0, :4], alone, atol=1e-5, rtol=0)
+
+
 def test_the_length_is_all_that_positions_allow(pair):
     network, loaded, name = pair
     assert loaded.config.length == LONGEST.get(name, 12)
@@ -427,15 +449,6 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
     assert "Use the checkpoint that is not quantised." in message
 
 
-@pytest.mark.parametrize("value", [7, {"a": 1}, [None, ["y"]], "BertForMaskedLM"])
-def test_names_of_classes_may_be_anything(tmp_path, value):
-    bert(tmp_path)
-    change(tmp_path, architectures=value)
-    assert "masked LM of the family bert" in recognise_masked_lm(tmp_path).description
-    change(tmp_path, model_type="unheard-of")
-    assert recognise_masked_lm(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -462,15 +475,17 @@ def test_settings_that_fetch_or_run_something_change_nothing(tmp_path, settings)
 
 
 def test_recognition_says_what_it_is(tmp_path):
+    """`architectures` may be anything; a DiT's settings are not a masked LM's."""
     esm(tmp_path)
-    change(tmp_path, architectures=["EsmForDPLM"])
-    found = recognise_masked_lm(tmp_path)
-    assert found.layout == "esm"
-    assert "EsmForDPLM" in found.description
-    assert found.config.num_tokens == 33
-    assert recognise_masked_lm(tmp_path / "nowhere") is None
+    for value in (7, {"a": 1}, [None, ["y"]], "EsmForMaskedLM", ["EsmForDPLM"]):
+        change(tmp_path, architectures=value)
+        found = recognise_masked_lm(tmp_path)
+        assert (found.layout, found.config.num_tokens) == ("esm", 33)
+    assert "EsmForDPLM of the family esm: 2 layers, hidden 16, 33 tokens" in found.description
+    change(tmp_path, model_type="unheard-of")
+    assert recognise_masked_lm(tmp_path) is recognise_masked_lm(tmp_path / "nowhere") is None
     (tmp_path / "config.json").write_text('{"model_type": "mdlm", "n_blocks": 1, "cond_dim": 2}')
-    assert recognise_masked_lm(tmp_path) is None  # a DiT, which is read without its code
+    assert recognise_masked_lm(tmp_path) is None
 
 
 def test_without_transformers(tmp_path, monkeypatch):
