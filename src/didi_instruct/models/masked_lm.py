@@ -243,39 +243,33 @@ def open_weights(found: FoundMaskedLM) -> WeightFiles:
     return weights
 
 
-# Tokenizer
+# Loading and saving
 
 
-def framed(found: FoundMaskedLM, tokenizer: Tokenizer) -> tuple[SpecialIds, ModelConfig]:
-    """Its special ids, and its configuration with the length that they leave to a text."""
-    ids = special_ids(found.path, found.settings, found.config.num_tokens, tokenizer)
-    length = found.config.length + _FRAME - len(ids.before) - len(ids.after)
-    return ids, replace(found.config, length=length)
+def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelConfig]:
+    """Read its tokenizer and special ids; the configuration gets the length that is left to a text.
 
-
-def _tokenizer(library: Any, found: FoundMaskedLM) -> Tokenizer:
-    """Read tokenizer.json or ESM's vocab.txt, other forms through `transformers`."""
+    From tokenizer.json or ESM's vocab.txt, from other forms through `transformers`.
+    """
     folder = found.path
     if (folder / "tokenizer.json").is_file() or found.model_type == "esm":
         tokenizer = Tokenizer.load(folder)
     elif not any((folder / name).is_file() for name in _VOCABULARIES):
         raise UserError(f"{folder} has no tokenizer: put the model's tokenizer.json there.")
     else:
+        read = _transformers().AutoTokenizer.from_pretrained
         problem = f"{folder} has no tokenizer that can be read"
         with _explained(problem, "Put the model's tokenizer.json there."):
-            loaded = library.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            loaded = read(folder, local_files_only=True, trust_remote_code=False)
         tokenizer = Tokenizer.from_transformers(loaded, str(folder))
     if tokenizer.size > found.config.num_tokens:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.size} ids and the network "
             f"{found.config.num_tokens}: fetch both again."
         )
-    return tokenizer
-
-
-# Loading and saving
+    ids = special_ids(folder, found.settings, found.config.num_tokens, tokenizer)
+    length = found.config.length + _FRAME - len(ids.before) - len(ids.after)
+    return tokenizer.endless(), ids, replace(found.config, length=length)
 
 
 def load_masked_lm(
@@ -293,9 +287,7 @@ def load_masked_lm(
             "with config.json, weights and tokenizer of a …ForMaskedLM."
         )
     library = _transformers()
-    weights = open_weights(found)
-    tokenizer = _tokenizer(library, found)
-    ids, config = framed(found, tokenizer)
+    weights, (tokenizer, ids, config) = open_weights(found), read_tokenizer(found)
     with _silence():
         network = _network(library, found, weights, dtype)
     model = MaskedLM(network, config, ids, FAMILIES[found.model_type]).to(device).eval()
@@ -303,7 +295,7 @@ def load_masked_lm(
     if untouched := sorted({name for store in weights.stores for name in store.untouched}):
         notes.append(f"Pickled objects, not run: {first_few(untouched)}.")
     origin = {"source": str(folder), "layout": found.layout, "weights": "only", "notes": notes}
-    return LoadedModel(model, config, tokenizer.endless(), None, {"foreign": origin})
+    return LoadedModel(model, config, tokenizer, None, {"foreign": origin})
 
 
 def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) -> Path:

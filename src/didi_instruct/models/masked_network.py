@@ -255,7 +255,7 @@ def special_ids(
     if type(mask) is not int:
         words = (names.get("mask_token", ""), *_MASKS)
         mask = next((known[word] for word in words if word in known), None)
-    if mask is None or mask not in known.values() or mask >= size:
+    if mask is None or mask not in known.values():
         raise UserError(
             f"{folder}: no token is known to be its mask. Name it as `mask_token` in "
             "tokenizer_config.json."
