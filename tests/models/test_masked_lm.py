@@ -2,10 +2,14 @@ import itertools
 import json
 import math
 import sys
+import tempfile
+from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import transformers
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from didi_instruct.api.model import Model
@@ -13,7 +17,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.models.foreign.special_ids import NEVER
-from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm
+from didi_instruct.models.masked_lm import WeightFiles, load_masked_lm, recognise_masked_lm
 from didi_instruct.models.network import Mixture, aligned, logits_at
 from didi_instruct.training.objectives import make_objective
 
@@ -436,8 +440,55 @@ def test_settings_that_do_not_fit_are_refused_before_they_cost_memory(
     build(tmp_path)
     change(tmp_path, **settings)
     (tmp_path / "code.py").write_text("raise SystemExit")
-    monkeypatch.setattr("didi_instruct.models.masked_lm.WeightFiles.read", pytest.fail)
+    monkeypatch.setattr(WeightFiles, "read", pytest.fail)
     assert words in error_of(tmp_path)
+
+
+def test_a_network_larger_than_its_file_is_not_built(tmp_path, monkeypatch):
+    """Tensors under no name that is known could hide any size."""
+    bert(tmp_path)
+    path = tmp_path / "model.safetensors"
+    kept = {name: t for name, t in load_file(path).items() if "dense" not in name}
+    save_file(kept, path, {"format": "pt"})
+    change(tmp_path, intermediate_size=10**9)
+    monkeypatch.setattr(WeightFiles, "read", pytest.fail)
+    assert "lacks tensors of BertForMaskedLM (bert.encoder.layer.0." in error_of(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
+    for folder, build in zip(folders, (esm, roberta), strict=True):
+        build(folder)
+    return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
+
+
+@hypothesis.settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=st.data())
+def test_a_damaged_folder_is_refused_in_one_line(contents, data):
+    """Or loads: a byte of a weight, say, is as good as another."""
+    files = dict(data.draw(st.sampled_from(contents)))
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = files[name]
+    if name == "config.json" and data.draw(st.booleans()):
+        changed = json.loads(content)
+        setting = data.draw(st.sampled_from(sorted(changed)))
+        changed[setting] = data.draw(st.sampled_from([None, True, -1, 10**30, "x", [0], {"a": 1}]))
+        files[name] = json.dumps(changed).encode()
+    else:
+        at, byte = data.draw(st.integers(0, len(content) - 1)), data.draw(st.binary(max_size=1))
+        rest = content[at + 1 :] if byte else b""  # altered, or cut off
+        files[name] = content[:at] + byte + rest
+    with tempfile.TemporaryDirectory() as folder:
+        for file, damaged in files.items():
+            (Path(folder) / file).write_bytes(damaged)
+        message = ""
+        try:
+            load_masked_lm(folder)
+        except UserError as error:
+            message = str(error)
+    assert message.isprintable()
+    assert len(message) < 900
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
