@@ -1,7 +1,6 @@
 """The examples of docs/extending.md run as printed."""
 
 import copy
-import dataclasses
 import re
 from pathlib import Path
 
@@ -10,7 +9,13 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.api.samplers import SAMPLERS
-from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig, ReferenceConfig
+from didi_instruct.config.distill import (
+    DiscriminatorConfig,
+    DistillConfig,
+    ReferenceConfig,
+    StudentOptimConfig,
+    TokenMatchingConfig,
+)
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation.methods import METHODS, make_task
@@ -50,10 +55,11 @@ def distilled(method, network, steps=4):
     config = DistillConfig(
         method=method,
         discriminator=DiscriminatorConfig(trainable_blocks=1, warmup=0),
+        token_matching=TokenMatchingConfig(warmup=0),
         reference=ReferenceConfig(source="online", steps=4),
+        optim=StudentOptimConfig(lr=1e-3),
         train=TrainConfig(steps=steps, batch_size=8, ema=0.0),
     )
-    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=1e-3))
     teacher = Teacher(network=network, tokenizer=None, fingerprint="")
     task = make_task(config, teacher, copy.deepcopy(network), ALONE)
     return task, [{k: float(v) for k, v in task.step(n).items()} for n in range(steps)]

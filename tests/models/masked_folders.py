@@ -73,13 +73,13 @@ def mpnet(folder):
 
 
 def esm(folder, **changes):
-    settings = {"position_embedding_type": "rotary", "token_dropout": True, **changes}
-    config = transformers.EsmConfig(
-        **SIZE, vocab_size=33, max_position_embeddings=14, mask_token_id=32, pad_token_id=1,
-        **settings,
-    )  # fmt: skip
+    settings = {
+        **SIZE, "vocab_size": 33, "max_position_embeddings": 14, "mask_token_id": 32,
+        "pad_token_id": 1, "position_embedding_type": "rotary", "token_dropout": True, **changes,
+    }  # fmt: skip
+    config = transformers.EsmConfig(**settings)
     network = _filled(transformers.EsmForMaskedLM(config))
-    network.save_pretrained(folder)
+    network.save_pretrained(folder, save_original_format=False)  # names as in public files
     (folder / "vocab.txt").write_text("\n".join(ESM.split()))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
     return network

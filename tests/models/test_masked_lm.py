@@ -2,10 +2,14 @@ import itertools
 import json
 import math
 import sys
+import tempfile
+from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import transformers
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from didi_instruct.api.model import Model
@@ -13,8 +17,8 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.models.foreign.special_ids import NEVER
-from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm, save_masked_lm
-from didi_instruct.models.network import Mixture, logits_at
+from didi_instruct.models.masked_lm import WeightFiles, load_masked_lm, recognise_masked_lm
+from didi_instruct.models.network import Mixture, aligned, logits_at
 from didi_instruct.training.objectives import make_objective
 
 from .masked_folders import BERT_WORDS, ESM, FAMILIES, bert, esm, roberta, write_tokenizer
@@ -38,6 +42,11 @@ def some_text(loaded, rows, length, seed=1):
     known = torch.tensor([*open_ids(loaded), loaded.config.mask_id])
     generator = torch.Generator().manual_seed(seed)
     return known[torch.randint(len(known), (rows, length), generator=generator)]
+
+
+def same_weights(network, other):
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(network.state_dict()[name], tensor), name
 
 
 @torch.no_grad()
@@ -86,23 +95,18 @@ def test_it_is_a_network(pair):
     """Selected positions have the logits of all; no time, and columns as many as asked for."""
     network, loaded, _ = pair
     model, V = loaded.model, loaded.config.num_tokens
-    text = some_text(loaded, 3, 7)
+    text, at = some_text(loaded, 3, 7), torch.tensor([0, 5, 20])
     assert model.config == loaded.config
     assert len(model.blocks) == network.config.num_hidden_layers == 2
-    assert all(block in set(model.modules()) for block in model.blocks)
-    assert model.modulations(torch.tensor([0.5])) is None
-    assert model.constants() is None
-    at = torch.tensor([0, 5, 20])
+    assert model.modulations(torch.tensor([0.5])) is model.constants() is None
     with torch.no_grad():
         hidden = model.trunk(model.embed(text))
-        assert hidden.shape == (3, 7, 16)
-        assert hidden.dtype == torch.float32
+        assert (hidden.shape, hidden.dtype) == ((3, 7, 16), torch.float32)
         everywhere = model(text, torch.tensor([0.1, 0.5, 2.0]))
         chosen = logits_at(model, text, None, at)
         torch.testing.assert_close(chosen, everywhere.flatten(0, 1)[at], atol=5e-6, rtol=0)
-        model.align = 8
-        wide = model.head(hidden)
-        model.align = 1
+        with aligned(model, 8):
+            wide = model.head(hidden)
         assert wide.shape[-1] % 8 == 0
         assert (wide[..., V:] == NEVER).all()
         assert torch.equal(wide[..., :V], everywhere)
@@ -149,6 +153,28 @@ def test_a_copy_without_head_has_the_same_trunk(pair):
         assert torch.equal(trunk.trunk(trunk.embed(text)), model.trunk(model.embed(text)))
 
 
+def test_masks_that_are_alike_have_the_law_of_one(pair):
+    """Also behind the end of a text, where its last special token is."""
+    _, loaded, _ = pair
+    model, mask, text = loaded.model, loaded.config.mask_id, some_text(loaded, 2, 6)
+    text[:, 3:] = mask
+    attended = torch.arange(6) < torch.tensor([4, 6])[:, None]
+    alike = model.with_masks(torch.zeros(2, 16))
+    offset = torch.linspace(-1, 1, 16)[None]
+    apart = alike.with_masks(offset)
+    assert alike.config.num_tokens == apart.config.num_tokens == mask
+    assert torch.equal(apart.vectors, torch.cat([alike.vectors, alike.vectors[-1:] + offset]))
+    with torch.no_grad():
+        for seen in (None, attended):
+            for code in range(3):
+                coded = text + code * (text == mask)
+                assert torch.equal(alike(coded, None, seen), model(text, None, seen))
+        coded = text + 3 * (text == mask)
+        assert not torch.allclose(apart(coded), model(text), atol=1e-3)
+        alone = apart(coded[:1, :4])[0]
+        torch.testing.assert_close(apart(coded, None, attended)[0, :4], alone, atol=1e-5, rtol=0)
+
+
 def test_the_length_is_all_that_positions_allow(pair):
     network, loaded, name = pair
     assert loaded.config.length == LONGEST.get(name, 12)
@@ -158,23 +184,19 @@ def test_the_length_is_all_that_positions_allow(pair):
             loaded.model(some_text(loaded, 1, loaded.config.length + 1))
 
 
-def test_banned_ids_have_probability_zero_and_finite_entropy(pair):
-    _, loaded, _ = pair
-    text = torch.full((1, 4), loaded.config.mask_id)
-    logits = loaded.model(text).double()
-    log_p = logits.log_softmax(-1)
-    assert (log_p.exp()[..., list(loaded.model.ids.banned)] == 0).all()
-    assert (log_p.exp()[..., open_ids(loaded)] > 0).all()
-    assert (-(log_p.exp() * log_p).sum(-1)).isfinite().all()
-
-
 def test_samples_are_text_alone(pair):
+    """Banned ids have probability 0 in double precision too, and entropies are finite."""
     _, loaded, _ = pair
-    model = Model(loaded.model, loaded.config, loaded.tokenizer)
+    model, written = Model(loaded.model, loaded.config, loaded.tokenizer), open_ids(loaded)
+    logits = loaded.model(torch.full((1, 4), loaded.config.mask_id)).double()
+    p = logits.softmax(-1)
+    assert (p[..., list(loaded.model.ids.banned)] == 0).all()
+    assert (p[..., written] > 0).all()
+    assert (p * logits.log_softmax(-1)).isfinite().all()
     for sampler in ("ancestral", "confidence"):
         drawn = model.sample(num=30, steps=4, length=10, sampler=sampler, seed=3)
         assert drawn.shape == (30, 10)
-        assert set(drawn.unique().tolist()) <= set(open_ids(loaded))
+        assert set(drawn.unique().tolist()) <= set(written)
         assert len(drawn.unique()) > 3
 
 
@@ -235,13 +257,6 @@ def test_esm_scales_what_is_visible(tmp_path, dropout):
     assert loaded.model(torch.full((1, 12), mask)).isfinite().all()
 
 
-def test_residues_and_nothing_else_are_written(tmp_path):
-    esm(tmp_path)
-    loaded = load_masked_lm(tmp_path)
-    words = {index: word for word, index in loaded.tokenizer.vocabulary.items()}
-    assert "".join(sorted(words[n] for n in open_ids(loaded))) == "ACDEFGHIKLMNOPQRSTUVWY"
-
-
 @pytest.mark.parametrize(
     "text",
     ["MKTAYIAKQR", "MK TAY", "MKjjTA", "j", "MK<mask>A", "mkJJA.-X  B", "M\nK\tjA<null_1>", ""],
@@ -258,51 +273,36 @@ def test_esm_s_vocabulary_reads_like_the_library_s_tokenizer(tmp_path, text):
         assert ours.decode(ids) == text
 
 
-def test_texts_fill_the_window(tmp_path):
-    """[SEP] is never written, so it must not pass for the end of a text (or of a gap)."""
-    bert(tmp_path)
-    loaded = load_masked_lm(tmp_path)
-    assert Tokenizer.load(tmp_path).eot == "[SEP]"
-    assert loaded.tokenizer.eot_id is None
-    assert loaded.tokenizer.hash == Tokenizer.load(tmp_path).hash
-
-
-def test_a_trained_esm_is_saved_loaded_and_sampled(tmp_path):
-    """In its own layout: what `transformers` and we read, the contact head included."""
-    network = esm(tmp_path / "esm")
+def test_what_is_written(tmp_path):
+    """Of proteins residues; [SEP] is not, so it must not pass for the end of a text (or a gap)."""
+    esm(tmp_path / "esm")
     loaded = load_masked_lm(tmp_path / "esm")
-    with torch.no_grad():
-        for parameter in loaded.model.parameters():
-            parameter.add_(0.01)
-    save_masked_lm(loaded.model, loaded.tokenizer, tmp_path / "student")
-    again = load_masked_lm(tmp_path / "student")
-    assert again.model.ids == loaded.model.ids
-    assert again.config == loaded.config
-    text = some_text(loaded, 2, 9)
-    with torch.no_grad():
-        assert torch.equal(again.model(text), loaded.model(text))
-        assert not torch.allclose(again.model(text), load_masked_lm(tmp_path / "esm").model(text))
-    theirs, report = transformers.EsmForMaskedLM.from_pretrained(
-        tmp_path / "student", output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    contacts = "esm.contact_head.regression.weight"
-    assert torch.equal(theirs.get_parameter(contacts), network.get_parameter(contacts))
-    one, other = (Model(m.model, m.config, m.tokenizer) for m in (loaded, again))
-    assert one.generate(num=2, steps=3, seed=1) == other.generate(num=2, steps=3, seed=1)
-    with pytest.raises(UserError, match="not empty"):
-        save_masked_lm(loaded.model, loaded.tokenizer, tmp_path / "student")
+    words = {index: word for word, index in loaded.tokenizer.vocabulary.items()}
+    assert "".join(sorted(words[n] for n in open_ids(loaded))) == "ACDEFGHIKLMNOPQRSTUVWY"
+    bert(tmp_path / "bert")
+    own, loaded = Tokenizer.load(tmp_path / "bert"), load_masked_lm(tmp_path / "bert").tokenizer
+    assert (own.eot, loaded.eot_id, loaded.hash) == ("[SEP]", None, own.hash)
 
 
 @pytest.mark.parametrize("form", ["bin", "shards", "lightning"])
 def test_other_files_of_weights(tmp_path, form):
-    """Pickles are read without running them; DPLM's training writes names under `model.net.`."""
+    """Pickles are read without running them.
+
+    DPLM's training writes names under `model.net.`, as an older transformers had them: with tables
+    in each layer, and positions that are not used.
+    """
     network = esm(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     if form == "bin":
         torch.save(weights, tmp_path / "pytorch_model.bin")
     elif form == "lightning":
+        table = weights.pop("esm.rotary_embeddings.inv_freq")
+        for layer in range(2):
+            name = f"esm.encoder.layer.{layer}.attention.self.rotary_embeddings.inv_freq"
+            weights[name] = table.clone()
+        weights["esm.embeddings.position_embeddings.weight"] = torch.zeros(14, 16)
+        weights["esm.embeddings.position_ids"] = torch.arange(14)[None]
         state = {f"model.net.{name}": t for name, t in weights.items()}
         torch.save({"state_dict": state, "hyper": Model}, tmp_path / "last.ckpt")
     else:
@@ -312,9 +312,7 @@ def test_other_files_of_weights(tmp_path, form):
             save_file(part, tmp_path / file)
         index = json.dumps({"weight_map": names})
         (tmp_path / "model.safetensors.index.json").write_text(index)
-    loaded = load_masked_lm(tmp_path)
-    for name, tensor in network.state_dict().items():
-        assert torch.equal(loaded.model.network.state_dict()[name], tensor), name
+    same_weights(load_masked_lm(tmp_path).model.network, network)
 
 
 def test_the_type_of_the_file_is_kept_unless_another_is_asked_for(tmp_path):
@@ -327,78 +325,42 @@ def test_the_type_of_the_file_is_kept_unless_another_is_asked_for(tmp_path):
     torch.testing.assert_close(kept.model(text).double(), cast.model(text), atol=0.02, rtol=0)
 
 
-def test_tokenizer_without_its_json(tmp_path):
-    """Old checkpoints have BERT's vocab.txt alone."""
+def test_tokenizers_that_are_not_whole(tmp_path):
+    """BERT's vocab.txt alone, as in old checkpoints; a tokenizer.json that forgot its last step."""
     bert(tmp_path)
     reference = load_masked_lm(tmp_path)
-    words = sorted(reference.tokenizer.vocabulary.items(), key=lambda item: item[1])
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "vocab.txt").write_text("\n".join(word for word, _ in words))
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "post_processor": None}))
+    names = {"mask_token": "[MASK]", "cls_token": "[CLS]", "sep_token": {"content": "[SEP]"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    assert load_masked_lm(tmp_path).model.ids == reference.model.ids
+    for name in (path, tmp_path / "special_tokens_map.json"):
+        name.unlink()
+    (tmp_path / "vocab.txt").write_text("\n".join(BERT_WORDS))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     loaded = load_masked_lm(tmp_path)
     assert loaded.model.ids == reference.model.ids
     assert loaded.tokenizer.encode(["w3 w1"]) == [[9, 7]]
 
 
-def test_tokenizer_without_its_last_step(tmp_path):
-    """Some tokenizer.json files forgot what surrounds a text; its names are beside them."""
-    bert(tmp_path)
-    reference = load_masked_lm(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
-    names = {"mask_token": "[MASK]", "cls_token": "[CLS]", "sep_token": {"content": "[SEP]"}}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    assert load_masked_lm(tmp_path).model.ids == reference.model.ids
-
-
-def test_tensors_of_other_tasks_are_left_out(tmp_path):
-    bert(tmp_path)
+def test_old_names_and_tensors_of_other_tasks(tmp_path):
+    """As in the first checkpoints of BERT: norms have a gamma and a beta; poolers are left out."""
+    network = bert(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    extra = {
-        "bert.pooler.dense.weight": torch.zeros(16, 16),
-        "cls.seq_relationship.bias": torch.zeros(2),
-    }
-    save_file({**weights, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
-    assert load_masked_lm(tmp_path).model.network.config.model_type == "bert"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for name in [name for name in weights if name.endswith(tuple(old))]:
+        end = next(end for end in old if name.endswith(end))
+        weights[name.removesuffix(end) + old[end]] = weights.pop(name)
+    weights["bert.pooler.dense.weight"] = torch.zeros(16, 16)
+    weights["cls.seq_relationship.bias"] = torch.zeros(2)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    same_weights(load_masked_lm(tmp_path).model.network, network)
 
 
-def without_head(folder):
-    bert(folder).bert.save_pretrained(folder)
-
-
-def with_a_stranger(folder):
-    bert(folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "bert.adapter.weight": torch.zeros(2)}, folder / "model.safetensors")
-
-
-def without_tensors(folder):
-    bert(folder)
-    save_file({}, folder / "model.safetensors")
-
-
-def without_weights(folder):
-    bert(folder)
-    (folder / "model.safetensors").unlink()
-
-
-def without_tokenizer(folder):
-    roberta(folder)
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-
-
-def with_too_small_a_vocabulary(folder):
-    bert(folder)
-    write_tokenizer(folder, [*BERT_WORDS, *(f"x{n}" for n in range(9))])
-
-
-def left_to_right(folder):
-    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2).save_pretrained(folder)
-
-
-def nothing(folder):
-    (folder / "config.json").write_text("[")
+def rewrite(folder, **tensors):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
 
 
 def change(folder, **settings):
@@ -406,26 +368,37 @@ def change(folder, **settings):
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
+def error_of(folder):
+    """The message of a refusal: one line that names the folder."""
+    with pytest.raises(UserError) as error:
+        load_masked_lm(folder)
+    message = str(error.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    return message
+
+
+GPT2 = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2)
+LARGER = [*BERT_WORDS, *(f"x{n}" for n in range(9))]
+STRANGER = {"bert.adapter.weight": torch.zeros(2)}
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (without_head, "lacks tensors of BertForMaskedLM"),
-        (with_a_stranger, "bert.adapter.weight"),
-        (without_tensors, "the weights have (0, 0, 0)"),
-        (without_weights, "should hold model.safetensors"),
-        (without_tokenizer, "has no tokenizer"),
-        (with_too_small_a_vocabulary, "the tokenizer has 24 ids and the network 17"),
-        (left_to_right, "not that of a masked LM"),
-        (nothing, "not that of a masked LM"),
+        (lambda at, bert: bert.bert.save_pretrained(at), "lacks tensors of BertForMaskedLM"),
+        (lambda at, _: rewrite(at, **STRANGER), "bert.adapter.weight"),
+        (lambda at, _: save_file({}, at / "model.safetensors"), "the weights have (0, 0, 0)"),
+        (lambda at, _: (at / "model.safetensors").unlink(), "should hold model.safetensors"),
+        (lambda at, _: (at / "tokenizer.json").unlink(), "has no tokenizer: put"),
+        (lambda at, _: write_tokenizer(at, LARGER), "the tokenizer has 24 ids and the network 17"),
+        (lambda at, _: GPT2.save_pretrained(at), "not that of a masked LM"),
+        (lambda at, _: (at / "config.json").write_text("["), "not that of a masked LM"),
     ],
 )
 def test_folders_that_are_no_masked_lm_are_refused_by_name(tmp_path, spoil, words):
-    spoil(tmp_path)
-    with pytest.raises(UserError) as error:
-        load_masked_lm(tmp_path)
-    assert words in str(error.value)
-    assert str(tmp_path) in str(error.value)
-    assert "\n" not in str(error.value)
+    spoil(tmp_path, bert(tmp_path))
+    assert words in error_of(tmp_path)
 
 
 HUGE = 2 * 10**9
@@ -467,32 +440,64 @@ def test_settings_that_do_not_fit_are_refused_before_they_cost_memory(
     build(tmp_path)
     change(tmp_path, **settings)
     (tmp_path / "code.py").write_text("raise SystemExit")
-    monkeypatch.setattr("didi_instruct.models.masked_lm.read_weights", pytest.fail)
-    with pytest.raises(UserError) as error:
-        load_masked_lm(tmp_path)
-    assert words in str(error.value)
-    assert str(tmp_path) in str(error.value)
-    assert "\n" not in str(error.value)
+    monkeypatch.setattr(WeightFiles, "read", pytest.fail)
+    assert words in error_of(tmp_path)
+
+
+def test_a_network_larger_than_its_file_is_not_built(tmp_path, monkeypatch):
+    """Tensors under no name that is known could hide any size."""
+    bert(tmp_path)
+    path = tmp_path / "model.safetensors"
+    kept = {name: t for name, t in load_file(path).items() if "dense" not in name}
+    save_file(kept, path, {"format": "pt"})
+    change(tmp_path, intermediate_size=10**9)
+    monkeypatch.setattr(WeightFiles, "read", pytest.fail)
+    assert "lacks tensors of BertForMaskedLM (bert.encoder.layer.0." in error_of(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
+    for folder, build in zip(folders, (esm, roberta), strict=True):
+        build(folder)
+    return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
+
+
+@hypothesis.settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=st.data())
+def test_a_damaged_folder_is_refused_in_one_line(contents, data):
+    """Or loads: a byte of a weight, say, is as good as another."""
+    files = dict(data.draw(st.sampled_from(contents)))
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = files[name]
+    if name == "config.json" and data.draw(st.booleans()):
+        changed = json.loads(content)
+        setting = data.draw(st.sampled_from(sorted(changed)))
+        changed[setting] = data.draw(st.sampled_from([None, True, -1, 10**30, "x", [0], {"a": 1}]))
+        files[name] = json.dumps(changed).encode()
+    else:
+        at, byte = data.draw(st.integers(0, len(content) - 1)), data.draw(st.binary(max_size=1))
+        rest = content[at + 1 :] if byte else b""  # altered, or cut off
+        files[name] = content[:at] + byte + rest
+    with tempfile.TemporaryDirectory() as folder:
+        for file, damaged in files.items():
+            (Path(folder) / file).write_bytes(damaged)
+        message = ""
+        try:
+            load_masked_lm(folder)
+        except UserError as error:
+            message = str(error)
+    assert message.isprintable()
+    assert len(message) < 900
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_weights_are_refused(tmp_path, dtype):
     """They are numbers of the right shapes, and not the weights."""
-    bert(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
     name = "bert.encoder.layer.0.output.dense.weight"
-    save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} .*not quantised"):
-        load_masked_lm(tmp_path)
-
-
-@pytest.mark.parametrize("value", [7, {"a": 1}, [None, ["y"]], "BertForMaskedLM"])
-def test_names_of_classes_may_be_anything(tmp_path, value):
-    bert(tmp_path)
-    change(tmp_path, architectures=value)
-    assert "masked LM of the family bert" in recognise_masked_lm(tmp_path).description
-    change(tmp_path, model_type="unheard-of")
-    assert recognise_masked_lm(tmp_path) is None
+    rewrite(tmp_path, **{name: bert(tmp_path).get_parameter(name).to(dtype)})
+    assert f"({name} " in (message := error_of(tmp_path))
+    assert "Use the checkpoint that is not quantised." in message
 
 
 @pytest.mark.parametrize(
@@ -521,15 +526,17 @@ def test_settings_that_fetch_or_run_something_change_nothing(tmp_path, settings)
 
 
 def test_recognition_says_what_it_is(tmp_path):
+    """`architectures` may be anything; a DiT's settings are not a masked LM's."""
     esm(tmp_path)
-    change(tmp_path, architectures=["EsmForDPLM"])
-    found = recognise_masked_lm(tmp_path)
-    assert found.layout == "esm"
-    assert "EsmForDPLM" in found.description
-    assert found.config.num_tokens == 33
-    assert recognise_masked_lm(tmp_path / "nowhere") is None
+    for value in (7, {"a": 1}, [None, ["y"]], "EsmForMaskedLM", ["EsmForDPLM"]):
+        change(tmp_path, architectures=value)
+        found = recognise_masked_lm(tmp_path)
+        assert (found.layout, found.config.num_tokens) == ("esm", 33)
+    assert "EsmForDPLM of the family esm: 2 layers, hidden 16, 33 tokens" in found.description
+    change(tmp_path, model_type="unheard-of")
+    assert recognise_masked_lm(tmp_path) is recognise_masked_lm(tmp_path / "nowhere") is None
     (tmp_path / "config.json").write_text('{"model_type": "mdlm", "n_blocks": 1, "cond_dim": 2}')
-    assert recognise_masked_lm(tmp_path) is None  # a DiT, which is read without its code
+    assert recognise_masked_lm(tmp_path) is None
 
 
 def test_without_transformers(tmp_path, monkeypatch):

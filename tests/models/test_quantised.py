@@ -149,31 +149,29 @@ def test_integers_are_weights_only_where_that_is_said(folder):
     assert "holds I8, not real numbers" in error_of(folder)
 
 
+NAME = "blocks.0.attn_out.weight"
+SCALE = f"{NAME}.scale"
+ALONE = f"{NAME} has 8 bits without a scale"
+NORM = "blocks.0.norm1.weight.scale"
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        lambda t, name: t.pop(f"{name}.scale"),
-        lambda t, name: t.update({f"{name}.scale": t[f"{name}.scale"][:-1]}),
-        lambda t, name: t.update({f"{name}.scale": t[f"{name}.scale"].double()}),
-        lambda t, name: t.update({name: t[name][0]}),
+        (lambda t: t.pop(SCALE), ALONE),
+        (lambda t: t.update({SCALE: t[SCALE][:-1]}), ALONE),
+        (lambda t: t.update({SCALE: t[SCALE].double()}), ALONE),
+        (lambda t: t.update({NAME: t[NAME][0]}), ALONE),
+        (lambda t: t.update({NAME: t[NAME][:, :8]}), f"{NAME} (64, 8) for (64, 64)"),
+        (lambda t: t.update({NORM: torch.ones(64)}), f"1 tensor unexpected ({NORM})"),
     ],
 )
-def test_scales_that_do_not_fit_are_named_before_anything_is_read(folder, monkeypatch, change):
+def test_what_does_not_fit_is_named_before_anything_is_read(folder, monkeypatch, change, message):
     tensors = load_file(folder / "model.safetensors")
-    change(tensors, "blocks.0.attn_out.weight")
+    change(tensors)
     rewrite(folder, "model.safetensors", tensors)
     monkeypatch.setattr(quantised.StoredWeights, "read", pytest.fail)
-    assert "blocks.0.attn_out.weight has 8 bits without a scale" in error_of(folder)
-
-
-def test_scales_of_nothing_and_wrong_shapes_are_named(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["blocks.0.norm1.weight.scale"] = torch.ones(64)
-    tensors["blocks.0.attn_out.weight"] = tensors["blocks.0.attn_out.weight"][:, :8].contiguous()
-    rewrite(folder, "model.safetensors", tensors)
-    message = error_of(folder)
-    assert "1 tensor unexpected (blocks.0.norm1.weight.scale)" in message
-    assert "blocks.0.attn_out.weight (64, 8) for (64, 64)" in message
+    assert message in error_of(folder)
 
 
 def test_what_is_not_finite_is_not_stored(tmp_path):

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from didi_instruct.api.open import Origin, find, open_source
+from didi_instruct.api.open import Origin, find
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import TOKENIZER, read_manifest
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import recognise
-from didi_instruct.models.masked_lm import framed, recognise_masked_lm
+from didi_instruct.models.masked_lm import read_tokenizer, recognise_masked_lm
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,8 @@ def _foreign(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
 def _masked_lm(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
     found = recognise_masked_lm(origin.path)
     assert found is not None
-    if not ((found.path / TOKENIZER[0]).is_file() or found.model_type == "esm"):
-        loaded = open_source(origin.name)  # only `transformers` can read such a tokenizer
-        return loaded.config, loaded.tokenizer
-    tokenizer = Tokenizer.load(found.path)
-    return framed(found, tokenizer)[1], tokenizer.endless()
+    tokenizer, _, config = read_tokenizer(found)
+    return config, tokenizer
 
 
 _KINDS = {"didi": _ours, "foreign": _foreign, "masked-lm": _masked_lm}

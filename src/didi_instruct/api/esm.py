@@ -16,7 +16,7 @@ from didi_instruct.data.files import (
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, MODEL
 from didi_instruct.models.foreign.folders import new_folder
-from didi_instruct.models.masked_lm import read_weights, recognise_masked_lm, weight_stores
+from didi_instruct.models.masked_lm import WeightFiles, recognise_masked_lm
 from didi_instruct.models.tensor_files import save_tensors, shown
 
 PARTS = ("esm.", "lm_head.")
@@ -40,7 +40,7 @@ def copy_esm(source: Path, folder: Path) -> Path:
         raise UserError(
             f"{source} is `{kind}`, and `esm` holds ESM-2 models alone: copy the folder."
         )
-    weights = read_weights(weight_stores(source))
+    weights = WeightFiles(source).read()
     tensors = {name: tensor for name, tensor in weights.items() if name.startswith(PARTS)}
     if not all(any(name.startswith(part) for name in tensors) for part in PARTS):
         raise UserError(

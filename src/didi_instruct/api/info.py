@@ -23,12 +23,7 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
-from didi_instruct.models.masked_lm import (
-    check_headers,
-    headers_of,
-    recognise_masked_lm,
-    weight_stores,
-)
+from didi_instruct.models.masked_lm import WeightFiles, open_weights, recognise_masked_lm
 from didi_instruct.models.tensor_files import shown
 
 BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
@@ -129,7 +124,7 @@ def _causal(path: Path) -> str | None:
 
 def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
     """What is no denoiser, but judges the texts of one."""
-    headers = headers_of(weight_stores(origin.path))
+    headers = WeightFiles(origin.path).headers
     return {
         "architecture": shown(name),
         "parameters": sum(prod(h.shape) for h in headers.values() if h.is_weight),
@@ -167,9 +162,7 @@ def _describe_unknown(store: Store, reason: str) -> dict[str, Any]:
 def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
     found = recognise_masked_lm(origin.path)
     assert found is not None
-    stores = weight_stores(origin.path)
-    check_headers(found, stores)
-    headers = headers_of(stores)
+    headers = open_weights(found).headers
     tied = found.settings.get("tie_word_embeddings", True)
     parameters = sum(
         prod(header.shape)

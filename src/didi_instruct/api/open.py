@@ -30,11 +30,10 @@ from didi_instruct.models.foreign.places import SUFFIXES, locate
 from didi_instruct.models.foreign.reading import load_foreign
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.masked_lm import (
-    check_headers,
     load_masked_lm,
+    open_weights,
     recognise_masked_lm,
     weight_files,
-    weight_stores,
 )
 
 Form = Literal["didi", "foreign", "masked-lm"]
@@ -172,7 +171,7 @@ def _classify(name: str, path: Path) -> Origin:
         return Origin(name, folder, "didi")
     found = recognise_masked_lm(folder)
     if found and (path.is_dir() or path in weight_files(folder)):
-        check_headers(found, weight_stores(folder))
+        open_weights(found)
         return Origin(name, folder, "masked-lm")
     if path.is_dir() and not any(p.suffix in SUFFIXES for p in path.iterdir()):
         raise UserError(

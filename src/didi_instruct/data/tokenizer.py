@@ -236,7 +236,11 @@ def _esm_words(vocabulary: Path) -> list[str]:
     """Return the tokens of an ESM vocabulary, one per line; nothing if it is none."""
     if not vocabulary.is_file():
         return []
-    words = [line.strip() for line in vocabulary.read_text(encoding="utf-8").splitlines()]
+    try:
+        text = vocabulary.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{vocabulary}: cannot be read ({error}).") from error
+    words = [line.strip() for line in text.splitlines()]
     return words if {"<cls>", "<unk>", "<eos>"} <= set(words) else []
 
 

@@ -12,7 +12,7 @@ parts weighted by their posterior, so codes are drawn from the posterior, and on
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from didi_instruct.distillation.run import (
 )
 from didi_instruct.distillation.watch import Totals
 from didi_instruct.errors import UserError
-from didi_instruct.models.dit import DiT
+from didi_instruct.models.network import Network
 from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
@@ -40,26 +40,16 @@ TOKENS_PER_PASS = 1 << 18
 """Tokens of all codes that are read at once, at most."""
 
 
-def add_masks(network: DiT, masks: int, seed: int, spread: float) -> DiT:
+def add_masks(network: Network, masks: int, seed: int, spread: float) -> Network:
     """A copy of a denoiser that knows several masks.
 
     They differ from its own by noise of `spread` times the deviation of all embeddings. Codes that
     are nearly alike are a saddle: all have the same gradient, and it takes long to part them.
     """
-    config = network.config
-    grown = replace(config, masks=masks, vocab_size=config.num_tokens + masks)
-    student = DiT(grown).to(next(network.parameters()).device)
-    extra = masks - config.masks
-    generator = torch.Generator().manual_seed(mix(seed, "masks"))
-    state = network.state_dict()
-    for name in ("vocab_embed.embedding", "output_layer.linear.weight", "output_layer.linear.bias"):
-        old = state[name]
-        new = old[-1:].expand(extra, *old.shape[1:]).clone()
-        if name == "vocab_embed.embedding":
-            new += spread * old.std() * torch.randn(new.shape, generator=generator).to(new)
-        state[name] = torch.cat([old, new])
-    student.load_state_dict(state)
-    return student
+    vectors = network.vectors.detach()
+    shape = (masks - network.config.masks, vectors.shape[1])
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(mix(seed, "masks")))
+    return network.with_masks(spread * vectors.std() * noise.to(vectors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,12 +45,13 @@ CONFIG = "config.json"
 MODEL = "model.safetensors"
 DISCRIMINATOR = "discriminator.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-
 FORMAT = "didi"
 VERSION = 1
-
 MAX_LENGTH = 1 << 20
 """Tokens of a text: more than any model here was trained on, and a rotary table that still fits."""
+
+_NEVER_DEFAULTED = ("kind", "layers", "hidden", "heads", "vocab_size", "length")
+"""Settings of a shape that config.json has to name."""
 
 Network = TypeVar("Network", bound=nn.Module)
 Weights = nn.Module | Mapping[str, Tensor]
@@ -65,7 +67,6 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        """Take the record of a file."""
         return cls(path.stat().st_size, sha256_file(path))
 
     def damage(self, path: Path, *, verify: bool = True) -> str | None:
@@ -105,7 +106,6 @@ class Manifest:
                 raise UserError(f"`{group}.length` is {config.length}: {MAX_LENGTH} at most.")
 
     def to_bytes(self) -> bytes:
-        """Encode it as JSON."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         if self.storage is None:
             del content["storage"]
@@ -157,20 +157,18 @@ def save_model(
         folder.mkdir(parents=True, exist_ok=True)
         _finish_interrupted(folder, old)
         require_space(folder, sum(t.nbytes for part in tensors.values() for t in part.values()))
+        texts = {} if tokenizer is None else tokenizer.files()
         files: dict[str, AtomicFile] = {}
         records: dict[str, FileRecord] = {}
-
-        def new_file(name: str) -> AtomicFile:
-            files[name] = AtomicFile(folder / name)
-            cleanup.callback(files[name].discard)
-            return files[name]
-
-        for name, part in tensors.items():
-            records[name] = FileRecord(*write_tensors(new_file(name).write, part))
-        texts = {} if tokenizer is None else tokenizer.files()
-        for name in sorted(texts):
-            new_file(name).write(texts[name])
-            records[name] = FileRecord(len(texts[name]), hashlib.sha256(texts[name]).hexdigest())
+        for name in (*tensors, *sorted(texts)):
+            file = files[name] = AtomicFile(folder / name)
+            cleanup.callback(file.discard)
+            if name in tensors:
+                records[name] = FileRecord(*write_tensors(file.write, tensors[name]))
+            else:
+                file.write(texts[name])
+                digest = hashlib.sha256(texts[name]).hexdigest()
+                records[name] = FileRecord(len(texts[name]), digest)
         manifest = Manifest(config, records, trunk, provenance, storage)
         for name in files:
             _keep_previous(folder / name)
@@ -211,8 +209,9 @@ def load_model(
     discriminator = None
     if manifest.discriminator is not None:
         critic = StoredWeights(paths[DISCRIMINATOR], manifest.storage)
-        trunk = manifest.discriminator
-        discriminator = _on_meta(critic.path, critic.shapes, build_discriminator, trunk)
+        discriminator = _on_meta(
+            critic.path, critic.shapes, build_discriminator, manifest.discriminator
+        )
         _fill(discriminator, critic, device, dtype)
     _fill(network, weights, device, dtype)
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
@@ -239,8 +238,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{VERSION}: upgrade it."
         )
     try:
-        for group in ("model", "discriminator"):
-            _require_shape(path, group, content.get(group))
+        for group, name in product(("model", "discriminator"), _NEVER_DEFAULTED):
+            if isinstance(content.get(group), dict) and name not in content[group]:
+                raise UserError(f"{path}: `{group}.{name}` is missing.")
         return parse(Manifest, content, where=str(path))
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply. Fetch it again.") from error
@@ -270,14 +270,6 @@ def is_ours(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
-
-
-def _require_shape(path: Path, group: str, settings: Any) -> None:
-    """Refuse a shape that leaves to a default what a default cannot know."""
-    if isinstance(settings, dict):
-        for name in ("kind", "layers", "hidden", "heads", "vocab_size", "length"):
-            if name not in settings:
-                raise UserError(f"{path}: `{group}.{name}` is missing.")
 
 
 def _on_meta(
@@ -320,15 +312,12 @@ def _fill(
     dtype: torch.dtype | None,
 ) -> None:
     """Give a network on the meta device the tensors of a file, without copying them."""
-    tensors = weights.read(
-        device, dtype, keep=[flat_name(name) for name, _ in network.named_buffers()]
-    )
+    buffers = [flat_name(name) for name, _ in network.named_buffers()]
+    tensors = weights.read(device, dtype, keep=buffers)
     try:
         network.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise UserError(f"{weights.path}: {' '.join(str(error).split())}") from error
-    left = [n for n, t in (*network.named_parameters(), *network.named_buffers()) if t.is_meta]
-    assert not left, left
     network.eval()
 
 

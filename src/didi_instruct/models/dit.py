@@ -1,5 +1,7 @@
 """The denoiser, the DiT of the public MDLM checkpoints, and the cost of our networks."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -152,6 +154,18 @@ class DiT(nn.Module):
         state = self.state_dict()
         trunk.load_state_dict({n: t for n, t in state.items() if not n.startswith("output_layer.")})
         return trunk
+
+    def with_masks(self, offsets: Tensor) -> "DiT":
+        """Copy with more masks, whose embeddings are the last one's plus offsets (K, d)."""
+        config, more = self.config, len(offsets)
+        grown = replace(config, masks=config.masks + more, vocab_size=config.vocab_size + more)
+        network, state = DiT(grown).to(offsets.device), self.state_dict()
+        words = state["vocab_embed.embedding"]
+        state["vocab_embed.embedding"] = torch.cat([words, words[-1:] + offsets])
+        for name in ("output_layer.linear.weight", "output_layer.linear.bias"):
+            state[name] = torch.cat([state[name], state[name][-1:].repeat_interleave(more, 0)])
+        network.load_state_dict(state)
+        return network
 
 
 def build_model(config: ModelConfig) -> DiT | ARModel:

@@ -1,15 +1,14 @@
 """A masked LM of `transformers` as a network of masked diffusion.
 
 It predicts masked tokens from visible ones, which is all that masked diffusion without time
-conditioning asks for. The wrapper maps our mask, an extra last id, to the network's own, puts
+conditioning asks for. The wrapper maps our masks, extra last ids, to the network's own, puts
 special tokens around each text, and gives probability 0 to what is never text.
 """
 
 import copy
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,20 +19,18 @@ from torch import Tensor, nn
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import read_json
 from didi_instruct.models.foreign.special_ids import NEVER
 from didi_instruct.models.layers import upcast
-from didi_instruct.models.network import Mixture, Modulations
+from didi_instruct.models.network import Mixture, Modulations, all_logits
 
 ESM_MASKED = 0.15 * 0.8
 """Share of tokens that ESM saw as masks in training."""
 
-
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
-_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _UNUSED = re.compile(r"\[unused\d+\]")
-
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
-RARE_RESIDUES = "OU"
+_RESIDUES = set("ACDEFGHIKLMNPQRSTVWY")
+_RARE_RESIDUES = set("OU")
 """Pyrrolysine and selenocysteine. The other letters of protein vocabularies mean `any` (X), `one of
 two` (B, J, Z) or a gap (`.`, `-`): they are notation, not residues."""
 
@@ -78,6 +75,8 @@ class MaskedLM(nn.Module):
     """
 
     splits: bool = False
+    codes: nn.Parameter | None
+    """(masks, d), added to the embeddings of several masks; None: there is one."""
     before: Tensor
     after: Tensor
     banned: Tensor
@@ -91,6 +90,7 @@ class MaskedLM(nn.Module):
         settings: Any = network.config
         self.padding: int = settings.pad_token_id
         self.hides_masks = bool(family.embeds_apart and settings.token_dropout)
+        self.register_parameter("codes", None)
         for name in ("before", "after", "banned"):
             values = torch.tensor(getattr(ids, name), dtype=torch.long)
             self.register_buffer(name, values, persistent=False)
@@ -104,36 +104,41 @@ class MaskedLM(nn.Module):
 
     @property
     def vectors(self) -> Tensor:
-        """(vocab_size, d) word embeddings, the mask's last; zero where ESM hides masks."""
+        """(vocab_size, d) word embeddings, the masks' last; zero where ESM hides masks."""
         words, mask = self._words.weight, self.ids.mask
         own = words[mask : mask + 1]
         if self.hides_masks:
             own = torch.zeros_like(own)
-        return torch.cat([words[:mask], own, words[mask + 1 :], own])
+        masks = own if self.codes is None else own + self.codes
+        return torch.cat([words[:mask], own, words[mask + 1 :], masks])
 
     def embed(
         self, tokens: Tensor, attended: Tensor | None = None, mixture: Mixture | None = None
     ) -> Tensor:
         """Embed the framed text: (B, L) -> (B, L + frame, d). A mixture counts as visible."""
-        ids = self._framed(tokens, attended)
+        ids, start = self._framed(tokens, attended), len(self.before)
         x: Tensor = self._words(ids)
         hidden = ids == self.ids.mask
+        if self.hides_masks:
+            x = x.masked_fill(hidden[..., None], 0.0)
+        if self.codes is not None:
+            code = F.pad(tokens - self.config.num_tokens, (start, len(self.after)))
+            # What is no mask takes the last row, which is 0.
+            x = x + F.pad(self.codes, (0, 0, 0, 1))[code.masked_fill(~hidden, -1)]
         if mixture is not None:
             assert mixture.at is not None, "soft tokens stand in place of some tokens, not of all"
             row, column = mixture.at // tokens.shape[1], mixture.at % tokens.shape[1]
-            at = row * ids.shape[1] + len(self.before) + column
+            at = row * ids.shape[1] + start + column
             x = x.flatten(0, 1).index_copy(0, at, mixture.vectors.to(x.dtype)).view_as(x)
             hidden = hidden.flatten().index_fill(0, at, False).view_as(hidden)
         if not self.family.embeds_apart:
             return x
         seen = self._seen(attended)
         if self.hides_masks:
-            x = x.masked_fill(hidden[..., None], 0.0)
             share = hidden.sum(-1).float() / (ids.shape[1] if seen is None else seen.sum(-1))
             x = (x * (1 - ESM_MASKED) / (1 - share)[:, None, None]).to(x.dtype)
-        positions = self._positions(seen)
         embedded: Tensor = self._trunk.embeddings(
-            inputs_embeds=x, attention_mask=seen, position_ids=positions
+            inputs_embeds=x, attention_mask=seen, position_ids=self._positions(seen)
         )
         return embedded
 
@@ -154,13 +159,10 @@ class MaskedLM(nn.Module):
         stop: int | None = None,
     ) -> Tensor:
         """State at the text's positions: embeddings (B, L + frame, d) -> (B, L, d), float32."""
-        assert start == 0, "its blocks are not run in parts"
-        assert stop is None, "its blocks are not run in parts"
-        seen = self._seen(attended)
-        positions = None
-        if self.family.counts_from_padding and not self.family.embeds_apart:
-            positions = self._positions(seen)
-        arguments = {} if positions is None else {"position_ids": positions}
+        assert (start, stop) == (0, None), "its blocks are not run in parts"
+        seen, arguments = self._seen(attended), {}
+        if self.family.counts_from_padding and not self.family.embeds_apart and seen is not None:
+            arguments = {"position_ids": self._positions(seen)}
         states = self._trunk(inputs_embeds=x, attention_mask=seen, **arguments)[0]
         return upcast(states[:, len(self.before) : x.shape[1] - len(self.after)])
 
@@ -178,8 +180,7 @@ class MaskedLM(nn.Module):
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
     ) -> Tensor:
         """Logits (B, L, V); attended (B, L), None: all."""
-        hidden = self.trunk(self.embed(tokens, attended), None, attended)
-        return self.head(hidden)[..., : self.config.num_tokens]
+        return all_logits(self, tokens, sigma, attended)
 
     def without_head(self) -> "MaskedLM":
         """Copy of the trunk alone, for a network with another head."""
@@ -188,6 +189,16 @@ class MaskedLM(nn.Module):
             setattr(twin.network, name, None)
         for name in self.family.unused:
             setattr(twin._trunk, name, None)
+        return twin
+
+    def with_masks(self, offsets: Tensor) -> "MaskedLM":
+        """Copy with more masks: embeddings of the last one, and offsets (K, d) to them."""
+        twin, config, more = copy.deepcopy(self), self.config, len(offsets)
+        twin.config = replace(
+            config, masks=config.masks + more, vocab_size=config.vocab_size + more
+        )
+        known = torch.zeros_like(offsets[:1]) if self.codes is None else self.codes.detach()
+        twin.codes = nn.Parameter(torch.cat([known, known[-1:] + offsets]))
         return twin
 
     @property
@@ -200,7 +211,7 @@ class MaskedLM(nn.Module):
 
     def _framed(self, tokens: Tensor, attended: Tensor | None) -> Tensor:
         """Ids (B, L + frame) with special tokens around each text."""
-        text = tokens.masked_fill(tokens == self.config.vocab_size - 1, self.ids.mask)
+        text = tokens.masked_fill(tokens >= self.config.num_tokens, self.ids.mask)
         before, after = (part.expand(len(tokens), -1) for part in (self.before, self.after))
         if attended is None:
             return torch.cat([before, text, after], 1)
@@ -224,9 +235,7 @@ class MaskedLM(nn.Module):
 
     def _positions(self, seen: Tensor | None) -> Tensor | None:
         """Numbers of the positions as fairseq counts them; None: one after the other."""
-        if seen is None:
-            return None
-        return seen.cumsum(1) * seen + self.padding
+        return None if seen is None else seen.cumsum(1) * seen + self.padding
 
 
 def _freeze(part: nn.Module) -> None:
@@ -241,25 +250,26 @@ def special_ids(
     folder: Path, settings: Mapping[str, Any], size: int, tokenizer: Tokenizer
 ) -> SpecialIds:
     """Derive special ids of a network with `size` ids from its config.json and tokenizer."""
-    known = tokenizer.vocabulary
-    names = _special_tokens(folder)
+    known, names = tokenizer.vocabulary, _special_tokens(folder)
     mask = settings.get("mask_token_id")
     if type(mask) is not int:
-        mask = next((known[w] for w in (names.get("mask", ""), *_MASKS) if w in known), None)
-    if mask is None or mask not in known.values() or mask >= size:
+        words = (names.get("mask_token", ""), *_MASKS)
+        mask = next((known[word] for word in words if word in known), None)
+    if mask is None or mask not in known.values():
         raise UserError(
             f"{folder}: no token is known to be its mask. Name it as `mask_token` in "
             "tokenizer_config.json."
         )
     before, after = tokenizer.frame(next(w for w, index in known.items() if index == mask))
     if not before and not after:  # a tokenizer.json that was saved without its last step
-        before, after = ([known[w]] if (w := names.get(n)) in known else [] for n in ("cls", "sep"))
-    unknown = set(range(size)) - set(known.values())
-    named = {known[word] for word in names.values() if word in known}
-    banned = {mask, *before, *after, *tokenizer.special_ids, *unknown, *named, *_no_text(known)}
+        cls, sep = (known.get(names.get(name, "")) for name in ("cls_token", "sep_token"))
+        before, after = ([] if index is None else [index] for index in (cls, sep))
+    banned = {mask, *before, *after, *tokenizer.special_ids, *_no_text(known)}
+    banned |= {known[word] for word in names.values() if word in known}
+    banned |= set(range(size)) - set(known.values())
     pad = settings.get("pad_token_id")
     if type(pad) is not int or not 0 <= pad < size:
-        pad = known.get(names.get("pad", ""), mask)
+        pad = known.get(names.get("pad_token", ""), mask)
     return SpecialIds(mask, pad, tuple(before), tuple(after), tuple(sorted(banned)))
 
 
@@ -267,29 +277,24 @@ def _no_text(vocabulary: Mapping[str, int]) -> set[int]:
     """Ids of place holders and, in a vocabulary of residues, of all other letters."""
     spare = {index for word, index in vocabulary.items() if _UNUSED.fullmatch(word)}
     letters = {word for word in vocabulary if len(word) == 1}
-    pieces = [word for word in vocabulary if len(word) > 1 and word[0] not in "<["]
-    if set(RESIDUES) <= letters and not pieces:
-        spare |= {vocabulary[letter] for letter in letters - set(RESIDUES + RARE_RESIDUES)}
+    pieces = any(len(word) > 1 and word[0] not in "<[" for word in vocabulary)
+    if letters >= _RESIDUES and not pieces:
+        spare |= {vocabulary[letter] for letter in letters - _RESIDUES - _RARE_RESIDUES}
     return spare
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens by their roles, as the tokenizer's settings name them."""
+    """Special tokens as the tokenizer's settings name them: `mask_token`, `cls_token`, ..."""
     names = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        content = read_json(folder / file)
-        for name in _SPECIAL:
-            word = content.get(f"{name}_token")
+        for name, word in read_object(folder / file).items():
             word = word.get("content") if isinstance(word, dict) else word
-            if isinstance(word, str):
+            if name.endswith("_token") and isinstance(word, str):
                 names[name] = word
     return names
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if there is no such file, or something else in it."""
+    content = read_json(path) if path.is_file() else {}
     return content if isinstance(content, dict) else {}

@@ -89,6 +89,9 @@ class Network(Protocol):
     def without_head(self) -> "Network":
         """Copy all but the head, which is then never called: the body of a discriminator."""
 
+    def with_masks(self, offsets: Tensor) -> "Network":
+        """Copy with more masks, whose embeddings are the last one's plus offsets (K, d)."""
+
     def __call__(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
     ) -> Tensor:

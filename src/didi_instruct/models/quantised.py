@@ -7,34 +7,29 @@ keep their type. Which matrices are int8 is read from the file, not assumed.
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.tensor_files import Headers, in_groups, open_tensors, read_headers, shown
+from didi_instruct.models.tensor_files import read_headers, read_tensors, shown
 
 Storage = Literal["float32", "bfloat16", "int8"]
 """Type of the parameters in a file; all are read into float32, or into what is asked for."""
-
-STORAGES: tuple[Storage, ...] = get_args(Storage)
 SCALE = ".scale"
 LARGEST = 127
-
 SMALLEST_MATRIX = 4096
 """Numbers of a matrix below which int8 saves too little to lose precision for."""
-
 CLIPS = (0.7, 1.0, 31)
 """Clipping tried for a row: from, up to (as part of its largest number), and how many."""
 
 
 def check_storage(storage: str) -> Storage:
     """Return the storage of that name, or refuse it."""
-    for known in STORAGES:
-        if storage == known:
-            return known
-    raise UserError(f"storage is `{storage}`: use one of {', '.join(STORAGES)}.")
+    if storage not in get_args(Storage):
+        raise UserError(f"storage is `{storage}`: use one of {', '.join(get_args(Storage))}.")
+    return cast("Storage", storage)
 
 
 def pack(
@@ -79,10 +74,18 @@ class StoredWeights:
     """A file of weights whose header has been read and checked; tensors are read on demand."""
 
     def __init__(self, path: Path, storage: Storage | None) -> None:
-        headers = read_headers(path, also=("I8",) if storage == "int8" else ())
         self.path, self.storage = path, storage
-        self.scales = _scale_names(path, headers)
-        self.shapes = {n: shape for n, (_, shape) in headers.items() if n not in self.scales}
+        headers = read_headers(path, also=("I8",) if storage == "int8" else ())
+        self._scales = {name: name + SCALE for name, (dtype, _) in headers.items() if dtype == "I8"}
+        for name, scale in self._scales.items():
+            shape = headers[name][1]
+            if len(shape) != 2 or headers.get(scale) != ("F32", shape[:1]):
+                raise UserError(
+                    f"{path}: {shown(name)} has 8 bits without a scale (float32) for each row: "
+                    "fetch the file again, or write it with `didi convert --storage int8`."
+                )
+        self.shapes = {name: shape for name, (_, shape) in headers.items()}
+        self._scale_shapes = {scale: self.shapes.pop(scale) for scale in self._scales.values()}
 
     def read(
         self, device: torch.device | str, dtype: torch.dtype | None, keep: Collection[str] = ()
@@ -94,28 +97,11 @@ class StoredWeights:
         """
         if dtype is None and self.storage is not None:
             dtype = torch.float32
+        scales = dict(read_tensors(self.path, self._scale_shapes))
         tensors: dict[str, Tensor] = {}
-        for names in in_groups(self.shapes):
-            with open_tensors(self.path) as file:
-                for name in names:
-                    tensor = file.get_tensor(name)
-                    if name + SCALE in self.scales:
-                        scale = file.get_tensor(name + SCALE).to(device)
-                        tensor = tensor.to(device).float().mul_(scale[:, None])
-                    tensors[name] = tensor.to(device, None if name in keep else dtype)
+        for name, tensor in read_tensors(self.path, self.shapes):
+            if name in self._scales:
+                scale = scales[self._scales[name]].to(device)
+                tensor = tensor.to(device).float().mul_(scale[:, None])
+            tensors[name] = tensor.to(device, None if name in keep else dtype)
         return tensors
-
-
-def _scale_names(path: Path, headers: Headers) -> set[str]:
-    """Return the names of the scales, after checking that each int8 matrix has its own."""
-    names = set()
-    for name, (dtype, shape) in headers.items():
-        if dtype != "I8":
-            continue
-        if len(shape) != 2 or headers.get(name + SCALE) != ("F32", shape[:1]):
-            raise UserError(
-                f"{path}: {shown(name)} has 8 bits without a scale (float32) for each row: "
-                "fetch the file again, or write it with `didi convert --storage int8`."
-            )
-        names.add(name + SCALE)
-    return names

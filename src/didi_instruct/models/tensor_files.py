@@ -5,9 +5,8 @@ Names and values in these files may be anyone's: errors show them as one printab
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, islice
 from math import prod
@@ -18,47 +17,32 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from didi_instruct.config.model import ARCHITECTURES
 from didi_instruct.data.files import AtomicFile
 from didi_instruct.errors import UserError
 
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+}  # fmt: skip
+"""Types a weight may have on disk, by their safetensors names."""
+_WRITABLE = DTYPES | {
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Foreign models keep a few counters beside their weights."""
 MAX_SHOWN = 80
 """Characters of a name or a value that an error shows."""
-
 MAX_LISTED = 3
 """Names that an error lists; the rest are counted."""
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
-"""Types a weight may have on disk, by their safetensors names."""
-
-_WRITABLE = DTYPES | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Foreign models keep a few counters beside their weights."""
-
 ALIGNMENT = 64
 """Bytes to which torch aligns the tensors it allocates on the CPU."""
-
 NUMBERS_AT_ONCE = 16 << 20
 """Read between two openings of a file."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 """Safetensors type and shape of each tensor."""
-
 Watch = Callable[[int, int], None]
 """Called with the bytes written so far and in all."""
-
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
@@ -69,10 +53,10 @@ def shown(text: str, most: int = MAX_SHOWN) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def shown_value(value: Any, most: int = MAX_SHOWN) -> str:
+def shown_value(value: Any) -> str:
     """Return the `repr` of a value of a foreign file as one printable line."""
     try:
-        return shown(repr(value), most)
+        return shown(repr(value))
     except (ValueError, RecursionError):  # an integer of too many digits, a list nested too deeply
         return f"a {type(value).__name__} that is too large to show"
 
@@ -123,8 +107,7 @@ def write_tensors(
     write(start)
     watch = _watch.get()
     for name, end in ends.items():
-        flat = tensors[name].detach().cpu().contiguous().view(-1)
-        data = flat.view(torch.uint8).numpy().data
+        data = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         digest.update(data)
         write(data)
         if watch is not None:
@@ -143,21 +126,19 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped."""
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is not a readable safetensors file: {shown(str(error), 200)}."
-        ) from error
+        reason = shown(str(error), 200)
+        raise UserError(f"{path} is not a readable safetensors file: {reason}.") from error
 
 
 def read_headers(path: Path, also: Collection[str] = ()) -> Headers:
     """Read type and shape of every tensor; types other than floats and `also` are refused."""
     headers = {}
-    with open_tensors(path) as file:
+    with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118 (a method of the file, not of a dict)
             part = file.get_slice(name)
             dtype = part.get_dtype()
@@ -167,63 +148,38 @@ def read_headers(path: Path, also: Collection[str] = ()) -> Headers:
     return headers
 
 
-def in_groups(shapes: Shapes) -> Iterator[list[str]]:
-    """Yield the names of as many tensors at a time as may be in memory twice.
+def read_tensors(path: Path, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors on the CPU, memory-mapped, in the order of `shapes`.
 
     A file is mapped as a whole, and its pages count as memory until the last of its tensors is
-    gone. Opened anew for each group, a file and a cast copy of it are never both in memory.
+    gone. Opened anew now and then, a file and a cast copy of it are never both in memory.
     """
-    group: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        group.append(name)
-        size += prod(shape)
-        if size >= NUMBERS_AT_ONCE:
-            yield group
-            group, size = [], 0
-    yield group
+    read = NUMBERS_AT_ONCE
+    with ExitStack() as opened:
+        for name, shape in shapes.items():
+            if read >= NUMBERS_AT_ONCE:
+                opened.close()
+                file, read = opened.enter_context(_opened(path)), 0
+            yield name, file.get_tensor(name)
+            read += prod(shape)
 
 
 def check_shapes(path: Path, found: Shapes, expected: Shapes, wanted: str) -> None:
     """Refuse missing, unexpected and misshapen tensors; `wanted` describes the network."""
 
-    def listed(names: list[str], what: str, show: Callable[[str], str] = shown) -> list[str]:
-        plural = "" if len(names) == 1 else "s"
-        return [f"{len(names)} tensor{plural} {what} ({first_few(names, show)})"] if names else []
+    def misshapen(name: str) -> str:
+        return f"{shown(name)} {shown_value(found[name])} for {expected[name]}"
 
+    differ = [n for n in expected if n in found and found[n] != expected[n]]
+    kinds = (
+        ("missing", [n for n in expected if n not in found], shown),
+        ("unexpected", [n for n in found if n not in expected], shown),
+        ("of the wrong shape", differ, misshapen),
+    )
     problems = [
-        *listed([n for n in expected if n not in found], "missing"),
-        *listed([n for n in found if n not in expected], "unexpected"),
-        *listed(
-            [n for n in expected if n in found and found[n] != expected[n]],
-            "of the wrong shape",
-            lambda n: f"{shown(n)} {shown_value(found[n])} for {expected[n]}",
-        ),
+        f"{len(names)} tensor{'' if len(names) == 1 else 's'} {what} ({first_few(names, show)})"
+        for what, names, show in kinds
+        if names
     ]
     if problems:
-        raise UserError(
-            f"{path}: {'; '.join(problems)}. "
-            f"Wanted: {wanted}; the tensors look like {describe(found)}."
-        )
-
-
-def describe(shapes: Shapes) -> str:
-    """Guess in words the network that tensors belong to, under any prefix (docs/foreign.md)."""
-    embedding = "vocab_embed.embedding"
-    found = next((n for n in shapes if n.endswith(embedding) and len(shapes[n]) == 2), None)
-    if found is None:
-        is_esm = any("esm." in name or "lm_head." in name for name in shapes)
-        return "an ESM-2 (DPLM) model" if is_esm else "no network known here"
-    vocab_size, hidden = shapes[found]
-    prefix = found.removesuffix(embedding)
-    names = [n.removeprefix(prefix) for n in shapes if n.startswith(prefix)]
-    numbers = [int(m[1]) for n in names if (m := re.match(r"blocks\.(\d{1,6})\.", n))]
-    layers = max(numbers, default=-1) + 1
-    role = "denoiser" if "sigma_map.mlp.0.weight" in names else "left-to-right model"
-    if any(n.startswith("output_layer.main.") for n in names):
-        role = "discriminator"
-    text = f"a {role} with {layers} layers, hidden {hidden}, vocab_size {vocab_size}"
-    for name, known in ARCHITECTURES.items():
-        if (layers, hidden, vocab_size) == (known.layers, known.hidden, known.vocab_size):
-            text += f" (`{name}`)"
-    return text + (f" under the prefix `{shown(prefix)}`" if prefix else "")
+        raise UserError(f"{path}: {'; '.join(problems)}. Wanted: {wanted}.")

@@ -242,7 +242,7 @@ def error_of(path, **options):
     return str(caught.value)
 
 
-def test_mismatch_says_what_and_what_it_looks_like(tmp_path):
+def test_a_mismatch_says_what_differs(tmp_path):
     wrong = dict(CORE) | {"blocks.0.norm1.weight": torch.ones(3), "blocks.1.extra": torch.ones(1)}
     for n in range(2):
         for part in ("0.weight", "0.bias"):
@@ -253,7 +253,6 @@ def test_mismatch_says_what_and_what_it_looks_like(tmp_path):
     assert "1 tensor unexpected (blocks.1.extra)" in message
     assert f"1 tensor of the wrong shape (blocks.0.norm1.weight (3,) for ({HIDDEN},))" in message
     assert f"(2 × {HIDDEN} × {HEADS}), vocabulary {VOCAB}" in message
-    assert f"a denoiser with 2 layers, hidden {HIDDEN}, vocab_size {VOCAB}" in message
 
 
 def test_small_is_recognised_by_name(tmp_path):
@@ -313,8 +312,7 @@ def test_other_refusals(tmp_path):
     assert "should hold one file of weights" in error_of(tmp_path)
     path = tmp_path / "other.safetensors"
     save_file({"esm.embeddings.weight": torch.ones(2)}, path)
-    assert "holds no network of the DiT family" in error_of(path)
-    assert "ESM-2" in error_of(path)
+    assert "holds no network of the DiT family: it has esm.embeddings.weight." in error_of(path)
     path.write_bytes(b"nonsense")
     assert "not a readable safetensors file" in error_of(path)
     whole = prefixed("backbone.", CORE) | {"backbone.blocks.0.norm1.weight": torch.ones(32).long()}

@@ -157,7 +157,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(writing, "write_tensors", fail)
+    monkeypatch.setattr(writing, "save_tensors", fail)
     with pytest.raises(UserError, match="the disk is full"):
         write_foreign(small(), tmp_path / "out", "mdlm-hub")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from typing import Literal
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.settings import Settings
 from didi_instruct.models.foreign.stores import SHADOW, Store
-from didi_instruct.models.tensor_files import describe, first_few, shown, shown_value
+from didi_instruct.models.tensor_files import first_few, shown, shown_value
 
 Layout = Literal["mdlm-hub", "duo-hub", "sdtt-hub", "ar-hub", "didi-instruct", "lightning", "core"]
 WeightSet = Literal["ema", "raw"]
@@ -190,12 +190,8 @@ def _unknown(store: Store, denoisers: dict[str, Keys]) -> UserError:
     if blocked is not None:
         what = store.blocked[blocked]
         return UserError(f"{store.path}: {shown(blocked)} is {what}, which is not run.")
-    shapes = {clean(n): h.shape for n, h in store.headers.items()}
-    first = first_few(list(shapes)) or "no tensor"
-    return UserError(
-        f"{store.path} holds no network of the DiT family: it has {first}, and looks like "
-        f"{describe(shapes)}."
-    )
+    first = first_few([clean(name) for name in store.headers]) or "no tensor"
+    return UserError(f"{store.path} holds no network of the DiT family: it has {first}.")
 
 
 def _quoted(prefixes: list[str]) -> str:

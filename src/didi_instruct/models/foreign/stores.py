@@ -12,7 +12,7 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.models.foreign.pickles import Checkpoint, read_checkpoint
 from didi_instruct.models.foreign.stored import REPEATED, Inert, StoredTensor
-from didi_instruct.models.tensor_files import DTYPES, in_groups, shown
+from didi_instruct.models.tensor_files import DTYPES, read_tensors, shown
 
 SHADOW = "ema.shadow_params."
 """Before the number of each averaged weight of a Lightning checkpoint: it keeps a list."""
@@ -100,15 +100,8 @@ class SafetensorsStore:
             ) from error
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors on the CPU, memory-mapped.
-
-        A file is mapped as a whole, and its pages count as memory until the last of its tensors is
-        gone. So it is opened again now and then: what the caller has cast and dropped is let go.
-        """
-        for group in in_groups({name: self.headers[name].shape for name in names}):
-            with safe_open(self.path, framework="pt") as file:
-                for name in group:
-                    yield name, file.get_tensor(name)
+        """Yield tensors on the CPU, memory-mapped."""
+        return read_tensors(self.path, {name: self.headers[name].shape for name in names})
 
 
 class PickleStore:

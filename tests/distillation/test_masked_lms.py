@@ -1,0 +1,191 @@
+"""ESM, a masked LM of `transformers`, in every role that the methods know for masked diffusion."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.models.masked_folders import esm
+
+import didi_instruct as didi
+from didi_instruct.api.convert import convert
+from didi_instruct.api.model import Model
+from didi_instruct.config.model import ScheduleConfig
+from didi_instruct.errors import UserError
+from didi_instruct.models.discriminator import Discriminator
+from didi_instruct.models.masked_lm import load_masked_lm, save_masked_lm
+from didi_instruct.models.network import Mixture
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.guide import DiscriminatorGuide
+from didi_instruct.sampling.state import Reads
+
+from .small import make_task, moved, networks_of, run, weights
+
+METHODS = ("didi", "token-matching", "mixture", "sdtt", "dimo")
+CHANGES = {
+    "discriminator": {"trainable_blocks": None},
+    "mixture": {"codes": 3, "spread": 0.3},
+    "train": {"batch_size": 8},
+}
+CODES = {"mixture": 3}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """2 layers of width 32, 33 tokens."""
+    path = tmp_path_factory.mktemp("esm")
+    esm(path, hidden_size=32, intermediate_size=48)
+    return path
+
+
+def task_of(method, folder, seed=1, **changes):
+    """A task of two random ESMs of which one is a little off the other."""
+    teacher, student = (load_masked_lm(folder).model for _ in range(2))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.03)
+    return make_task(method, CHANGES | changes, teacher=teacher, student=student)
+
+
+def gradients_of(network):
+    """Largest entry of all gradients that a network's weights get from now on, by name."""
+    found = {name: 0.0 for name, _ in network.named_parameters()}
+
+    def note(name):
+        def hook(parameter):
+            found[name] = max(found[name], float(parameter.grad.abs().max()))
+
+        return hook
+
+    for name, parameter in network.named_parameters():
+        parameter.register_post_accumulate_grad_hook(note(name))
+    return found
+
+
+@every_method
+def test_an_esm_is_distilled_and_gradients_reach_every_weight(method, folder):
+    """Of the student, and of what learns beside it; not of the teacher."""
+    task = task_of(method, folder)
+    networks = networks_of(task)
+    learners = {name: n for name, n in networks.items() if name != "teacher"}
+    assert set(learners) - {"student"} == {
+        *(["discriminator"] if method == "didi" else []),
+        *(["auxiliary"] if method in ("token-matching", "dimo") else []),
+    }
+    student, teacher = networks["student"], task.distillation.teacher.network
+    before = {name: weights(network) for name, network in learners.items()}
+    kept, gradients = weights(teacher), {name: gradients_of(n) for name, n in learners.items()}
+    numbers = run(task, 3)
+    assert all(entry["loss"].isfinite() for entry in numbers)
+    assert student.config.masks == CODES.get(method, 1)
+    for name, network in learners.items():
+        assert min(gradients[name].values()) > 0, (name, gradients[name])
+        assert moved(before[name], network) == before[name].keys()
+    assert not moved(kept, teacher)
+    assert not any("contact_head" in name for name in gradients["student"]), "no part of a logit"
+
+
+@every_method
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(method, folder):
+    through, other = task_of(method, folder), task_of(method, folder, seed=2)
+    run(through, 2)
+    state = {name: tensor.clone() for name, tensor in through.tensors().items()}
+    other.prepare_to_load()
+    assert other.tensors().keys() == state.keys()
+    with torch.no_grad():
+        for name, tensor in other.tensors().items():
+            tensor.copy_(state[name])
+    expected, again = through.step(2), other.step(2)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    assert not moved(weights(networks_of(through)["student"]), networks_of(other)["student"])
+
+
+@every_method
+def test_a_student_is_saved_loaded_and_sampled_in_its_own_layout(method, folder, tmp_path):
+    """As `transformers` writes it: the same names, the network's own logits, our own samples."""
+    task, tokenizer = (
+        task_of(method, folder, mixture={"codes": 1}),
+        load_masked_lm(folder).tokenizer,
+    )
+    run(task, 2)
+    with task.averaged() as student, torch.no_grad():
+        save_masked_lm(student, tokenizer, tmp_path / "student")
+        text = torch.tensor([[5, 33, 20, 33, 33, 9]])
+        expected = student(text)
+        direct = Model(student, student.config, tokenizer)
+        samples = direct.generate(num=3, steps=4, seed=1)
+    model = didi.load(tmp_path / "student")
+    assert torch.equal(model.network(text), expected)
+    assert model.generate(num=3, steps=4, seed=1) == samples
+    assert all(set(sample) <= set("ACDEFGHIKLMNOPQRSTUVWY") for sample in samples)
+    theirs, report = transformers.EsmForMaskedLM.from_pretrained(
+        tmp_path / "student", output_loading_info=True
+    )
+    assert not report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"]
+    framed = torch.tensor([[0, 5, 32, 20, 32, 32, 9, 2]])
+    with torch.no_grad():
+        logits = theirs.eval()(input_ids=framed).logits[:, 1:-1, 4:24]
+    torch.testing.assert_close(logits, expected[..., 4:24], atol=1e-5, rtol=0)
+    back = convert(tmp_path / "student", tmp_path / "back", "esm")
+    there, here = (load_file(path / "model.safetensors") for path in (folder, back))
+    assert {n: t.shape for n, t in there.items()} == {n: t.shape for n, t in here.items()}
+    changed = {name for name, tensor in there.items() if not torch.equal(tensor, here[name])}
+    assert changed == {n for n in there if "contact_head" not in n and "inv_freq" not in n}
+    assert "esm.encoder.layer.1.attention.LayerNorm.weight" in here, "as in public files"
+    with pytest.raises(UserError, match="not empty"):
+        save_masked_lm(task.distillation.student.network, tokenizer, tmp_path / "student")
+
+
+def test_a_student_with_several_masks_is_sampled_and_has_no_place_in_its_layout(folder, tmp_path):
+    task, tokenizer = task_of("mixture", folder), load_masked_lm(folder).tokenizer
+    run(task, 2)
+    with task.averaged() as student:
+        model = Model(student, student.config, tokenizer)
+        assert student.vectors.shape == (36, 32)
+        assert len(set(model.generate(num=5, steps=3, seed=1))) == 5
+        with pytest.raises(UserError, match="has one mask, and the model 3"):
+            save_masked_lm(student, tokenizer, tmp_path / "student")
+
+
+def test_tilting_sees_what_tokens_would_get(folder):
+    """The guide's gradient at soft tokens, beside ESM's embeddings written out by hand.
+
+    Masks are zero and the rest is scaled, soft tokens included; they count as visible.
+    """
+    torch.manual_seed(0)
+    critic = Discriminator.from_network(load_masked_lm(folder, dtype=torch.float64).model)
+    critic = critic.double().eval()
+    z = torch.tensor([[5, 33, 20, 33, 33, 9], [33, 33, 7, 8, 33, 4]])
+    at = torch.tensor([1, 3, 6, 10])  # position 4 of the first text and 1 of the second stay masks
+    vectors = torch.randn(len(at), 32, dtype=torch.float64)
+    counted = z == 33
+    guide = DiscriminatorGuide(critic, make_schedule(ScheduleConfig(eps=1e-3)))
+    found = guide.gradient(Reads(z), 0.5, Mixture(at, vectors), counted)
+
+    network = critic.trunk.network.esm
+    soft = vectors.clone().requires_grad_()
+    words = network.embeddings.word_embeddings.weight.detach()
+    shown = torch.where((z == 33)[..., None], 0.0, words[z.clamp(max=32)]).flatten(0, 1)
+    shown = shown.index_copy(0, at, soft).view(2, 6, 32)
+    cls, eos = words[0].expand(2, 1, 32), words[2].expand(2, 1, 32)
+    x = torch.cat([cls, shown, eos], 1) * 0.88 / (1 - 1 / 8)  # a mask of 8 tokens is left in each
+    hidden = network(inputs_embeds=x)[0][:, 1:-1]
+    (critic.log_ratio(hidden) * counted).sum().backward()
+    assert soft.grad.abs().sum(-1).min() > 1e-6
+    torch.testing.assert_close(found, soft.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_guided_samples_are_text(folder):
+    """RGAS of an ESM under a discriminator on an ESM: tilting moves the draws."""
+    loaded = load_masked_lm(folder)
+    torch.manual_seed(0)
+    critic = Discriminator.from_network(loaded.model).eval()
+    model = Model(loaded.model, loaded.config, loaded.tokenizer, critic)
+    plain, guided = (
+        model.draw(8, steps=4, length=10, seed=1, sampler=sampler)
+        for sampler in ("ancestral", "rgas")
+    )
+    assert guided.disc_calls > 0
+    assert (guided.tokens != plain.tokens).any()
+    assert set(guided.tokens.unique().tolist()) <= set(range(33)) - set(loaded.model.ids.banned)
