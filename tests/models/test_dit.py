@@ -115,10 +115,11 @@ def test_head_works_on_selected_rows(time_conditioning):
     tokens, sigma = tokens_of(), torch.tensor([0.1, 1.0, 4.0])
     hidden, mods = states(dit, tokens, sigma)
     rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 6, 3])
-    assert len(mods.of_rows(rows).c) == (3 if time_conditioning else 1)
-    some = dit.head(hidden[rows, columns], mods.of_rows(rows))
+    at = 7 * rows + columns
+    assert len(mods.of_positions(at, 7).c) == (3 if time_conditioning else 1)
+    some = dit.head(hidden[rows, columns], mods.of_positions(at, 7))
     torch.testing.assert_close(some, dit.head(hidden, mods)[rows, columns])
-    found = logits_at(dit, tokens, sigma, 7 * rows + columns)
+    found = logits_at(dit, tokens, sigma, at)
     torch.testing.assert_close(found, some)
 
 

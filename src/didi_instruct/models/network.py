@@ -23,9 +23,9 @@ class Modulations(NamedTuple):
     layers: tuple[Tensor, ...] | None = None
     """One tensor per block, then the output layer's; None: each layer computes its own."""
 
-    def of_rows(self, row: Tensor) -> "Modulations":
-        """Modulations of positions that belong to the texts `row` (R,)."""
-        return self if len(self.c) == 1 else Modulations(self.c[row])
+    def of_positions(self, at: Tensor, length: int) -> "Modulations":
+        """Modulations of flat positions (R,) in (B, length)."""
+        return self if len(self.c) == 1 else Modulations(self.c[at // length])
 
     def of_layer(self, number: int) -> tuple[Tensor, Tensor | None]:
         """Arguments of the layer of that number, -1 for the output layer: c, and what is folded."""
@@ -137,8 +137,8 @@ def logits_at(
     mods = network.modulations(sigma) if mods is None else mods
     x = network.embed(tokens, attended, mixture)
     hidden = network.trunk(x, mods, attended).flatten(0, 1).index_select(0, at)
-    rows = None if mods is None else mods.of_rows(at // tokens.shape[1])
-    return network.head(hidden, rows)
+    own = None if mods is None else mods.of_positions(at, tokens.shape[1])
+    return network.head(hidden, own)
 
 
 @contextmanager
