@@ -30,7 +30,7 @@ def questions(network, rows, length=16, seed=0):
     device = next(network.parameters()).device
     tokens = torch.randint(network.config.vocab_size, (rows, length), generator=generator)
     t = torch.rand(rows, generator=generator)
-    at = torch.randperm(rows * length, generator=generator)[: rows * length // 3]
+    at = torch.randperm(rows * length, generator=generator)[: max(1, rows * length // 3)]
     u = torch.rand(len(at), generator=generator, dtype=torch.float64)
     return Reads(tokens.to(device)), t.to(device), at.to(device), u.to(device)
 

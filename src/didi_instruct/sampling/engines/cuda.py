@@ -31,6 +31,8 @@ from didi_instruct.sampling.state import Reads
 MOST_GRAPHS = 48
 """Shapes that are kept: about as many as a sweep over budgets brings. Graphs share their working
 memory; each keeps its inputs and its result, (B, L, d) at most."""
+SMALLEST = 8
+"""Tokens that a graph draws at least."""
 LOGITS_AT_ONCE = 1 << 26
 """Entries of the logits that tokens are drawn from at a time."""
 ROWS_AT_ONCE = 4096
@@ -149,7 +151,7 @@ class GraphDenoiser:
         """Tokens and log-probabilities by a graph of the next size, at most `most`."""
         rows = len(values[0])
         there = [size for size in self._draws if rows <= size <= 2 * rows]
-        size = min(there, default=min(round_up(rows, 8), most))
+        size = min(there, default=min(max(SMALLEST, round_up(rows, 8)), most))
 
         def make() -> Callable[..., Tensor]:
             inputs = tuple(grown(v, size) for v in values)
