@@ -174,7 +174,7 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear:
-    """x ↦ x Wᵀ + b of a fixed W (out, in) and b (out,), in their type, packed if oneDNN is there."""
+    """x ↦ x Wᵀ + b of a fixed W (out, in) and b (out,), in their type; packed for oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
