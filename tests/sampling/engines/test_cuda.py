@@ -1,5 +1,6 @@
 """Captured passes give what plain ones give. Without a GPU all but the capture itself is tested."""
 
+import functools
 import gc
 import warnings
 import weakref
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from didi_instruct.api.model import Model
 from didi_instruct.models import compile as remarks
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.sampling import ancestral as sampler
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import CachedDenoiser, make_denoiser, network_denoiser
 from didi_instruct.sampling.draw import DrawOptions, draw_by_chunks
@@ -63,29 +63,20 @@ def same(found, expected):
 @devices
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_logits_are_those_of_plain_passes(kind, device, monkeypatch):
-    """In float64; other batches in between, larger and smaller than the graphs that exist."""
+    """In float64; batches share graphs, whose buffers keep old rows and whose results are reused."""
+    if device == "cpu":
+        monkeypatch.setattr(cuda, "capture", Buffered)
     if kind not in ("plain", "timed"):
         monkeypatch.setattr(cuda_graphs, "compiled", uncompiled)
-    plain, fast = both(device, **KINDS[kind])
-    for seed, (rows, length) in enumerate([(5, 16), (1, 16), (4, 16), (5, 9), (7, 16), (5, 16)]):
-        given = questions(fast.network, rows, length, seed)[:3]
-        expected = plain.logits(*given)
-        assert expected.std() > 0.1
-        torch.testing.assert_close(fast.logits(*given), expected)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_batches_that_share_a_graph_do_not_disturb_each_other(kind, buffered, monkeypatch):
-    """Rows that are left over in a buffer, and results that the next pass overwrites."""
     monkeypatch.setattr(cuda, "ROWS_AT_ONCE", 7)
-    plain, fast = both(**KINDS[kind])
+    plain, fast = both(device, **KINDS[kind])
     found, expected = [], []
     for seed, (rows, length) in enumerate([(5, 16), (1, 16), (4, 16), (5, 9), (7, 16), (6, 16)]):
         given = questions(fast.network, rows, length, seed)[:3]
         found.append(fast.logits(*given))
         expected.append(plain.logits(*given))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert expected[-1].std() > 0.1
+    torch.testing.assert_close(found, expected)
     assert sorted(fast._trunks) == [(1, 16), (6, 9), (6, 16), (8, 16)]
 
 
@@ -305,31 +296,25 @@ def test_samples_follow_the_enumerated_law(steps, device):
     assert p_value(index(found, 3), law(4 - steps)) < 1e-5
 
 
-def canvases(network, device):
-    """A blank text, some of which are given in parts, one that is at rest, padding, parts."""
-    config, length = network.config, network.config.length
-    blank = torch.full((6, length), config.mask_id)
-    given = blank.clone()
+def canvases(config, device):
+    """Blank, with given tokens and a text at rest, padded; one text whole, in parts, and short."""
+    length, masks = config.length, config.masks
+    blank = torch.full((6, length), config.mask_id, device=device)
+    given, samples = blank.clone(), torch.arange(6, device=device)
     given[1, 3:6], given[2] = 7, 5
-    padded = given.index_fill(1, torch.tensor([length - 2, length - 1]), PAD)
-    samples, masks = torch.arange(6), config.masks
-    allowed = torch.arange(length) < length - 3
-    some = [
-        Canvas(blank, config.mask_id, samples, masks=masks),
-        Canvas(given, config.mask_id, samples, masks=masks),
-        Canvas(padded, config.mask_id, samples, masks=masks),
-        Canvas(blank[:1], config.mask_id, samples[2:3], masks=masks),
-        Canvas(given[1:2], config.mask_id, samples[4:5], allowed, (6, 1), masks=masks),
-        Canvas(blank[:1, :5], config.mask_id, samples[1:2], masks=masks),
-        Canvas(blank[:1], config.mask_id, samples[:1], masks=masks),
-    ]
+    padded = given.clone()
+    padded[:, -2:] = PAD
+    allowed = torch.arange(length, device=device) < length - 3
+    of = functools.partial(Canvas, mask_id=config.mask_id, masks=masks)
     return [
-        Canvas(
-            c.tokens.to(device), c.mask_id, c.samples.to(device),
-            None if c.allowed is None else c.allowed.to(device), c.stream, c.masks,
-        )
-        for c in some
-    ]  # fmt: skip
+        of(blank, samples=samples),
+        of(given, samples=samples),
+        of(padded, samples=samples),
+        of(blank[:1], samples=samples[2:3]),
+        of(given[1:2], samples=samples[4:5], allowed=allowed, stream=(6, 1)),
+        of(blank[:1, :5], samples=samples[1:2]),
+        of(blank[:1], samples=samples[:1]),
+    ]
 
 
 RUNS = {
@@ -353,7 +338,7 @@ def test_tokens_and_paths_are_those_of_the_plain_path(name, kind, device, monkey
     if device == "cpu":
         monkeypatch.setattr(cuda, "capture", Buffered)
     plain, fast = both(device, length=12, vocab_size=300, **KINDS[kind])
-    starts = canvases(fast.network, device)
+    starts = canvases(fast.network.config, device)
     found = [ancestral(fast, SCHEDULE, canvas, **RUNS[name]) for canvas in starts]
     for one, canvas in zip(found, starts, strict=True):
         same(one, ancestral(plain, SCHEDULE, canvas, **RUNS[name]))
@@ -363,31 +348,6 @@ def test_tokens_and_paths_are_those_of_the_plain_path(name, kind, device, monkey
         for canvas in starts:
             found = first_hitting(fast, SCHEDULE, canvas)
             same(found, first_hitting(plain, SCHEDULE, canvas))
-
-
-@devices
-@pytest.mark.parametrize(
-    "options",
-    [{"order": "streams"}, {"grid": "cosine", "greedy_tail": True}, {"steps": 60}],
-)
-def test_a_callback_sees_the_same_steps(options, device, monkeypatch):
-    """Of every order and grid, and with more steps than tokens, most of which write nothing."""
-    monkeypatch.setattr(cuda_graphs, "compiled", uncompiled)
-    denoisers = both(device, length=12, vocab_size=300)
-    canvas = canvases(denoisers[1].network, device)[1]
-    seen = []
-    for denoiser in denoisers:
-        steps = []
-        run = {"steps": 6, **options, "callback": steps.append}
-        seen.append((steps, ancestral(denoiser, SCHEDULE, canvas, **run)))
-    (expected, plain), (found, fast) = seen
-    assert fast.passes == plain.passes
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.index, one.steps, one.time) == (other.index, other.steps, other.time)
-        assert torch.equal(one.tokens, other.tokens)
-        assert torch.equal(one.revealed, other.revealed)
-        torch.testing.assert_close(one.confidence, other.confidence)
 
 
 def test_a_text_in_inference_mode_can_be_followed_by_one_that_is_not(buffered):
@@ -485,30 +445,6 @@ def test_the_gpu_is_waited_for_twice(batch):
     waits = [str(w.message) for w in heard if "called a synchronizing" in str(w.message)]
     assert len(waits) <= 2, waits
     assert torch.equal(found.tokens, expected.tokens)
-
-
-@pytest.mark.gpu
-def test_nobody_waits_for_the_gpu_once_the_plan_is_made(monkeypatch):
-    """But where the result is checked."""
-    _, fast = both("cuda", length=12, vocab_size=300)
-    canvas = Canvas.blank(8, 12, 299, device="cuda")
-    ancestral(fast, SCHEDULE, canvas, steps=6)
-    make_plan = sampler.make_plan
-
-    def watched(*arguments, **options):
-        plan = make_plan(*arguments, **options)
-        torch.cuda.set_sync_debug_mode("warn")
-        return plan
-
-    monkeypatch.setattr(sampler, "make_plan", watched)
-    try:
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            ancestral(fast, SCHEDULE, canvas, steps=6)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in heard if "called a synchronizing" in str(w.message)]
-    assert len(waits) <= 1, [str(w.message) for w in waits]
 
 
 # On a GPU, in bfloat16 as it runs for real
