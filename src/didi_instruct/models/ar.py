@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.layers import Block, Embedding, OutputLayer, Positions, Rotary, upcast
+from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
 
 INIT_STD = 0.02
 
@@ -48,9 +48,8 @@ class ARModel(nn.Module):
         self.config = config
         self.vocab_embed = Embedding(config.vocab_size, config.hidden)
         self.rotary_emb = Rotary(config.hidden // config.heads, config.length)
-        self.position_embed = (
-            Positions(config.length, config.hidden) if config.learned_positions else None
-        )
+        learned = config.learned_positions
+        self.position_embed = Embedding(config.length, config.hidden) if learned else None
         self.blocks = nn.ModuleList(
             Block(config.hidden, config.heads, None, config.dropout) for _ in range(config.layers)
         )
@@ -85,7 +84,7 @@ class ARModel(nn.Module):
             raise ValueError(f"{start + length} positions, but the cache has {cache.length}")
         x = upcast(self.vocab_embed(tokens))
         if self.position_embed is not None:
-            x = self.position_embed(x, start)
+            x = self.position_embed.add_to(x, start)
         cos, sin = self.rotary_emb(length, start)
         mask = None
         if start > 0 and length > 1:

@@ -30,9 +30,8 @@ class DiT(nn.Module):
         self.vocab_embed = layers.Embedding(config.vocab_size, config.hidden)
         self.sigma_map = layers.TimeEmbedding(config.cond_dim)
         self.rotary_emb = layers.Rotary(config.hidden // config.heads, config.length)
-        self.position_embed = (
-            layers.Positions(config.length, config.hidden) if config.learned_positions else None
-        )
+        learned = config.learned_positions
+        self.position_embed = layers.Embedding(config.length, config.hidden) if learned else None
         self.blocks = nn.ModuleList(
             layers.Block(config.hidden, config.heads, config.cond_dim, config.dropout)
             for _ in range(config.layers)
@@ -58,7 +57,7 @@ class DiT(nn.Module):
             x = upcast(self.vocab_embed(tokens))
             vectors = mixture.vectors.to(x.dtype)
             x = x.flatten(0, 1).index_copy(0, mixture.at, vectors).view_as(x)
-        return x if self.position_embed is None else self.position_embed(x)
+        return x if self.position_embed is None else self.position_embed.add_to(x)
 
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations:
         """Compute c = silu(time embedding of σ); σ is (B,), (B, 1), or a number for all texts."""

@@ -8,7 +8,7 @@ is float32 (float64 in a float64 model); matrix products run in the weights' typ
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,26 +152,17 @@ class LayerNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding; its one parameter is called `embedding`, (vocab_size, d)."""
+    """A vector for each token or position; its one parameter is called `embedding`, (num, d)."""
 
-    def __init__(self, vocab_size: int, hidden: int) -> None:
+    def __init__(self, num: int, hidden: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(vocab_size, hidden))
+        self.embedding = nn.Parameter(torch.empty(num, hidden))
         nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding)
 
-
-class Positions(nn.Module):
-    """A learned vector per position, (length, d); the reference has none."""
-
-    def __init__(self, length: int, hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(length, hidden))
-        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
-
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+    def add_to(self, x: Tensor, start: int = 0) -> Tensor:
         """Add the vectors of positions start .. start + L to x (B, L, d)."""
         return x + upcast(self.embedding[start : start + x.shape[1]])
 
@@ -211,17 +202,6 @@ class Modulation(nn.Linear):
         return out.chunk(parts, dim=-1)
 
 
-class Affine(NamedTuple):
-    """Modulation of a block: weight and bias of its norms, gates of its residual branches."""
-
-    weight1: Tensor | None = None
-    bias1: Tensor | None = None
-    gate1: Tensor | None = None
-    weight2: Tensor | None = None
-    bias2: Tensor | None = None
-    gate2: Tensor | None = None
-
-
 class Block(nn.Module):
     """Transformer block: attention with rotary positions, then an MLP ×4 with tanh-GELU.
 
@@ -244,11 +224,11 @@ class Block(nn.Module):
         if cond_dim is not None:
             self.adaLN_modulation = Modulation(cond_dim, 6 * hidden)
 
-    def affine(self, c: Tensor, ndim: int) -> Affine:
-        """Modulation under the condition c, for x of `ndim` dimensions."""
+    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
+        """Weight and bias of the norm and gate, of the attention and then of the MLP, under c."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation.split(c, 6, ndim)
         first, second = self.norm1.modulated(shift1, scale1), self.norm2.modulated(shift2, scale2)
-        return Affine(*first, gate1, *second, gate2)
+        return (*first, gate1, *second, gate2)
 
     def forward(
         self,
@@ -266,15 +246,16 @@ class Block(nn.Module):
         `folded` (6, d), the `affine` computed before, modulates it, or else the condition c (1 or
         B, cond_dim). mask, broadcastable to (B, H, L, S), is True where a key is attended.
         """
-        m = Affine()
+        affine: tuple[Tensor | None, ...] = (None,) * 6
         if folded is not None:
-            m = Affine(*folded.unbind())
+            affine = folded.unbind()
         elif c is not None:
-            m = self.affine(c, x.ndim)
-        branch = self.attend(self.norm1(x, m.weight1, m.bias1), cos, sin, mask, causal, extend)
-        x = self.residual(x, branch, m.gate1)
-        branch = self.norm2(x, m.weight2, m.bias2).to(first_weight(self.mlp).dtype)
-        return self.residual(x, self.feed(branch), m.gate2)
+            affine = self.affine(c, x.ndim)
+        weight1, bias1, gate1, weight2, bias2, gate2 = affine
+        branch = self.attend(self.norm1(x, weight1, bias1), cos, sin, mask, causal, extend)
+        x = self.residual(x, branch, gate1)
+        branch = self.norm2(x, weight2, bias2).to(first_weight(self.mlp).dtype)
+        return self.residual(x, self.feed(branch), gate2)
 
     def feed(self, x: Tensor) -> Tensor:
         """The MLP of x (..., d); on a GPU in 16 bits, without gradients, its GELU is fused."""

@@ -63,7 +63,7 @@ def same(found, expected):
 @devices
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_logits_are_those_of_plain_passes(kind, device, monkeypatch):
-    """In float64; batches share graphs, whose buffers keep old rows and whose results are reused."""
+    """In float64; batches share graphs: buffers keep old rows, results are overwritten."""
     if device == "cpu":
         monkeypatch.setattr(cuda, "capture", Buffered)
     if kind not in ("plain", "timed"):

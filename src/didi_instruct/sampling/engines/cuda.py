@@ -117,7 +117,7 @@ class GraphDenoiser:
             values: tuple[Tensor, ...] = (hidden[part], u[part])
             if self._constants is None:
                 values = (*values, mods.c.expand(len(own), -1)[part])
-            found = self._drawn(values, most)
+            found = self._replay_draw(values, most)
             # A copy if there is a next part, which is written to the same place.
             drawn.append(found.clone() if len(own) > most else found)
         token, log_p = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).unbind(1)
@@ -147,8 +147,8 @@ class GraphDenoiser:
         mods = self._constants if c is None else Modulations(c)
         return self.network.trunk(self.network.embed(tokens), mods)
 
-    def _drawn(self, values: tuple[Tensor, ...], most: int) -> Tensor:
-        """Tokens and log-probabilities by a graph of the next size, at most `most`."""
+    def _replay_draw(self, values: tuple[Tensor, ...], most: int) -> Tensor:
+        """Draw by a graph of the next size, at most `most`."""
         rows = len(values[0])
         there = [size for size in self._draws if rows <= size <= 2 * rows]
         size = min(there, default=min(max(SMALLEST, round_up(rows, 8)), most))
@@ -163,16 +163,19 @@ class GraphDenoiser:
         return keep_few(self._draws, size, make, MOST_GRAPHS)(*values)
 
     def _draw(self, hidden: Tensor, u: Tensor, c: Tensor | None = None) -> Tensor:
-        """Tokens and log-probabilities as columns (R, 2) in float64."""
         mods = self._constants if c is None else Modulations(c)
         assert mods is not None
-        token, log_p = draw_by_chunks(self._head(hidden, mods)[:, : self.num_tokens], u)
-        return torch.stack([token.double(), log_p.double()], 1)
+        return draw_columns(self._head(hidden, mods)[:, : self.num_tokens], u)
 
     def _head(self, hidden: Tensor, mods: Modulations) -> Tensor:
         """Logits (R, W) of states (R, d), by the padded output layer."""
         normed = self.network.output_layer.normed(hidden, *mods.of_layer(-1))
         return F.linear(normed, *self._output)
+
+
+def draw_columns(logits: Tensor, u: Tensor) -> Tensor:
+    """Draw by u (R,): tokens and their log-probabilities as columns (R, 2) in float64."""
+    return torch.stack([found.double() for found in draw_by_chunks(logits, u)], 1)
 
 
 def pad_output(
@@ -192,12 +195,9 @@ def pad_output(
 # Left-to-right models: a static cache, and one captured pass per token
 
 
-def _drawn(logits: Tensor, u: Tensor) -> Tensor:
-    return torch.stack([found.double() for found in draw_by_chunks(logits, u)], 1)
-
-
-_draw: Callable[[Tensor, Tensor], Tensor] = torch.compiler.disable(_drawn)  # type: ignore[no-untyped-call]
-"""Draws that are not compiled: inductor fails at long sums in float64."""
+draw_uncompiled: Callable[[Tensor, Tensor], Tensor]
+draw_uncompiled = torch.compiler.disable(draw_columns)  # type: ignore[no-untyped-call]
+"""Beside a pass of one token draws cost little, and inductor fails at long sums in float64."""
 
 
 class StaticDecoder:
@@ -249,7 +249,7 @@ class StaticDecoder:
 
     def _next(self, tokens: Tensor, u: Tensor, position: Tensor) -> Tensor:
         """Tokens after those (B,) at `position` (1,), and log-probabilities: (B, 2) in float64."""
-        return _draw(self._logits(tokens, position), u)
+        return draw_uncompiled(self._logits(tokens, position), u)
 
     def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Logits (B, V) of the tokens after these."""

@@ -18,7 +18,7 @@ from didi_instruct.models.compile import compiled, warn_once
 K = TypeVar("K")
 V = TypeVar("V")
 WARM_UP = 3
-"""Passes before a capture: the first ones compile and choose kernels, which none may in a graph."""
+"""Passes before a capture: the first ones compile and choose kernels, which a capture must not."""
 
 
 @functools.cache
