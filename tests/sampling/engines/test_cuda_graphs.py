@@ -18,7 +18,6 @@ from didi_instruct.sampling.engines.cuda_graphs import (
     Captured,
     capture,
     grown,
-    keep_few,
     loaded_code,
     round_up,
     side_stream,
@@ -206,22 +205,11 @@ def test_a_lack_of_memory_is_no_reason_to_go_on_plainly(warm, monkeypatch):
         capture(double, (OnGPU(),))
 
 
-# Sizes, and what is kept
-
-
 def test_sizes_are_few_and_close():
     sizes = [round_up(rows) for rows in range(1, 300)]
     assert sorted(set(sizes)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
     assert all(rows <= size < 1.5 * rows or size == rows for rows, size in enumerate(sizes, 1))
     assert grown(torch.tensor([3, 5]), 4).tolist() == [3, 5, 3, 3]
-
-
-def test_what_was_not_used_for_longest_goes_first():
-    there, made = {}, []
-    for key in "abacbda":
-        assert keep_few(there, key, lambda key=key: made.append(key) or key, 3) == key
-    assert made == list("abcda")
-    assert set(there) == set("bda")
 
 
 # On a GPU
