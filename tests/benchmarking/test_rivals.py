@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from didi_instruct.sampling.decoding import StaticDecoder
 
 from didi_instruct.benchmarking.apart import Apart
 from didi_instruct.benchmarking.report import make_rows
@@ -17,6 +16,7 @@ from didi_instruct.benchmarking.sampling import (
 from didi_instruct.benchmarking.timing import time_cases
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT
+from didi_instruct.sampling.engines.cuda import StaticDecoder
 
 
 def shape(**changes):

@@ -75,9 +75,15 @@ def block(state, n, x, heads, c=None, causal=False):
     return x + gate2 * mlp(state, prefix, h)
 
 
+def embedded(state, tokens):
+    x = state["vocab_embed.embedding"][tokens]
+    positions = state.get("position_embed.embedding")
+    return x if positions is None else x + positions[: len(tokens)]
+
+
 def trunk(state, config, tokens, sigma):
     c = condition(state, sigma if config.time_conditioning else 0.0)
-    x = state["vocab_embed.embedding"][tokens]
+    x = embedded(state, tokens)
     for n in range(config.layers):
         x = block(state, n, x, config.heads, c)
     return x, c
@@ -105,7 +111,7 @@ def discriminator_logits(state, config, tokens, sigma):
 
 def ar_logits(state, config, tokens):
     """Logits after each token, over all ids: (L, vocab_size)."""
-    x = state["vocab_embed.embedding"][tokens]
+    x = embedded(state, tokens)
     for n in range(config.layers):
         x = block(state, n, x, config.heads, causal=True)
     h = layer_norm(x, state["output_layer.norm_final.weight"])

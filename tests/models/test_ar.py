@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from didi_instruct.models.ar import ARModel, KVCache
 from .plain_networks import ar_logits
 
 CONFIG = ModelConfig(kind="ar", layers=2, hidden=16, heads=2, vocab_size=11, length=12)
+LEARNED = replace(CONFIG, learned_positions=True)
 TOKENS = torch.randint(11, (3, 9), generator=torch.Generator().manual_seed(1))
+both = pytest.mark.parametrize("config", [CONFIG, LEARNED], ids=["rotary", "learned"])
+
+
+def make(config=CONFIG):
+    return randomise(ARModel(config)).eval()
 
 
 def test_keys_are_the_cores_without_time():
@@ -20,28 +27,26 @@ def test_keys_are_the_cores_without_time():
     assert {"vocab_embed.embedding", "blocks.1.mlp.2.bias", "output_layer.linear.bias"} <= keys
 
 
+@both
 @torch.no_grad()
-def test_logits_equal_the_plain_reference():
-    model = randomise(ARModel(CONFIG)).eval()
+def test_logits_equal_the_plain_reference(config):
+    """Each row after the tokens before it alone: later ones change nothing."""
+    model = make(config)
     logits = model(TOKENS)
     for row in range(3):
-        expected = ar_logits(model.state_dict(), CONFIG, TOKENS[row])[:, :10]
+        expected = ar_logits(model.state_dict(), config, TOKENS[row])[:, :10]
         torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_later_tokens_change_nothing():
-    model = randomise(ARModel(CONFIG)).eval()
     other = TOKENS.clone()
     other[:, 5:] = (other[:, 5:] + 1) % 11
-    torch.testing.assert_close(model(other)[:, :5], model(TOKENS)[:, :5])
+    torch.testing.assert_close(model(other)[:, :5], logits[:, :5])
+    torch.testing.assert_close(model(TOKENS, last_only=True), logits[:, -1:])
 
 
+@both
 @pytest.mark.parametrize("pieces", [[1] * 9, [5, 1, 1, 1, 1], [3, 4, 2], [9]], ids=str)
 @torch.no_grad()
-def test_cached_decoding_equals_the_full_pass(pieces):
-    model = randomise(ARModel(CONFIG)).eval()
-    cache = KVCache(CONFIG, batch=3)
+def test_cached_decoding_equals_the_full_pass(pieces, config):
+    model, cache = make(config), KVCache(config, batch=3)
     parts = [model(part, cache) for part in TOKENS.split(pieces, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
     assert cache.position == 9
@@ -49,42 +54,34 @@ def test_cached_decoding_equals_the_full_pass(pieces):
 
 
 @torch.no_grad()
-def test_cache_follows_autocast():
-    model = randomise(ARModel(CONFIG)).eval()
-    cache = KVCache(CONFIG, batch=3, length=9)
+def test_cache_follows_autocast_and_has_an_end():
+    model, cache = make(), KVCache(CONFIG, batch=3, length=9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         parts = [model(part, cache) for part in TOKENS.split([4, 1, 4], dim=1)]
         full = model(TOKENS)
     assert cache.keys.dtype == torch.bfloat16
     assert (torch.cat(parts, 1) - full).norm() < 0.02 * full.norm()
-
-
-@torch.no_grad()
-def test_cache_has_an_end():
-    model = ARModel(CONFIG).eval()
-    cache = KVCache(CONFIG, batch=3, length=9)
-    model(TOKENS, cache)
     with pytest.raises(ValueError, match="10 positions, but the cache has 9"):
         model(TOKENS[:, :1], cache)
 
 
 @torch.no_grad()
 def test_probabilities_of_all_sequences_sum_to_one():
-    config = ModelConfig(kind="ar", layers=2, hidden=16, heads=2, vocab_size=4, length=3)
-    model = randomise(ARModel(config)).eval()
+    """Whole ones, and their beginnings."""
+    model = make(replace(CONFIG, vocab_size=4, length=3))
     every = torch.tensor(list(itertools.product(range(3), repeat=3)))
-    log_prob = model.log_prob(every)
-    assert log_prob.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    assert log_prob.exp().max() > 2 * log_prob.exp().min()  # not just the uniform law
+    p = model.log_prob(every).exp()
+    assert p.sum().item() == pytest.approx(1, abs=1e-5)
+    assert p.max() > 2 * p.min()  # not just the uniform law
+    first = model.log_prob(every, torch.tensor([1, 2, 3] * 9)).exp()
+    torch.testing.assert_close(first[::3][::3], p.view(3, 9).sum(1))
+    torch.testing.assert_close(first[2::3], p[2::3])
 
 
 @torch.no_grad()
 def test_log_prob_is_the_sum_of_cached_steps():
-    model = randomise(ARModel(CONFIG)).eval()
-    tokens = TOKENS % 10
-    cache = KVCache(CONFIG, batch=3)
-    total = torch.zeros(3)
-    previous = torch.full((3, 1), CONFIG.mask_id)
+    model, cache, tokens = make(), KVCache(CONFIG, batch=3), TOKENS % 10
+    total, previous = torch.zeros(3), torch.full((3, 1), CONFIG.mask_id)
     for n in range(9):
         log_p = model(previous, cache)[:, -1].log_softmax(-1)
         previous = tokens[:, n : n + 1]
@@ -94,8 +91,7 @@ def test_log_prob_is_the_sum_of_cached_steps():
 
 def test_starts_uniform_and_learns_a_sequence():
     torch.manual_seed(0)
-    model = ARModel(CONFIG)
-    tokens = TOKENS[:1] % 10
+    model, tokens = ARModel(CONFIG), TOKENS[:1] % 10
     assert model.log_prob(tokens).item() == pytest.approx(-9 * math.log(10), abs=1e-4)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(60):

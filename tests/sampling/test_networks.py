@@ -1,7 +1,7 @@
 """Samplers over real networks: a time that is read, padding, weights that change, compilers.
 
-Written for `make_denoiser` and `DiscriminatorGuide` over any `Network`; in float64, so that rounding
-changes no draw.
+Written for `make_denoiser` and `DiscriminatorGuide` over any `Network`; in float64, so that
+rounding changes no draw.
 """
 
 import pytest
@@ -166,6 +166,40 @@ def test_a_guide_compiles_texts_once_and_gradients_once(monkeypatch):
         _, given = questions(rows)
         torch.testing.assert_close(guide.gradient(*given), plain.gradient(*given))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["no-compiler", "compiling-fails"])
+def test_a_guide_that_cannot_be_compiled_guides_plainly(at_once, monkeypatch):
+    """Whether torch refuses when it is asked or in the first pass; said once, tried once."""
+    tried, said = [], []
+
+    def refuse(*arguments):
+        tried.append(1)
+        raise RuntimeError("There is no compiler.\nInstall one.")
+
+    monkeypatch.setattr(guides, "compiled", refuse if at_once else lambda function: refuse)
+    monkeypatch.setattr(guides, "warn_once", said.append)
+    network, critic = make()
+    denoiser, canvas = make_denoiser(network, SCHEDULE), some_texts()
+    run = {"steps": 6, "guidance": Guidance(h_start=3.0)}
+    expected = rgas(denoiser, SCHEDULE, DiscriminatorGuide(critic, SCHEDULE), canvas, **run)
+    guide = DiscriminatorGuide(critic, SCHEDULE, fast=True)
+    found = rgas(denoiser, SCHEDULE, guide, canvas, **run)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert tried == [1]
+    reason = "There is no compiler"
+    assert said == [f"A discriminator cannot be compiled here, so it runs slower: {reason}"]
+
+
+def test_a_guide_that_lacks_memory_says_so(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(guides, "compiled", lambda function: full)
+    guide, (reads, given) = DiscriminatorGuide(make()[1], SCHEDULE, fast=True), questions(2)
+    for question in (lambda: guide.log_ratio(reads, 0.5), lambda: guide.gradient(*given)):
+        with pytest.raises(torch.OutOfMemoryError):
+            question()
 
 
 class Refused(torch.autograd.Function):

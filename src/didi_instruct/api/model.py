@@ -26,8 +26,7 @@ from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.denoiser import CachedDenoiser
-from didi_instruct.sampling.engines.ar_cuda import Decoders
-from didi_instruct.sampling.engines.cuda import why_not
+from didi_instruct.sampling.engines.cuda import Decoders, why_not
 from didi_instruct.sampling.guide import DiscriminatorGuide
 from didi_instruct.sampling.state import Callback, Samples
 from didi_instruct.training.distributed import pick_device

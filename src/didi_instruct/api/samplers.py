@@ -18,7 +18,7 @@ from didi_instruct.sampling.confidence import by_confidence
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.dimo import Start, dimo
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.guided import rgas
 from didi_instruct.sampling.state import Callback, Canvas, Samples

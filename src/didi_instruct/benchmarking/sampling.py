@@ -19,7 +19,7 @@ from didi_instruct.models.network import Modulations, Network
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.engines.cuda_graphs import capture
 from didi_instruct.sampling.guide import DiscriminatorGuide, Guidance
 from didi_instruct.sampling.state import Canvas

@@ -7,16 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.layers import Block, Embedding, OutputLayer, Positions, Rotary, upcast
+from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
 
 INIT_STD = 0.02
 
 
 class KVCache:
-    """Keys and values of the positions read so far, preallocated for `length` positions.
+    """Keys and values of the `position` positions read so far, with room for `length`.
 
-    The two tensors (layers, B, H, length, D) are made at the first use, with the type and device of
-    what is stored. `position` is the number of positions read.
+    Two tensors (layers, B, H, length, D), made at the first use in the type that is stored.
     """
 
     def __init__(self, config: ModelConfig, batch: int, length: int | None = None) -> None:
@@ -38,7 +37,7 @@ class KVCache:
 
 
 class ARModel(nn.Module):
-    """Causal language model; the extra id (`config.mask_id`) is the start symbol.
+    """Causal language model; the extra id, the last, is the start symbol.
 
     Its tensors have the core keys (docs/foreign.md), without `sigma_map` and `adaLN_modulation`. A
     sequence of L tokens is predicted from the start symbol and its first L - 1 tokens.
@@ -49,18 +48,17 @@ class ARModel(nn.Module):
         self.config = config
         self.vocab_embed = Embedding(config.vocab_size, config.hidden)
         self.rotary_emb = Rotary(config.hidden // config.heads, config.length)
-        self.position_embed = (
-            Positions(config.length, config.hidden) if config.learned_positions else None
-        )
+        learned = config.learned_positions
+        self.position_embed = Embedding(config.length, config.hidden) if learned else None
         self.blocks = nn.ModuleList(
             Block(config.hidden, config.heads, None, config.dropout) for _ in range(config.layers)
         )
         self.output_layer = OutputLayer(config.hidden, config.vocab_size, None)
-        self.reset_parameters()
+        self._draw_weights()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw normal(0, 0.02) weights, residual outputs over √(2·layers), and a zero head."""
+    def _draw_weights(self) -> None:
+        """Normal(0, 0.02), residual outputs over √(2·layers); the head stays at zero."""
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("attn_out.weight", "mlp.2.weight")):
                 parameter.normal_(0, INIT_STD / (2 * self.config.layers) ** 0.5)
@@ -75,12 +73,10 @@ class ARModel(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, *, last_only: bool = False
     ) -> Tensor:
-        """Return logits of the token after each of `tokens`: (B, L) -> (B, L, num_tokens).
+        """Return logits of the token after each of `tokens`, (B, L) -> (B, L, num_tokens).
 
-        With `last_only`, of the token after the last alone: (B, 1, num_tokens).
-
-        With a cache the tokens continue those read before, and are added to it; keys and values are
-        not differentiated through, so decode without gradients.
+        `last_only`: of the token after the last alone, (B, 1, num_tokens). With a cache the tokens
+        continue those read before, and are added to it, without gradients.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.position
@@ -88,7 +84,7 @@ class ARModel(nn.Module):
             raise ValueError(f"{start + length} positions, but the cache has {cache.length}")
         x = upcast(self.vocab_embed(tokens))
         if self.position_embed is not None:
-            x = self.position_embed(x, start)
+            x = self.position_embed.add_to(x, start)
         cos, sin = self.rotary_emb(length, start)
         mask = None
         if start > 0 and length > 1:
@@ -100,16 +96,12 @@ class ARModel(nn.Module):
             x = block(x, cos, sin, mask=mask, causal=causal, extend=extend)
         if cache is not None:
             cache.position += length
-        logits: Tensor = self.output_layer(
-            x[:, -1:] if last_only else x, num=self.config.num_tokens
-        )
+        x = x[:, -1:] if last_only else x
+        logits: Tensor = self.output_layer(x, num=self.config.num_tokens)
         return logits
 
     def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
-        """Return the log-probability of whole sequences, in nats: (B, L) -> (B,).
-
-        With `count` (B,), that of the first so many tokens of each.
-        """
+        """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each."""
         start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
         logits = self(torch.cat((start, tokens[:, :-1]), dim=1))
         nll = F.cross_entropy(upcast(logits).flatten(0, 1), tokens.flatten(), reduction="none")

@@ -1,4 +1,4 @@
-"""Compiled functions, and warnings said once where torch cannot compile."""
+"""Compiled functions, and warnings given once where torch cannot compile."""
 
 import functools
 import logging
@@ -13,51 +13,46 @@ from torch import Tensor
 from didi_instruct.errors import first_line
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-WRONG = "triton.mix_order_reduction"
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+MIX_ORDER = "triton.mix_order_reduction"
 MOST_VERSIONS = 64
-"""Of one function, for all networks, shapes and gradient modes; beyond it torch no longer compiles,
-and its own 8 are what one iteration of distillation takes."""
+"""Of one function, for all networks, shapes and gradient modes; torch gives up beyond its limit,
+and one iteration of distillation takes the 8 that it has by default."""
+
+remarks: list[str] = []
+"""Warnings given so far, for benchmarks to repeat beside their numbers."""
+_allowed: ContextVar[bool] = ContextVar("didi_fusing", default=False)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning once per process."""
+    remarks.append(text)
+    logging.getLogger("didi_instruct").warning(text)
 
 
 def compiled(function: Function, *, dynamic: bool | None = None, graphs: bool = False) -> Function:
     """Compile a function; with `graphs` its kernels are launched together, gradients included.
 
-    Since 2.10 inductor sums rows and columns of a gradient in one kernel ("mix-order reduction").
-    Where layer norms one after the other are modulated by vectors that all rows share, as ours
-    are, the vectors' gradients come out as garbage (pytorch issue 193061), so it is turned off.
+    Inductor's "mix-order reduction" (since 2.10) sums rows and columns of a gradient in one kernel.
+    Where successive layer norms are modulated by vectors that all rows share, as ours are, the
+    vectors' gradients come out wrong (pytorch issue 193061), so it is turned off.
     """
     from torch import _dynamo, _inductor
 
     limits: Any = _dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MOST_VERSIONS)
-    options: dict[str, Any] = {WRONG: False} if WRONG in _inductor.list_options() else {}
+    options: dict[str, Any] = {MIX_ORDER: False} if MIX_ORDER in _inductor.list_options() else {}
     if graphs:
         options["triton.cudagraphs"] = True
     result: Any = torch.compile(function, dynamic=dynamic, options=options or None)
     return result  # type: ignore[no-any-return]
 
 
-remarks: list[str] = []
-"""What was said so far: who measures has to repeat it beside the numbers."""
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Tell the user something that need not be told again."""
-    remarks.append(text)
-    logging.getLogger("didi_instruct").warning(text)
-
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
-_allowed: ContextVar[bool] = ContextVar("didi_fusing", default=False)
-
-
 @contextmanager
 def fusing(allowed: bool) -> Iterator[None]:
-    """Within, functions are compiled if that is `allowed`; elsewhere nothing is."""
+    """Allow `Fused` functions to be compiled within the context, or forbid it (the default)."""
     token = _allowed.set(allowed)
     try:
         yield
@@ -66,30 +61,28 @@ def fusing(allowed: bool) -> Iterator[None]:
 
 
 def fuses(tensor: Tensor) -> bool:
-    """Whether a function of a tensor would be compiled."""
+    """True if a function of a tensor would be compiled."""
     return tensor.is_cuda and _allowed.get()
 
 
 class Fused(Generic[Given, Result]):
-    """A function of tensors with rows, any number of them, compiled once where torch can.
+    """A function of tensors with any number of rows, compiled once, on a GPU within `fusing`.
 
-    That is on a GPU, within `fusing`. Elsewhere `plain` runs, by default the function as it is
-    written; so it does for fewer than two rows, which would be compiled anew, and where torch
-    fails, of which the user is told once.
+    Elsewhere `plain` runs, by default the function itself; so it does for fewer than two rows,
+    which would be compiled anew, and where torch fails to compile, with a warning.
     """
 
     def __init__(
         self,
         function: Callable[Given, Result],
-        what: str,
+        name: str,
         plain: Callable[Given, Result] | None = None,
     ) -> None:
-        self.function, self.what, self.plain = function, what, plain or function
+        self.function, self.name, self.plain = function, name, plain or function
         self._compiled: Any = None
         self._refused = False
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """Call it."""
         if torch.compiler.is_compiling():  # within another function, and so with it
             return self.function(*args, **kwargs)
         tensors = [a for a in args if isinstance(a, Tensor) and a.ndim]
@@ -106,6 +99,6 @@ class Fused(Generic[Given, Result]):
             raise
         except Exception as error:  # whatever the compiler raises
             self._refused, reason = True, first_line(error)
-            warn_once(f"{self.what} cannot be compiled here, so it runs slower: {reason}")
+            warn_once(f"{self.name} cannot be compiled here, so it runs slower: {reason}")
             return self.plain(*args, **kwargs)
         return result

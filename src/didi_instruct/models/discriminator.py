@@ -11,53 +11,46 @@ from didi_instruct.models.network import Mixture, Network
 
 POWER_EPS = 1e-12
 INITIAL_ITERATIONS = 15
+PREFIX = "trunk."
 
 
 class SpectralLinear(nn.Module):
     """Linear layer with weight `weight_orig / σ`, σ = u · weight_orig v its largest singular value.
 
-    Keys as in the released DiDi-Instruct discriminator: `weight_orig`, `weight_u`, `weight_v`,
-    `bias` (the layout and arithmetic of `torch.nn.utils.spectral_norm`). A forward pass in training
-    mode does one power iteration first; in evaluation mode u and v stay. Gradients flow through σ,
-    not through u and v.
+    Keys and arithmetic of `torch.nn.utils.spectral_norm`, which the released discriminator has. A
+    pass in training mode does one power iteration first; in evaluation mode u and v stay. Gradients
+    flow through σ, not through u and v.
     """
 
     weight_u: Tensor
     weight_v: Tensor
 
+    @torch.no_grad()
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.empty(outputs))
         self.weight_orig = nn.Parameter(torch.empty(outputs, inputs))
         self.register_buffer("weight_u", torch.empty(outputs))
         self.register_buffer("weight_v", torch.empty(inputs))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weights of a torch linear layer, and converge u and v from a random start."""
         if self.weight_orig.is_meta:
             return  # there are no numbers to draw, and power iterations take time even so
-        bound = self.weight_orig.shape[1] ** -0.5
-        self.weight_orig.uniform_(-bound, bound)
-        self.bias.uniform_(-bound, bound)
+        self.weight_orig.uniform_(-(inputs**-0.5), inputs**-0.5)
+        self.bias.uniform_(-(inputs**-0.5), inputs**-0.5)
         for vector in (self.weight_u, self.weight_v):
             vector.copy_(F.normalize(vector.normal_(), dim=0, eps=POWER_EPS))
         for _ in range(INITIAL_ITERATIONS):
-            self._iterate(upcast(self.weight_orig))
+            self.iterate()
 
     @torch.no_grad()
-    def _iterate(self, weight: Tensor) -> None:
-        v = F.normalize(torch.mv(weight.t(), self.weight_u.to(weight.dtype)), dim=0, eps=POWER_EPS)
-        u = F.normalize(torch.mv(weight, v), dim=0, eps=POWER_EPS)
-        self.weight_u.copy_(u)
-        self.weight_v.copy_(v)
-
     def iterate(self) -> None:
-        """Do one power iteration, as a forward pass in training mode does."""
-        weight = upcast(self.weight_orig.detach())
+        """Do one power iteration."""
+        weight = upcast(self.weight_orig)
         with no_autocast(weight.device):
-            self._iterate(weight)
+            v = torch.mv(weight.t(), self.weight_u.to(weight.dtype))
+            v = F.normalize(v, dim=0, eps=POWER_EPS)
+            u = F.normalize(torch.mv(weight, v), dim=0, eps=POWER_EPS)
+            self.weight_u.copy_(u)
+            self.weight_v.copy_(v)
 
     def weight(self) -> Tensor:
         """Return the normalised weight (outputs, inputs), in float32."""
@@ -71,7 +64,6 @@ class SpectralLinear(nn.Module):
             return weight / torch.dot(u, torch.mv(weight, v))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., inputs) to (..., outputs)."""
         dtype = self.weight_orig.dtype
         return F.linear(x.to(dtype), self.weight().to(dtype), self.bias)
 
@@ -85,17 +77,10 @@ class DiscriminatorHead(nn.Module):
             SpectralLinear(hidden, hidden), nn.SiLU(), SpectralLinear(hidden, 1)
         )
 
-    def reset_parameters(self) -> None:
-        """Draw new weights."""
-        for layer in self.main:
-            if isinstance(layer, SpectralLinear):
-                layer.reset_parameters()
-
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map (..., d) to (..., 1), the last layer in float32.
+        """Map (..., d) to (..., 1), the last layer in float32: log-ratios are summed over a text.
 
-        Log-ratios are added up over a text, and 8 bits of each would leave tenths of a nat to
-        chance.
+        In 16 bits their rounding would add up to tenths of a nat.
         """
         first, act, last = self.main
         assert isinstance(last, SpectralLinear)
@@ -107,8 +92,8 @@ class DiscriminatorHead(nn.Module):
 class Discriminator(nn.Module):
     """Log-ratio of teacher over student at every position of a noisy text.
 
-    A trunk without a head (`Network.without_head`) under a head of its own. In files and
-    checkpoints its tensors have flat names (`flat_name`), and so they have in `state_dict`.
+    A trunk without a head (`Network.without_head`) under a head of its own. In `state_dict`, files
+    and checkpoints its tensors have flat names (`flat_name`).
     """
 
     def __init__(self, trunk: Network) -> None:
@@ -130,17 +115,14 @@ class Discriminator(nn.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """Shape of the trunk."""
         return self.trunk.config
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Transformer blocks, first to last."""
         return self.trunk.blocks
 
     @property
     def vectors(self) -> Tensor:
-        """(vocab_size, d) embedding of every id."""
         return self.trunk.vectors
 
     def freeze_lower(self, trainable_blocks: int) -> None:
@@ -154,7 +136,7 @@ class Discriminator(nn.Module):
 
     @property
     def frozen(self) -> int:
-        """Blocks that do not learn, nor does anything below them: what they give can be kept.
+        """Number of lowest blocks whose output can be kept: neither they nor embeddings learn.
 
         0 where the trunk cannot be split.
         """
@@ -198,9 +180,6 @@ class Discriminator(nn.Module):
     def log_ratio(self, hidden: Tensor) -> Tensor:
         """Return logits (B, L) from the states after the last block (B, L, d)."""
         return upcast(self.output_layer(hidden)).squeeze(-1)
-
-
-PREFIX = "trunk."
 
 
 def flat_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The denoiser, the DiT of the public MDLM checkpoints, and the cost of our networks."""
+"""The DiT of the public MDLM and DUO checkpoints, and the cost of our networks."""
 
 from dataclasses import replace
 
@@ -7,18 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.models import layers
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.layers import (
-    Block,
-    Embedding,
-    OutputLayer,
-    Positions,
-    Rotary,
-    TimeEmbedding,
-    first_weight,
-    no_autocast,
-    upcast,
-)
+from didi_instruct.models.layers import upcast
 from didi_instruct.models.network import Mixture, Modulations, all_logits
 
 
@@ -26,43 +17,40 @@ class DiT(nn.Module):
     """Denoiser: tokens and σ = −log α_t to logits of the clean tokens; a `Network`.
 
     Its tensors are named by the core keys (docs/foreign.md). Without `time_conditioning` σ is
-    replaced by 0, so the condition has a single row, broadcast to the batch (gradient included).
-    Without `head` it is the trunk alone, for a head of another kind.
+    replaced by 0, and one row of modulation serves the whole batch. Without `head` it is the trunk
+    of a discriminator.
     """
 
     align: int = 1
     splits: bool = True
-    output_layer: OutputLayer
+    output_layer: layers.OutputLayer
     """Absent without `head`."""
 
     def __init__(self, config: ModelConfig, *, head: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.vocab_embed = Embedding(config.vocab_size, config.hidden)
-        self.sigma_map = TimeEmbedding(config.cond_dim)
-        self.rotary_emb = Rotary(config.hidden // config.heads, config.length)
-        self.position_embed = (
-            Positions(config.length, config.hidden) if config.learned_positions else None
-        )
+        self.vocab_embed = layers.Embedding(config.vocab_size, config.hidden)
+        self.sigma_map = layers.TimeEmbedding(config.cond_dim)
+        self.rotary_emb = layers.Rotary(config.hidden // config.heads, config.length)
+        learned = config.learned_positions
+        self.position_embed = layers.Embedding(config.length, config.hidden) if learned else None
         self.blocks = nn.ModuleList(
-            Block(config.hidden, config.heads, config.cond_dim, config.dropout)
+            layers.Block(config.hidden, config.heads, config.cond_dim, config.dropout)
             for _ in range(config.layers)
         )
+        self.has_head = head
         if head:
-            self.output_layer = OutputLayer(config.hidden, config.vocab_size, config.cond_dim)
+            self.output_layer = layers.OutputLayer(
+                config.hidden, config.vocab_size, config.cond_dim
+            )
 
     @property
     def vectors(self) -> Tensor:
-        """(vocab_size, d) embedding of every id, the masks' last."""
         return self.vocab_embed.embedding
 
     def embed(
         self, tokens: Tensor, attended: Tensor | None = None, mixture: Mixture | None = None
     ) -> Tensor:
-        """Map tokens (B, L), with soft tokens in place of some, to what the blocks read (B, L, d).
-
-        `attended` makes no difference here.
-        """
         if mixture is None:
             x = upcast(self.vocab_embed(tokens))
         elif mixture.at is None:
@@ -71,14 +59,11 @@ class DiT(nn.Module):
             x = upcast(self.vocab_embed(tokens))
             vectors = mixture.vectors.to(x.dtype)
             x = x.flatten(0, 1).index_copy(0, mixture.at, vectors).view_as(x)
-        return x if self.position_embed is None else self.position_embed(x)
+        return x if self.position_embed is None else self.position_embed.add_to(x)
 
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations:
-        """Compute c = silu(time embedding of σ): (B, cond_dim), or (1, cond_dim) for one σ.
-
-        σ may be (B,), (B, 1) or a number; without time conditioning it is ignored.
-        """
-        weight = first_weight(self.sigma_map.mlp)
+        """Compute c = silu(time embedding of σ); σ is (B,), (B, 1), or a number for all texts."""
+        weight = layers.first_weight(self.sigma_map.mlp)
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if not self.config.time_conditioning:
             sigma = torch.zeros(1, dtype=dtype, device=weight.device)
@@ -86,20 +71,16 @@ class DiT(nn.Module):
             raise ValueError("the model is time-conditioned: sigma is needed")
         else:
             sigma = torch.as_tensor(sigma, dtype=dtype, device=weight.device).reshape(-1)
-        with no_autocast(weight.device):
+        with layers.no_autocast(weight.device):
             return Modulations(F.silu(self.sigma_map(sigma)))
 
     @torch.no_grad()
     def constants(self) -> Modulations | None:
-        """Compute the modulations of all layers once, for the weights as they are now.
-
-        None with time conditioning, where they depend on σ.
-        """
         if self.config.time_conditioning:
             return None
         c = self.modulations().c
-        layers = [*self.blocks, self.output_layer] if self.has_head else [*self.blocks]
-        return Modulations(c, tuple(torch.stack(layer.affine(c, ndim=2)) for layer in layers))
+        modulated = [*self.blocks, self.output_layer] if self.has_head else [*self.blocks]
+        return Modulations(c, tuple(torch.stack(layer.affine(c, ndim=2)) for layer in modulated))
 
     def trunk(
         self,
@@ -109,11 +90,6 @@ class DiT(nn.Module):
         start: int = 0,
         stop: int | None = None,
     ) -> Tensor:
-        """Return the state after the last block, (B, L, d), in float32.
-
-        Shapes: x (B, L, d) from `embed`; attended (B, L), True where a position is attended (None:
-        all of them, the fast path). From a later block `start`, or up to `stop`: a part of it.
-        """
         assert mods is not None, "blocks are modulated: give what `modulations` or `constants` give"
         cos, sin = self.rotary_emb(x.shape[1])
         mask = None if attended is None else attended[:, None, None, :]
@@ -122,11 +98,9 @@ class DiT(nn.Module):
         return x
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
-        """Map trunk states (..., d) to logits (..., V) of the real tokens, V rounded up to `align`.
+        """Logits (..., V) of states (..., d); c has one row, or one per leading index of hidden.
 
-        c has one row, or one per leading index of hidden, so both (B, L, d) with (B, cond_dim) and
-        selected rows (R, d) with (R, cond_dim) work. The end of a text is given, where texts have
-        windows of their own, and so never predicted.
+        Where texts have windows of their own their end is given, and so never predicted.
         """
         assert mods is not None, "the final norm is modulated: give what `modulations` gives"
         num, never = self.config.num_tokens, self.config.end_id
@@ -137,16 +111,9 @@ class DiT(nn.Module):
     def forward(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
     ) -> Tensor:
-        """Return logits (B, L, V) over the real tokens; arguments as in `embed` and `trunk`."""
         return all_logits(self, tokens, sigma, attended)
 
-    @property
-    def has_head(self) -> bool:
-        """True where it has an output layer."""
-        return "output_layer" in self._modules
-
     def without_head(self) -> "DiT":
-        """Copy the trunk alone."""
         weight = self.vocab_embed.embedding
         with torch.device("meta"):
             trunk = DiT(self.config, head=False)
@@ -184,11 +151,10 @@ def flops_per_token(
 ) -> float:
     """Return the floating-point operations of matrix products in one forward pass, per token.
 
-    A multiplication and an addition count as two. Per block 24·d² (qkv 6, output 2, MLP 16) and
-    4·L·d for the attention (scores and weighted values over L keys; (L + 1) / 2 keys on average in
-    a causal model); the head costs 2·d·V on the `head_fraction` of positions it is applied to.
-    Not counted: embedding, norms, softmax, rotary, and the modulation, which costs per sequence (or
-    per batch), not per token. A training step costs three times as much.
+    Per block 24·d² (qkv 6, output 2, MLP 16) and 4·L·d for the attention, over (L + 1) / 2 keys on
+    average in a causal model; the head costs 2·d·V on the `head_fraction` of positions that it is
+    applied to. The modulation, which costs per sequence and not per token, is left out. A training
+    step costs three times as much.
     """
     keys = float(config.length if length is None else length)
     if config.kind == "ar":

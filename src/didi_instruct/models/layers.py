@@ -1,19 +1,30 @@
-"""Parts of the transformers: norm, embeddings, block, output layer.
+"""Layers of the DiT and the left-to-right model.
 
-They implement the DiT of the public MDLM and DUO checkpoints (docs/foreign.md, "Core keys"): the
-attribute names are the checkpoint's keys, and parameters are declared in the order in which foreign
-EMA lists store them. The residual stream is float32 (float64 in a float64 model) whatever autocast
-or the weights' type; the matrix products run in the weights' type or in autocast's.
+Attribute names are the keys of the public MDLM and DUO checkpoints (docs/foreign.md, "Core keys"),
+and parameters are declared in the order in which foreign EMA lists store them. The residual stream
+is float32 (float64 in a float64 model); matrix products run in the weights' type or in autocast's.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-5
+TIME_WIDTH = 256
+TIME_PERIOD = 10_000.0
+ALIGN = 64
+"""GPUs multiply matrices of other widths than multiples of it slowly."""
+NEVER = -1e4
+"""A logit that means probability 0; divergences of two laws that have it stay finite."""
+
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Stores new keys and values (B, H, L, D); returns all of them so far, (B, H, S, D) each."""
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -22,7 +33,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which a product with a weight is made."""
+    """The type in which a matrix product with a weight is computed."""
     kind = weight.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -30,20 +41,24 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which operations keep the precision of their arguments."""
+    """Context without autocast."""
     if device.type == "meta":  # where autocast does not exist
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
-ROTARY_BASE = 10_000.0
+def first_weight(layers: nn.Sequential) -> Tensor:
+    """Return the weight of the first layer."""
+    weight = layers[0].weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 class Rotary(nn.Module):
-    """Rotary positions, base 10,000; the tables for `length` positions are cached.
+    """Tables `cos` and `sin` (length, D/2) of rotary positions, base 10,000.
 
-    `inv_freq` (D/2,) is in the checkpoint; `cos` and `sin` (length, D/2) are not. All three stay in
-    float32 when the model is cast, and are rebuilt when it leaves the meta device.
+    Checkpoints have `inv_freq` (D/2,) alone. All three stay in float32 when the model is cast, and
+    are rebuilt when it leaves the meta device.
     """
 
     inv_freq: Tensor
@@ -64,7 +79,7 @@ class Rotary(nn.Module):
         return 1.0 / ROTARY_BASE**exponents
 
     def _fill(self, inv_freq: Tensor) -> None:
-        """Set the frequencies and rebuild the tables beside them."""
+        """Set the frequencies and rebuild the tables."""
         device = inv_freq.device
         self.inv_freq = inv_freq.float()
         if inv_freq.is_meta:  # shapes alone: a length read from a file may be absurd
@@ -82,25 +97,14 @@ class Rotary(nn.Module):
         self._fill(before.to(self.inv_freq.device))
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Tensor],
-        prefix: str,
-        local_metadata: dict[str, object],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         value = state_dict.get(f"{prefix}inv_freq")
         if value is None or value.is_meta or value.shape != (self.width // 2,):
             return
-        ours = self._frequencies()
+        ours, errors = self._frequencies(), rest[-1]
         if not torch.allclose(value.cpu().float(), ours, rtol=1e-2, atol=0.0):
-            error_msgs.append(f"{prefix}inv_freq is not that of rotary positions with base 10,000")
+            errors.append(f"{prefix}inv_freq is not that of rotary positions with base 10,000")
         exact = value.dtype in (torch.float32, torch.float64)
         device = self.inv_freq.device
         # Frequencies rounded to 16 bits would turn far positions by whole radians.
@@ -124,32 +128,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-NORM_EPS = 1e-5
-TIME_WIDTH = 256
-TIME_PERIOD = 10_000.0
-ALIGN = 64
-"""GPUs multiply matrices whose width is a multiple of it, others are slow."""
-NEVER = -1e4
-"""A logit that means probability 0; divergences of two laws that have it stay finite."""
-
-Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Stores new keys and values (B, H, L, D); returns all of them so far, (B, H, S, D) each."""
-
-
-def first_weight(layers: nn.Sequential) -> Tensor:
-    """Return the weight of the first layer."""
-    weight = layers[0].weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def versions(weights: Iterable[Tensor]) -> tuple[int, ...]:
-    """Changes in place that torch has counted of each weight: other numbers, other weights."""
-    return tuple(0 if w.is_inference() else w._version for w in weights)
-
-
 class LayerNorm(nn.Module):
-    """LayerNorm without bias (weight only, ε 1e-5), computed in float32 whatever autocast."""
+    """LayerNorm without bias (ε 1e-5), in float32 under autocast too."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -162,41 +142,28 @@ class LayerNorm(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Normalise x (..., d); `weight` and `bias` of `modulated` replace the norm's own.
-
-        A weight of shape (d,), the same for every row, costs one fused kernel.
-        """
+        """Normalise x (..., d); `weight` and `bias` of `modulated` replace the norm's own."""
         x = upcast(x)
         weight = upcast(self.weight) if weight is None else weight
-        if weight.ndim == 1:
+        if weight.ndim == 1:  # the same for all rows: one fused kernel
             return F.layer_norm(x, weight.shape, weight, bias, NORM_EPS)
         normed = F.layer_norm(x, x.shape[-1:], None, None, NORM_EPS)
         return normed * weight if bias is None else torch.addcmul(bias, normed, weight)
 
 
 class Embedding(nn.Module):
-    """Token embedding; its one parameter is called `embedding`, (vocab_size, d)."""
+    """A vector for each token or position; its one parameter is called `embedding`, (num, d)."""
 
-    def __init__(self, vocab_size: int, hidden: int) -> None:
+    def __init__(self, num: int, hidden: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(vocab_size, hidden))
+        self.embedding = nn.Parameter(torch.empty(num, hidden))
         nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens (...) to vectors (..., d)."""
-        return F.embedding(tokens, self.embedding)
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding)
 
-
-class Positions(nn.Module):
-    """A learned vector per position, (length, d): our addition to the reference, off by default."""
-
-    def __init__(self, length: int, hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(length, hidden))
-        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
-
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Add those of positions start .. start + L to x (B, L, d)."""
+    def add_to(self, x: Tensor, start: int = 0) -> Tensor:
+        """Add the vectors of positions start .. start + L to x (B, L, d)."""
         return x + upcast(self.embedding[start : start + x.shape[1]])
 
 
@@ -228,32 +195,18 @@ class Modulation(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def split(self, c: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
-        """Compute its parts for an input of `ndim` dimensions: (d,) each for one row of c.
-
-        Several rows of c give (N, 1, ..., d) each, to broadcast against the input.
-        """
+        """Compute `parts` tensors: (d,) each for one row of c, else (N, 1, ..., d) of `ndim`."""
         with no_autocast(c.device):
             out = upcast(self(c.to(self.weight.dtype)))
         out = out[0] if out.shape[0] == 1 else out.view(out.shape[0], *(1,) * (ndim - 2), -1)
         return out.chunk(parts, dim=-1)
 
 
-class Affine(NamedTuple):
-    """Modulation of a block: weight and bias of each norm, gate of each residual branch."""
-
-    weight1: Tensor | None = None
-    bias1: Tensor | None = None
-    gate1: Tensor | None = None
-    weight2: Tensor | None = None
-    bias2: Tensor | None = None
-    gate2: Tensor | None = None
-
-
 class Block(nn.Module):
     """Transformer block: attention with rotary positions, then an MLP ×4 with tanh-GELU.
 
-    With `cond_dim` it has the six modulations of adaLN: shift, scale and gate of the attention,
-    then of the MLP, `x·(1+scale)+shift` after a norm and `x + gate·f(x)` at a residual.
+    With `cond_dim` adaLN modulates both: `x·(1+scale)+shift` after the norm, `x + gate·f(x)` at
+    the residual.
     """
 
     def __init__(self, hidden: int, heads: int, cond_dim: int | None, dropout: float) -> None:
@@ -271,15 +224,11 @@ class Block(nn.Module):
         if cond_dim is not None:
             self.adaLN_modulation = Modulation(cond_dim, 6 * hidden)
 
-    def affine(self, c: Tensor, ndim: int) -> Affine:
-        """Compute the modulation under the condition c, for x of `ndim` dimensions."""
+    def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, ...]:
+        """Weight and bias of the norm and gate, of the attention and then of the MLP, under c."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation.split(c, 6, ndim)
-        return Affine(
-            *self.norm1.modulated(shift1, scale1),
-            gate1,
-            *self.norm2.modulated(shift2, scale2),
-            gate2,
-        )
+        first, second = self.norm1.modulated(shift1, scale1), self.norm2.modulated(shift2, scale2)
+        return (*first, gate1, *second, gate2)
 
     def forward(
         self,
@@ -294,27 +243,26 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map x (B, L, d) to (B, L, d).
 
-        It is modulated by `folded` (6, d), which is `affine` computed before, or else by the
-        condition c (1 or B, cond_dim); None of both: by nothing. mask is True where a key is
-        attended, broadcastable to (B, H, L, S).
+        `folded` (6, d), the `affine` computed before, modulates it, or else the condition c (1 or
+        B, cond_dim). mask, broadcastable to (B, H, L, S), is True where a key is attended.
         """
-        m = Affine()
+        affine: tuple[Tensor | None, ...] = (None,) * 6
         if folded is not None:
-            m = Affine(*folded.unbind())
+            affine = folded.unbind()
         elif c is not None:
-            m = self.affine(c, x.ndim)
-        branch = self.norm1(x, m.weight1, m.bias1)
-        branch = self.attend(branch, cos, sin, mask, causal, extend)
-        x = self.residual(x, branch, m.gate1)
-        branch = self.norm2(x, m.weight2, m.bias2).to(first_weight(self.mlp).dtype)
-        return self.residual(x, self.feed(branch), m.gate2)
+            affine = self.affine(c, x.ndim)
+        weight1, bias1, gate1, weight2, bias2, gate2 = affine
+        branch = self.attend(self.norm1(x, weight1, bias1), cos, sin, mask, causal, extend)
+        x = self.residual(x, branch, gate1)
+        branch = self.norm2(x, weight2, bias2).to(first_weight(self.mlp).dtype)
+        return self.residual(x, self.feed(branch), gate2)
 
     def feed(self, x: Tensor) -> Tensor:
-        """The MLP of x (..., d); on a GPU in 16 bits its GELU is a part of the first product."""
+        """The MLP of x (..., d); on a GPU in 16 bits, without gradients, its GELU is fused."""
         first, _, second = self.mlp
-        dtype = product_dtype(first.weight) if isinstance(first, nn.Linear) else torch.float32
+        dtype = product_dtype(first_weight(self.mlp))
         narrow = dtype in (torch.bfloat16, torch.float16)
-        if not (x.is_cuda and narrow) or torch.is_grad_enabled():  # it has no gradient
+        if not (x.is_cuda and narrow) or torch.is_grad_enabled():
             return self.mlp(x)  # type: ignore[no-any-return]
         product = torch.ops.aten._addmm_activation.default  # its GELU is the tanh one on GPUs
         rows, weight, bias = x.flatten(0, -2), first.weight, first.bias
@@ -326,9 +274,9 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        extend: Extend | None = None,
+        mask: Tensor | None,
+        causal: bool,
+        extend: Extend | None,
     ) -> Tensor:
         """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads."""
         qkv = self.attn_qkv(x.to(self.attn_qkv.weight.dtype))
@@ -338,18 +286,17 @@ class Block(nn.Module):
         if extend is not None:
             k, v = extend(k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        mixed: Tensor = self.attn_out(out.transpose(1, 2).flatten(2))
-        return mixed
+        return self.attn_out(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def residual(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
-        """Add a branch: `x + gate·dropout(branch)`."""
+        """Return x + gate · dropout(branch)."""
         if self.dropout > 0:
             branch = F.dropout(branch, self.dropout, self.training)
         return x + branch if gate is None else torch.addcmul(x, gate, branch)
 
 
 class OutputLayer(nn.Module):
-    """Final norm (with `cond_dim`, modulated by shift and scale) and LM head, zero at first."""
+    """Final norm, modulated if there is `cond_dim`, and LM head, zero at first."""
 
     def __init__(self, hidden: int, vocab_size: int, cond_dim: int | None) -> None:
         super().__init__()
@@ -361,13 +308,13 @@ class OutputLayer(nn.Module):
             self.adaLN_modulation = Modulation(cond_dim, 2 * hidden)
 
     def affine(self, c: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Compute weight and bias of the final norm under the condition c."""
+        """Weight and bias of the final norm under the condition c."""
         return self.norm_final.modulated(*self.adaLN_modulation.split(c, 2, ndim))
 
     def normed(
         self, hidden: Tensor, c: Tensor | None = None, folded: Tensor | None = None
     ) -> Tensor:
-        """Normalise hidden (..., d), modulated as in `Block.forward`; in the weights' type."""
+        """Normalise hidden (..., d), modulated as in `Block.forward`, in the weights' type."""
         affine: tuple[Tensor, ...] = ()
         if folded is not None:
             affine = folded.unbind()
@@ -388,9 +335,8 @@ class OutputLayer(nn.Module):
     ) -> Tensor:
         """Map hidden (..., d) to logits (..., num) of the first `num` ids.
 
-        c is (1, cond_dim), or has one row per leading index of hidden. The columns are padded to a
-        multiple of `align`: GPUs multiply matrices of odd width slowly. Those, and the id `never`,
-        have a logit so low that its probability is 0, and yet a number, as -inf is not.
+        c is (1, cond_dim), or has one row per leading index of hidden. Columns that pad to a
+        multiple of `align`, and the id `never`, have the logit `NEVER`.
         """
         x = self.normed(hidden, c, folded)
         weight, bias = self.linear.weight[:num], self.linear.bias[:num]

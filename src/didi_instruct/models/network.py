@@ -1,4 +1,4 @@
-"""The protocol every denoiser network meets, whoever wrote it.
+"""The protocol of denoiser networks.
 
 A pass has four parts: `embed` tokens, `trunk`, choose positions, `head`. So the output layer runs
 where it is needed, soft tokens can stand in place of tokens, and a discriminator is another head
@@ -12,23 +12,22 @@ from typing import NamedTuple, Protocol, TypeVar
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.layers import versions
 
 
 class Modulations(NamedTuple):
-    """Condition of a pass, and what each layer makes of it where that is known beforehand."""
+    """Condition of a pass, and the modulations that layers compute from it, if made beforehand."""
 
     c: Tensor
     """(1 or B, cond_dim) silu(time embedding of σ)."""
     layers: tuple[Tensor, ...] | None = None
     """One tensor per block, then the output layer's; None: each layer computes its own."""
 
-    def of_rows(self, row: Tensor) -> "Modulations":
-        """Modulations of positions that belong to the texts `row` (R,)."""
-        return self if len(self.c) == 1 else Modulations(self.c[row])
+    def of_positions(self, at: Tensor, length: int) -> "Modulations":
+        """Modulations of flat positions (R,) in (B, length)."""
+        return self if len(self.c) == 1 else Modulations(self.c[at // length])
 
     def of_layer(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Arguments of the layer of that number, -1 for the output layer: c, and what is folded."""
+        """Return c and the tensor of a layer, -1 being the output layer."""
         return self.c, None if self.layers is None else self.layers[number]
 
 
@@ -42,14 +41,14 @@ class Mixture(NamedTuple):
 
 
 class Network(Protocol):
-    """A denoiser network: our DiT, or a masked LM of transformers."""
+    """A denoiser network: a DiT, or a masked LM of transformers."""
 
     config: ModelConfig
     training: bool
     align: int
-    """Columns of `head` are a multiple of it; those added have probability 0."""
+    """`head` pads its columns to a multiple of it; those added have probability 0."""
     splits: bool
-    """True where `trunk` can be run in parts: from block `start` up to block `stop`."""
+    """`trunk` can be run in parts, from block `start` up to block `stop`."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -78,16 +77,13 @@ class Network(Protocol):
         start: int = 0,
         stop: int | None = None,
     ) -> Tensor:
-        """State after the last block, (B, L, d), in float32; attended (B, L), None: all.
-
-        Where the network `splits`, that after block `stop` - 1, from x before block `start`.
-        """
+        """State after the last block, (B, L, d), in float32; attended (B, L), None: all."""
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         """Logits (..., V) of the real tokens from states (..., d)."""
 
     def without_head(self) -> "Network":
-        """Copy all but the head, which is then never called: the body of a discriminator."""
+        """Copy all but the head: the trunk of a discriminator."""
 
     def with_masks(self, offsets: Tensor) -> "Network":
         """Copy with more masks, whose embeddings are the last one's plus offsets (K, d)."""
@@ -97,11 +93,9 @@ class Network(Protocol):
     ) -> Tensor:
         """Logits (B, L, V), exactly V columns."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As of any module."""
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
-    def buffers(self) -> Iterator[Tensor]:
-        """As of any module."""
+    def buffers(self) -> Iterator[Tensor]: ...
 
 
 AnyNetwork = TypeVar("AnyNetwork", bound=Network)
@@ -132,21 +126,20 @@ def logits_at(
     mixture: Mixture | None = None,
     mods: Modulations | None = None,
 ) -> Tensor:
-    """Logits (R, V) at flat positions `at` (R,) of tokens (B, L).
+    """Logits (R, V) at flat positions `at` (R,) of tokens (B, L): the output layer runs on those.
 
-    The output layer runs on those alone. There may be more than V columns (`Network.align`), of
-    probability 0. `mods` replaces what σ (B,) would give.
+    `Network.align` may add columns of probability 0. `mods` replaces what σ (B,) would give.
     """
     mods = network.modulations(sigma) if mods is None else mods
     x = network.embed(tokens, attended, mixture)
     hidden = network.trunk(x, mods, attended).flatten(0, 1).index_select(0, at)
-    rows = None if mods is None else mods.of_rows(at // tokens.shape[1])
-    return network.head(hidden, rows)
+    own = None if mods is None else mods.of_positions(at, tokens.shape[1])
+    return network.head(hidden, own)
 
 
 @contextmanager
 def aligned(network: AnyNetwork, align: int) -> Iterator[AnyNetwork]:
-    """Within, the number of columns of `head` is a multiple of `align`."""
+    """Set `Network.align` within the context."""
     before, network.align = network.align, align
     try:
         yield network
@@ -155,15 +148,16 @@ def aligned(network: AnyNetwork, align: int) -> Iterator[AnyNetwork]:
 
 
 class WeightsStamp:
-    """Where each weight and buffer lies, and how often it was changed in place.
+    """Address of each weight and buffer, and how often torch has counted a change in place.
 
-    Two equal stamps mean equal weights, as far as torch can tell: fused optimizers count nothing.
-    A stamp keeps the memory of its weights, so that no others can lie there.
+    Equal stamps mean equal weights, but for changes that are not counted (fused optimizers). A
+    stamp keeps the memory of its weights, so that no others can come to lie there.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._counts = (*(t.data_ptr() for t in tensors), *versions(tensors))
+        changes = (0 if t.is_inference() else t._version for t in tensors)
+        self._counts = (*(t.data_ptr() for t in tensors), *changes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightsStamp) and self._counts == other._counts
@@ -173,5 +167,5 @@ class WeightsStamp:
 
 
 def weights_stamp(network: nn.Module | Network) -> WeightsStamp:
-    """Return the stamp of a network's weights and buffers as they are now."""
+    """Return the stamp of all weights and buffers as they are now."""
     return WeightsStamp([*network.parameters(), *network.buffers()])

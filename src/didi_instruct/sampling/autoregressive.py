@@ -6,7 +6,7 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, invert, law_of
-from didi_instruct.sampling.engines.ar_cuda import Decoders
+from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
 
 

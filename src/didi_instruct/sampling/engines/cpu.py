@@ -1,9 +1,9 @@
 """Denoiser of a DiT on a CPU: the same function of the same weights, laid out anew.
 
-Without time conditioning all that modulates a layer is constant, so gates go into the matrices
-before them. Halves of q and k that turn together are put side by side, so that rotary positions
-are one product of complex numbers. Weights are packed. The last block needs keys and values of all
-positions, the rest of it those alone whose logits are asked for.
+Without time conditioning all modulations are constant, so gates go into the matrices before them.
+Halves of q and k that turn together are put side by side, so that rotary positions are one product
+of complex numbers. Weights are packed. The last block needs keys and values of all positions, but
+the rest of it only positions whose logits are asked for.
 
 Float32 results differ from the network's by rounding. A network in bfloat16 multiplies in
 bfloat16 here too; its residual stream stays float32, as in the network.
@@ -25,7 +25,7 @@ from didi_instruct.sampling.state import Reads
 ROUND = 16
 """Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number."""
 SMALL = 2**20
-"""Attention weights that are held all at once in bfloat16, where the kernel that avoids it is
+"""Largest number of bfloat16 attention weights that are held at once: up to it the fused kernel is
 slower."""
 
 
@@ -39,80 +39,69 @@ def fits(network: DiT) -> bool:
 
 def packed_denoiser(network: DiT) -> LogitsDenoiser:
     """Denoiser of a network that `fits`, with a copy of its weights."""
-    packed = PackedDiT(network)
-
-    def logits(reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
-        where = torch.zeros(reads.tokens.shape, dtype=torch.bool)
-        where.view(-1)[at] = True
-        found = packed.logits(reads.tokens, where, reads.attended)
-        if bool((at[1:] > at[:-1]).all()):
-            return found
-        return found[(where.flatten().cumsum(0) - 1)[at]]
-
-    return LogitsDenoiser(logits, network.config.num_tokens)
+    return LogitsDenoiser(PackedDiT(network).logits, network.config.num_tokens)
 
 
 class PackedDiT:
     """A DiT for inference on a CPU, with a copy of its weights."""
 
+    @torch.no_grad()
     def __init__(self, network: DiT) -> None:
-        """Lay out the weights of a network that `fits`."""
         assert fits(network), "a DiT in evaluation mode, on the CPU, without time conditioning"
-        self.config = network.config
         mods = network.constants()
         assert mods is not None
         assert mods.layers is not None
         *folded, last = mods.layers
-        with torch.no_grad():
-            self._embedding = network.vocab_embed.embedding.detach()
-            learned = network.position_embed
-            self._positions = None if learned is None else learned.embedding.detach().float()
-            rotary = network.rotary_emb
-            self._turns = torch.complex(rotary.cos, rotary.sin)[:, None]
-            pairs = zip(network.blocks, folded, strict=True)
-            blocks = [_Block(b, own) for b, own in pairs if isinstance(b, Block)]
-            *self._blocks, self._last = blocks
-            self._norm = last.unbind()
-            linear, num = network.output_layer.linear, self.config.num_tokens
-            bias = linear.bias.clone()
-            if self.config.end_id is not None:
-                bias[self.config.end_id] = NEVER
-            self._head = PackedLinear(linear.weight[:num], bias[:num])
+        self._embedding = network.vocab_embed.embedding.detach()
+        learned = network.position_embed
+        self._positions = None if learned is None else learned.embedding.detach().float()
+        self._turns = torch.complex(network.rotary_emb.cos, network.rotary_emb.sin)[:, None]
+        pairs = zip(network.blocks, folded, strict=True)
+        *self._blocks, self._last = [_PackedBlock(block, own) for block, own in pairs]
+        self._norm = last.unbind()
+        linear, num = network.output_layer.linear, network.config.num_tokens
+        bias = linear.bias.clone()
+        if network.config.end_id is not None:
+            bias[network.config.end_id] = NEVER
+        self._head = PackedLinear(linear.weight[:num], bias[:num])
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor, where: Tensor, attended: Tensor | None = None) -> Tensor:
-        """Logits (R, V) of the positions that `where` (B, L) selects, in order."""
-        mask = None if attended is None else attended[:, None, None, :]
-        x = self._run(tokens, mask)
-        # Selected positions first, in order, then others: rows are as wide as the widest needs.
-        counts = where.sum(1)
-        width = min(math.ceil(max(1, int(counts.max())) / ROUND) * ROUND, tokens.shape[1])
-        chosen = (~where).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
-        x = self._last.selected(x, self._turns, mask, chosen)
-        x = x[torch.arange(width) < counts[:, None]]
-        return self._head(_normed(x, *self._norm))
-
-    def _run(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
+        """Logits (R, V) at flat positions `at` (R,) of texts (U, L)."""
+        tokens, length = reads.tokens, reads.tokens.shape[1]
+        mask = None if reads.attended is None else reads.attended[:, None, None, :]
         x = F.embedding(tokens, self._embedding).float()
         if self._positions is not None:
-            x = x + self._positions[: tokens.shape[1]]
-        turns = self._turns[: tokens.shape[1]]
+            x = x + self._positions[:length]
+        turns = self._turns[:length]
         for block in self._blocks:
             x = block(x, turns, mask)
-        return x
+        where = torch.zeros(tokens.shape, dtype=torch.bool)
+        where.view(-1)[at] = True
+        # Selected positions first, in order, then others: rows are as wide as the widest needs.
+        counts = where.sum(1)
+        width = min(math.ceil(max(1, int(counts.max())) / ROUND) * ROUND, length)
+        chosen = (~where).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        x = self._last(x, turns, mask, chosen)
+        x = x[torch.arange(width) < counts[:, None]]
+        found = self._head(_normed(x, *self._norm))
+        if bool((at[1:] > at[:-1]).all()):
+            return found
+        return found[(where.flatten().cumsum(0) - 1)[at]]
 
 
-class _Block:
+class _PackedBlock:
     """A block whose modulation is constant."""
 
-    def __init__(self, block: Block, folded: Tensor) -> None:
+    def __init__(self, block: nn.Module, folded: Tensor) -> None:
+        assert isinstance(block, Block)
         weight1, bias1, gate1, weight2, bias2, gate2 = folded.unbind()
         self.norm1, self.norm2, self.heads = (weight1, bias1), (weight2, bias2), block.heads
         weight = block.attn_qkv.weight
         width = weight.shape[1] // block.heads
         q, k, v = weight.view(3, block.heads, width, -1).unbind()
-        beside = torch.arange(width).view(2, -1).t().flatten()
-        parts = q[:, beside] / math.sqrt(width), k[:, beside], v
+        interleaved = torch.arange(width).view(2, -1).t().flatten()
+        parts = q[:, interleaved] / math.sqrt(width), k[:, interleaved], v
         self.qkv = PackedLinear(torch.stack(parts).flatten(0, 2))
         self.out = PackedLinear(_gated(block.attn_out.weight, gate1))
         first, second = block.mlp[0], block.mlp[2]
@@ -121,30 +110,22 @@ class _Block:
         self.first = PackedLinear(first.weight, first.bias)
         self.second = PackedLinear(_gated(second.weight, gate2), _gated(second.bias, gate2))
 
-    def __call__(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        """Map x (B, L, d) to (B, L, d); `turns` (L, 1, D/2) are the rotary positions."""
-        q, k, v = self._qkv(x, turns)
-        return self._mix(x, _attend(q, k, v, mask))
+    def __call__(
+        self, x: Tensor, turns: Tensor, mask: Tensor | None, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Map x (B, L, d) to (B, L, d), or to (B, S, d) for the `chosen` (B, S) of each row alone.
 
-    def selected(self, x: Tensor, turns: Tensor, mask: Tensor | None, chosen: Tensor) -> Tensor:
-        """The same for the `chosen` (B, S) positions of each row alone: (B, S, d)."""
-        q, k, v = self._qkv(x, turns[: x.shape[1]])
-        row = torch.arange(len(x))[:, None]
-        attended = _attend(q[row, chosen], k, v, mask)
-        return self._mix(x[row, chosen], attended)
-
-    def _qkv(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (B, L, H, D) each, the first two turned."""
+        `turns` (L, 1, D/2) are the rotary positions.
+        """
         qkv = self.qkv(_normed(x, *self.norm1)).view(*x.shape[:2], 3, self.heads, -1)
         qk = qkv[:, :, :2].float()
         pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))
         turned = torch.view_as_real(pairs * turns[:, None]).flatten(-2)
         q, k = turned.to(qkv.dtype).unbind(2)
-        return q, k, qkv[:, :, 2]
-
-    def _mix(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add what was attended to x (B, L, d), then the MLP."""
-        x = self.out.added(attended, x)
+        if chosen is not None:
+            row = torch.arange(len(x))[:, None]
+            q, x = q[row, chosen], x[row, chosen]
+        x = self.out.added(_attend(q, k, qkv[:, :, 2], mask), x)
         return self.second.added(self.first.gelu(_normed(x, *self.norm2)), x)
 
 
@@ -169,18 +150,13 @@ def _gated(weight: Tensor, gate: Tensor) -> Tensor:
     return (weight.float() * gate).to(weight.dtype)
 
 
-# Packed matrix products: oneDNN, which is inside PyTorch on most CPUs, wants weights in tiles, and
-# adds a bias, a GELU or a residual while a tile is in a register. Where it is missing, all in plain
-# steps.
+# Matrix products by oneDNN, which is inside PyTorch on most CPUs: weights in tiles, and a bias, a
+# GELU or a residual added while a tile is in a register.
 
 PACK_ROWS = 256
-"""Of x, to choose the layout for; any number works."""
-
-X86 = ("x86_64", "amd64")
-"""Elsewhere oneDNN may fall back on loops that are there for reference, and slow."""
-
+"""Rows of x that the layout is chosen for; any number works."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-"""What is used of PyTorch's namespace for oneDNN, which makes no promises."""
+"""Operators of PyTorch's private namespace for oneDNN, any of which a version may lack."""
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -188,7 +164,7 @@ def packs(dtype: torch.dtype) -> bool:
     mkldnn: Any = torch.backends.mkldnn  # oneDNN's name of old
     if not mkldnn.is_available() or not mkldnn.enabled:
         return False
-    if platform.machine().lower() not in X86:
+    if platform.machine().lower() not in ("x86_64", "amd64"):  # elsewhere it may be slow
         return False
     if not all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS):
         return False
@@ -198,10 +174,9 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear:
-    """x ↦ x Wᵀ + b of a fixed W (out, in) and b (out,), in their type."""
+    """x ↦ x Wᵀ + b of a fixed W (out, in) and b (out,), in their type; packed for oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy the weights into the layout that suits; without oneDNN they stay as they lie."""
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.dtype, self.fused = weight.dtype, packs(weight.dtype)
         if self.fused:

@@ -1,10 +1,11 @@
-"""Denoiser of a DiT on a GPU: passes and draws compiled and captured as CUDA graphs.
+"""Networks on a GPU: passes and draws compiled and captured as CUDA graphs.
 
-A pass is one launch, at one shape: batches are rounded up to few sizes. No number changes but by
-rounding: every row is computed from itself alone, whatever stands beside it.
+A graph runs at one shape, so batches are rounded up to few sizes. Results differ from the network's
+by rounding alone: every row is computed from itself, whatever stands beside it.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.layers import ALIGN, NEVER
-from didi_instruct.models.network import Modulations, logits_at
+from didi_instruct.models.layers import ALIGN, NEVER, upcast
+from didi_instruct.models.network import Modulations, WeightsStamp, logits_at
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.denoiser import times_of
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, draw_by_chunks, draw_tokens
@@ -28,12 +29,18 @@ from didi_instruct.sampling.engines.cuda_graphs import (
 from didi_instruct.sampling.state import Reads
 
 MOST_GRAPHS = 48
-"""Shapes that are kept: about as many as a sweep over budgets brings. Graphs share what they work
-with; each keeps its inputs and its result, (B, L, d) at most."""
+"""Shapes that are kept: about as many as a sweep over budgets brings. Graphs share their working
+memory; each keeps its inputs and its result, (B, L, d) at most."""
+SMALLEST = 8
+"""Tokens that a graph draws at least."""
 LOGITS_AT_ONCE = 1 << 26
 """Entries of the logits that tokens are drawn from at a time."""
 ROWS_AT_ONCE = 4096
-"""Rows of logits of a part."""
+"""Rows of logits that `GraphDenoiser.logits_in_parts` gives at a time."""
+MOST_DECODERS = 4
+"""Batch sizes and lengths whose decoders are kept."""
+LOOKS = 32
+"""Tokens between two checks whether all texts have ended, which wait for the GPU."""
 
 
 def why_not(network: nn.Module) -> str | None:
@@ -46,10 +53,10 @@ def why_not(network: nn.Module) -> str | None:
 
 
 class GraphDenoiser:
-    """A DiT by CUDA graphs: one for the trunk, one from the states of positions to their tokens.
+    """A DiT by two kinds of CUDA graphs: the trunk, and from states of positions to their tokens.
 
     It holds constant modulations and a padded copy of the output layer, so it is made anew when
-    weights change (`sampling.denoiser.Engine`).
+    weights change (`sampling.denoiser.CachedDenoiser`).
     """
 
     compiled = True
@@ -63,22 +70,23 @@ class GraphDenoiser:
             end_id = network.config.end_id
             self._output = pad_output(linear.weight, linear.bias, self.num_tokens, end_id)
         self._trunks: dict[tuple[int, int], Callable[..., Tensor]] = {}
-        """By texts and their length."""
+        """By number of texts and their length."""
         self._draws: dict[int, Callable[..., Tensor]] = {}
-        """By tokens drawn."""
+        """By number of tokens."""
         self._pool: object = None
 
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
-        """Logits (R, V) at flat positions (R,)."""
         return torch.cat(list(self.logits_in_parts(reads, t, at)))[:, : self.num_tokens]
 
     @torch.no_grad()
     def logits_in_parts(self, reads: Reads, t: Tensor | float, at: Tensor) -> Iterator[Tensor]:
-        """Logits (R, W), W a multiple of `ALIGN`, some rows at a time."""
+        """Logits (R, W) some rows at a time, W a multiple of `ALIGN`; without graphs if padded."""
+        mods = self._modulations(reads, t)
         if reads.attended is not None:
-            yield self._with_padding(reads, t, at)
+            found = logits_at(self.network, reads.tokens, None, at, reads.attended, mods=mods)
+            yield found[:, : self.num_tokens]
             return
-        hidden, mods = self._states(reads.tokens, self._modulations(reads, t), at)
+        hidden, mods = self._states(reads.tokens, mods, at)
         for start in range(0, len(at), ROWS_AT_ONCE):
             here = slice(start, start + ROWS_AT_ONCE)
             own = mods if len(mods.c) == 1 else Modulations(mods.c[here])
@@ -109,17 +117,11 @@ class GraphDenoiser:
             values: tuple[Tensor, ...] = (hidden[part], u[part])
             if self._constants is None:
                 values = (*values, mods.c.expand(len(own), -1)[part])
-            found = self._drawn(values, most)
+            found = self._replay_draw(values, most)
             # A copy if there is a next part, which is written to the same place.
             drawn.append(found.clone() if len(own) > most else found)
         token, log_p = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).unbind(1)
         return token.long(), log_p
-
-    def _with_padding(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
-        """Logits of texts with padding, without graphs."""
-        mods = self._modulations(reads, t)
-        found = logits_at(self.network, reads.tokens, None, at, reads.attended, mods=mods)
-        return found[:, : self.num_tokens]
 
     def _modulations(self, reads: Reads, t: Tensor | float) -> Modulations:
         if self._constants is not None:
@@ -139,21 +141,21 @@ class GraphDenoiser:
             return graph
 
         hidden = keep_few(self._trunks, (size, length), make, MOST_GRAPHS)(*values)
-        return hidden.flatten(0, 1)[at], mods.of_rows(at // length)
+        return hidden.flatten(0, 1)[at], mods.of_positions(at, length)
 
     def _trunk(self, tokens: Tensor, c: Tensor | None = None) -> Tensor:
         mods = self._constants if c is None else Modulations(c)
         return self.network.trunk(self.network.embed(tokens), mods)
 
-    def _drawn(self, values: tuple[Tensor, ...], most: int) -> Tensor:
-        """Tokens and log-probabilities by a graph of the next size, at most `most`."""
+    def _replay_draw(self, values: tuple[Tensor, ...], most: int) -> Tensor:
+        """Draw by a graph of the next size, at most `most`."""
         rows = len(values[0])
         there = [size for size in self._draws if rows <= size <= 2 * rows]
-        size = min(there, default=min(round_up(rows, 8), most))
+        size = min(there, default=min(max(SMALLEST, round_up(rows, 8)), most))
 
         def make() -> Callable[..., Tensor]:
             inputs = tuple(grown(v, size) for v in values)
-            graph = capture(self._draw, inputs, self._pool, dynamic=[0] * len(inputs))
+            graph = capture(self._draw, inputs, self._pool, dynamic=True)
             if not isinstance(graph, Captured) or graph.pool != self._pool:
                 self._pool = None  # a capture that broke off may still hold it
             return graph
@@ -161,11 +163,9 @@ class GraphDenoiser:
         return keep_few(self._draws, size, make, MOST_GRAPHS)(*values)
 
     def _draw(self, hidden: Tensor, u: Tensor, c: Tensor | None = None) -> Tensor:
-        """Tokens and log-probabilities as columns (R, 2) in float64."""
         mods = self._constants if c is None else Modulations(c)
         assert mods is not None
-        token, log_p = draw_by_chunks(self._head(hidden, mods)[:, : self.num_tokens], u)
-        return torch.stack([token.double(), log_p.double()], 1)
+        return draw_columns(self._head(hidden, mods)[:, : self.num_tokens], u)
 
     def _head(self, hidden: Tensor, mods: Modulations) -> Tensor:
         """Logits (R, W) of states (R, d), by the padded output layer."""
@@ -173,10 +173,15 @@ class GraphDenoiser:
         return F.linear(normed, *self._output)
 
 
+def draw_columns(logits: Tensor, u: Tensor) -> Tensor:
+    """Draw by u (R,): tokens and their log-probabilities as columns (R, 2) in float64."""
+    return torch.stack([found.double() for found in draw_by_chunks(logits, u)], 1)
+
+
 def pad_output(
     weight: Tensor, bias: Tensor, num: int, never: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of an output layer for the first `num` ids, in a width that GPUs like.
+    """Weight and bias of an output layer for the first `num` ids, padded to a multiple of `ALIGN`.
 
     The columns that are added have probability 0, and so has the id `never`.
     """
@@ -185,3 +190,106 @@ def pad_output(
     if never is not None:
         bias[never] = NEVER
     return F.pad(weight[:num], (0, 0, 0, extra)), bias
+
+
+# Left-to-right models: a static cache, and one captured pass per token
+
+
+draw_uncompiled: Callable[[Tensor, Tensor], Tensor]
+draw_uncompiled = torch.compiler.disable(draw_columns)  # type: ignore[no-untyped-call]
+"""Beside a pass of one token draws cost little, and inductor fails at long sums in float64."""
+
+
+class StaticDecoder:
+    """Draws sequences of one length in batches of one size, as `sampling.autoregressive` does.
+
+    Every pass has one shape, attends to the whole cache behind a mask and draws its tokens, so that
+    it is one CUDA graph.
+    """
+
+    def __init__(self, model: ARModel, batch: int, length: int) -> None:
+        config = model.config
+        self.model, self.batch, self.length = model, batch, length
+        weight = model.output_layer.linear.weight
+        shape = (batch, config.heads, length, config.hidden // config.heads)
+        # A tensor each: compiled code that writes to a part of a tensor copies all of it.
+        self._cache = [
+            (weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.layers)
+        ]
+        self._columns = torch.arange(length, device=weight.device)
+        with torch.no_grad():
+            self._output = pad_output(weight, model.output_layer.linear.bias, config.num_tokens)
+        tokens = torch.full((batch,), config.vocab_size - 1, device=weight.device)
+        numbers = torch.zeros(batch, dtype=torch.float64, device=weight.device)
+        self._begin = tokens.clone()
+        position = self._columns[:1].clone()
+        self._step = capture(self._next, (tokens, numbers, position))
+
+    @torch.no_grad()
+    def decode(self, u: Tensor, eot_id: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities drawn by u (B, length): (B, L) each, B at most the batch.
+
+        L is the length, or less where all texts have drawn `eot_id` before. What a text has drawn
+        after it counts for nothing.
+        """
+        texts, u = len(u), grown(u, self.batch)
+        tokens, drawn = self._begin, []
+        over = torch.zeros_like(tokens, dtype=torch.bool)
+        for column in range(self.length):
+            # A copy: the next pass writes its result to the same place.
+            position = self._columns[column : column + 1]
+            drawn.append(self._step(tokens, u[:, column], position).clone())
+            tokens = drawn[-1][:, 0].long()
+            if eot_id is not None:
+                over |= tokens == eot_id
+                if column % LOOKS == LOOKS - 1 and bool(over.all()):
+                    break
+        token, log_p = torch.stack(drawn, 1)[:texts].unbind(2)
+        return token.long(), log_p
+
+    def _next(self, tokens: Tensor, u: Tensor, position: Tensor) -> Tensor:
+        """Tokens after those (B,) at `position` (1,), and log-probabilities: (B, 2) in float64."""
+        return draw_uncompiled(self._logits(tokens, position), u)
+
+    def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Logits (B, V) of the tokens after these."""
+        model = self.model
+        x = upcast(model.vocab_embed(tokens[:, None]))
+        if model.position_embed is not None:
+            x = x + upcast(model.position_embed.embedding[position])
+        cos = model.rotary_emb.cos[position][:, None, None]
+        sin = model.rotary_emb.sin[position][:, None, None]
+        seen = (self._columns <= position)[None, None, None]
+        for layer, block in enumerate(model.blocks):
+            x = block(x, cos, sin, mask=seen, extend=partial(self._extend, layer, position))
+        weight, bias = self._output
+        x = model.output_layer.norm_final(x[:, 0]).to(weight.dtype)
+        return F.linear(x, weight, bias)
+
+    def _extend(self, layer: int, position: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache[layer]
+        keys.index_copy_(2, position, k)
+        values.index_copy_(2, position, v)
+        return keys, values
+
+
+class Decoders:
+    """Decoders of a model, each made when it is asked for; dropped when weights have changed."""
+
+    def __init__(self, model: ARModel) -> None:
+        self.model = model
+        self._made: dict[tuple[int, int], StaticDecoder] = {}
+        self._stamp: WeightsStamp | None = None
+
+    def find(self, batch: int, length: int) -> StaticDecoder:
+        """A decoder for so many texts, or up to twice as many, of one length."""
+        # Graphs read weights and tables where they lie; of the output layer they have a copy.
+        model, layer = self.model, self.model.output_layer.linear
+        embedding, tables = model.vocab_embed.embedding, model.rotary_emb
+        stamp = WeightsStamp([embedding, *layer.parameters(), tables.cos, tables.sin])
+        if stamp != self._stamp:
+            self._made.clear()
+            self._stamp = stamp
+        there = [b for b, size in self._made if size == length and batch <= b <= 2 * batch]
+        key = min(there, default=batch), length
+        return keep_few(self._made, key, partial(StaticDecoder, model, *key), MOST_DECODERS)

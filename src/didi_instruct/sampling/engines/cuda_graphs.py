@@ -5,7 +5,7 @@ A graph runs at one shape, on buffers of its own; its result is to be used befor
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from didi_instruct.models.compile import compiled, warn_once
 K = TypeVar("K")
 V = TypeVar("V")
 WARM_UP = 3
-"""Passes before a capture: the first ones compile and choose kernels, which no graph may hold."""
+"""Passes before a capture: the first ones compile and choose kernels, which a capture must not."""
 
 
 @functools.cache
@@ -28,7 +28,6 @@ def side_stream(device: torch.device) -> Any:
 
 
 def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
-    """Let a function compile and choose its kernels."""
     with torch.cuda.device(inputs[0].device):
         stream = side_stream(inputs[0].device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -43,10 +42,9 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Non
 def own_workspaces() -> Iterator[None]:
     """Let a capture take the working memory of cuBLAS from the pool of its graph.
 
-    Torch keeps such memory for each stream, outside of any pool, and a graph remembers where it
-    lay. Whoever clears it, as `reduce-overhead` does at every capture, and newer versions of torch
-    where a graph of the same stream is deleted (pytorch issue 193402), would leave graphs behind
-    that write to memory of others, or to none.
+    Torch keeps such memory for each stream, outside of any pool, and frees it at every capture of
+    `reduce-overhead`, and in newer versions when a graph of the stream is deleted (pytorch issue
+    193402). A graph that has recorded its address would then write to memory of others.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -56,7 +54,7 @@ def own_workspaces() -> Iterator[None]:
 
 
 def loaded_code() -> tuple[Any, ...]:
-    """What inductor has loaded so far; kernels are unloaded with the last reference to it."""
+    """Modules that inductor has loaded; kernels are unloaded with the last reference to them."""
     codecache = sys.modules.get("torch._inductor.codecache")
     return tuple(getattr(getattr(codecache, "PyCodeCache", None), "modules", ()))
 
@@ -64,9 +62,9 @@ def loaded_code() -> tuple[Any, ...]:
 class Captured:
     """A warm function as one CUDA graph; inputs may have fewer rows than the graph's buffers.
 
-    It owns what it replays but the tensors that the function closes over: buffers, result, memory
-    between them (the graph's pool), the kernels' code. So nothing that others do with compiled
-    code or caches of memory reaches it.
+    It owns all that it replays but the tensors that the function closes over: buffers, result,
+    working memory (the graph's pool), the kernels' code. So it survives whatever others do with
+    compiled code and caches of memory.
     """
 
     is_compiled = False
@@ -91,14 +89,14 @@ class Captured:
                 self.output = function(*buffers)
         self.code = loaded_code()
         self.pool = self.graph.pool()
-        """Memory that other graphs may share, if none runs while the result of another counts."""
+        """Memory to share with graphs that only run while no result of this one is needed."""
 
     def __call__(self, *values: Tensor) -> Tensor:
-        """Run, without values on what is in the buffers; the next call overwrites the result."""
-        for buffer, value in zip(self.buffers, values, strict=bool(values)):
+        """Run; the next call overwrites the result."""
+        for buffer, value in zip(self.buffers, values, strict=True):
             buffer[: len(value)].copy_(value, non_blocking=True)  # from the CPU, too
         self.graph.replay()
-        return self.output[: len(values[0])] if values else self.output
+        return self.output[: len(values[0])]
 
 
 def capture(
@@ -106,30 +104,27 @@ def capture(
     inputs: tuple[Tensor, ...],
     pool: Any = None,
     *,
-    dynamic: Sequence[int | None] = (),
-    faster: Callable[[], Callable[..., Tensor]] | None = None,
+    dynamic: bool = False,
 ) -> Callable[..., Tensor]:
     """Return a function at the shapes of these inputs, as fast as this machine runs it.
 
-    Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, which
-    is said once. Gradients are off. `dynamic` names a dimension of each input, or none, for all
-    sizes of which code is compiled once. `faster` makes the function of compiled parts, where it
-    is not to be compiled as a whole.
+    Compiled and captured, or captured alone, or as it is: on a CPU, and where torch cannot, of
+    which the user is told once. Gradients are off. `dynamic`: code is compiled once for any number
+    of rows.
     """
     if not inputs[0].is_cuda:
         return function
     # Warm passes read what the graph will: an input laid out otherwise would compile anew in it.
-    with torch.inference_mode(False):  # written later by who may not be in that mode
+    with torch.inference_mode(False):  # else nobody outside of that mode could write to them
         buffers = tuple(tensor.clone() for tensor in inputs)
-    for tensor, dim in zip(buffers, dynamic or [None] * len(buffers), strict=True):
-        if dim is not None:
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    faster = faster or functools.partial(compiled, function, dynamic=False)
+    if dynamic:
+        for tensor in buffers:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
     for name in ("compiled", "captured"):
         begun = False
         try:
             with torch.no_grad():
-                attempt = faster() if name == "compiled" else function
+                attempt = compiled(function, dynamic=False) if name == "compiled" else function
                 _warm_up(attempt, buffers)
                 begun = True
                 graph = Captured(attempt, buffers, pool)
@@ -144,7 +139,7 @@ def capture(
 
 
 def keep_few(there: dict[K, V], key: K, make: Callable[[], V], most: int) -> V:
-    """What is there by a key, or made; of more than `most`, what was not used for longest goes."""
+    """Value of a key, made if missing; beyond `most`, the least recently used one goes."""
     if key not in there:
         if len(there) >= most:
             del there[next(iter(there))]
@@ -154,14 +149,11 @@ def keep_few(there: dict[K, V], key: K, make: Callable[[], V], most: int) -> V:
 
 
 def grown(tensor: Tensor, rows: int) -> Tensor:
-    """The tensor with its first row repeated until there are so many rows."""
+    """Repeat the first row of a tensor until it has so many rows."""
     return torch.cat([tensor, tensor[:1].expand(rows - len(tensor), *tensor.shape[1:])])
 
 
 def round_up(rows: int, parts: int = 2) -> int:
-    """The next of few sizes, none much too large: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ....
-
-    There are so many sizes from each power of 2 to the next.
-    """
+    """Round up to one of `parts` sizes per power of 2: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ...."""
     step = max(1, (1 << (rows - 1).bit_length()) // (2 * parts))
     return -(-rows // step) * step

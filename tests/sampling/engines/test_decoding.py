@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compile import compiled
 from didi_instruct.sampling import autoregressive as plain
 from didi_instruct.sampling.autoregressive import autoregressive
-from didi_instruct.sampling.chain import Canvas, Draw
-from didi_instruct.sampling.decoding import LOOKS, MOST_KEPT, Decoders, StaticDecoder
+from didi_instruct.sampling.draw import DrawOptions
+from didi_instruct.sampling.engines import cuda
+from didi_instruct.sampling.engines.cuda import LOOKS, MOST_DECODERS, Decoders, StaticDecoder
+from didi_instruct.sampling.state import Canvas
+
+from .small import Buffered
 
 EOT = 5
 
@@ -28,10 +33,9 @@ def make(device="cpu", **changes):
     return model.to(device).double().eval()
 
 
-def blank(model, batch, length, device="cpu", stream=(7,)):
-    tokens = torch.full((batch, length), model.config.vocab_size - 1, device=device)
-    samples = torch.arange(3, 3 + batch, device=device)
-    return Canvas(tokens, model.config.vocab_size - 1, samples, stream=stream)
+def blank(model, batch, length, device="cpu"):
+    canvas = Canvas.blank(batch, length, model.config.vocab_size - 1, first=3, device=device)
+    return replace(canvas, stream=(7,))
 
 
 def same(one, other):
@@ -43,12 +47,14 @@ def same(one, other):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("changes", [{}, {"learned_positions": True}])
 @pytest.mark.parametrize("eot_id", [None, EOT])
-def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, eot_id, device):
+def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, eot_id, device, monkeypatch):
     """In float64, from the same numbers; twice, so that nothing is left of the first time."""
+    if device == "cpu":
+        monkeypatch.setattr(cuda, "capture", Buffered)
     model = make(device, **changes)
     decoders = Decoders(model)
     for seed in (3, 4):
-        canvas, settings = blank(model, 5, 2 * LOOKS + 8, device), Draw(seed=seed)
+        canvas, settings = blank(model, 5, 2 * LOOKS + 8, device), DrawOptions(seed=seed)
         expected = autoregressive(model, canvas, settings=settings, eot_id=eot_id)
         found = autoregressive(model, canvas, settings=settings, eot_id=eot_id, decoders=decoders)
         same(found, expected)
@@ -83,7 +89,7 @@ def test_what_it_cannot_do_is_left_to_plain_decoding(monkeypatch):
     prompted[0, 0] = 1
     given = Canvas(prompted, canvas.mask_id, canvas.samples)
     autoregressive(model, given, decoders=decoders)
-    autoregressive(model, canvas, settings=Draw(temperature=0.5), decoders=decoders)
+    autoregressive(model, canvas, settings=DrawOptions(temperature=0.5), decoders=decoders)
     autoregressive(model, canvas, callback=lambda _: None, decoders=decoders)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         autoregressive(model, canvas, decoders=decoders)
@@ -127,10 +133,10 @@ def test_few_decoders_are_kept_and_serve_smaller_batches():
     first = decoders.find(4, 4)
     assert decoders.find(2, 4) is decoders.find(4, 4) is first
     assert decoders.find(1, 4) is not first, "much too large"
-    for length in range(5, 5 + MOST_KEPT - 1):
+    for length in range(5, 5 + MOST_DECODERS - 1):
         assert decoders.find(4, 4) is first
         decoders.find(4, length)
-    assert len(decoders._made) == MOST_KEPT
+    assert len(decoders._made) == MOST_DECODERS
     assert decoders.find(4, 4) is first, "what is used stays"
 
 
