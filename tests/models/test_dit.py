@@ -160,6 +160,7 @@ def test_head_works_on_selected_rows(time_conditioning):
     some = dit.head(hidden.flatten(0, 1)[at], own)
     torch.testing.assert_close(some, dit.head(hidden, mods).flatten(0, 1)[at])
     torch.testing.assert_close(logits_at(dit, TOKENS, SIGMA, at), some)
+    assert logits_at(dit, TOKENS, SIGMA, at[:0]).shape == (0, some.shape[1])
 
 
 @torch.no_grad()

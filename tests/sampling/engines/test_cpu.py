@@ -215,3 +215,31 @@ def test_a_model_that_has_sampled_can_be_copied(copied):
     assert bool((expected < 32).any())
     assert bool((model.sample(4, steps=4) >= 32).all())
     assert torch.equal(twin.sample(4, steps=4), expected)
+
+
+def test_blank_texts_are_read_once(monkeypatch):
+    """Masks alone, and masks with ends behind, of one text; all else is read as it is."""
+    config = ModelConfig(**TINY, end_id=3, lengths=LENGTHS)
+    for dit in (network(), randomise(DiT(config)).eval()):
+        packed, runs = PackedDiT(dit), []
+        states = packed._states
+
+        def counted(tokens, mask=None, states=states, runs=runs):
+            runs.append(tokens.shape)
+            return states(tokens, mask)
+
+        monkeypatch.setattr(packed, "_states", counted)
+
+        def logits(tokens, packed=packed):
+            at = torch.arange(tokens.numel())
+            return packed.logits(Reads(tokens), 0.5, at).view(*tokens.shape, -1)
+
+        blank = torch.full((1, 30), 10)
+        written = blank.index_fill(1, torch.tensor([4]), 7)
+        texts = [blank, blank[:, :29], written, blank.expand(2, -1), blank]
+        if dit.config.end_id is not None:
+            texts.append(blank.index_fill(1, torch.arange(20, 30), 3))
+        for tokens in [*texts, *texts]:
+            torch.testing.assert_close(logits(tokens), dit(tokens).detach(), rtol=1e-4, atol=1e-4)
+        once = 2 + (dit.config.end_id is not None)
+        assert len(runs) == once + 2 * 2  # the written text and the pair, twice each

@@ -9,6 +9,7 @@ Float32 results differ from the network's by rounding. A network in bfloat16 mul
 bfloat16 here too; its residual stream stays float32, as in the network.
 """
 
+import functools
 import math
 import platform
 from typing import Any
@@ -22,6 +23,8 @@ from didi_instruct.models.layers import NEVER, NORM_EPS, Block
 from didi_instruct.sampling.denoiser import LogitsDenoiser
 from didi_instruct.sampling.state import Reads
 
+BLANK_TEXTS = 32
+"""Texts without a word whose states are kept: every text starts from one, often from the same."""
 ROUND = 16
 """Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number."""
 SMALL = 2**20
@@ -61,21 +64,23 @@ class PackedDiT:
         self._norm = last.unbind()
         linear, num = network.output_layer.linear, network.config.num_tokens
         bias = linear.bias.clone()
-        if network.config.end_id is not None:
-            bias[network.config.end_id] = NEVER
+        self._mask_id, self._end_id = network.config.mask_id, network.config.end_id
+        if self._end_id is not None:
+            bias[self._end_id] = NEVER
         self._head = PackedLinear(linear.weight[:num], bias[:num])
+        self._blank_states = functools.lru_cache(BLANK_TEXTS)(self._states_of_bytes)
 
     @torch.no_grad()
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
         """Logits (R, V) at flat positions `at` (R,) of texts (U, L)."""
         tokens, length = reads.tokens, reads.tokens.shape[1]
-        mask = None if reads.attended is None else reads.attended[:, None, None, :]
-        x = F.embedding(tokens, self._embedding).float()
-        if self._positions is not None:
-            x = x + self._positions[:length]
-        turns = self._turns[:length]
-        for block in self._blocks:
-            x = block(x, turns, mask)
+        mask, turns = None, self._turns[:length]
+        if reads.attended is not None:
+            mask = reads.attended[:, None, None, :]
+        if len(tokens) == 1 and mask is None and self._is_blank(tokens):
+            x = self._blank_states(tokens.numpy().tobytes())
+        else:
+            x = self._states(tokens, mask)
         where = torch.zeros(tokens.shape, dtype=torch.bool)
         where.view(-1)[at] = True
         # Selected positions first, in order, then others: rows are as wide as the widest needs.
@@ -88,6 +93,28 @@ class PackedDiT:
         if bool((at[1:] > at[:-1]).all()):
             return found
         return found[(where.flatten().cumsum(0) - 1)[at]]
+
+    def _states(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """States (U, L, d) before the last block."""
+        length = tokens.shape[1]
+        x = F.embedding(tokens, self._embedding).float()
+        if self._positions is not None:
+            x = x + self._positions[:length]
+        for block in self._blocks:
+            x = block(x, self._turns[:length], mask)
+        return x
+
+    def _states_of_bytes(self, tokens: bytes) -> Tensor:
+        return self._states(torch.frombuffer(bytearray(tokens), dtype=torch.long)[None])
+
+    def _is_blank(self, tokens: Tensor) -> bool:
+        """True for masks alone, with ends behind them where texts have windows of their own."""
+        if self._mask_id is None:
+            return False
+        blank = tokens >= self._mask_id
+        if self._end_id is not None:
+            blank |= tokens == self._end_id
+        return bool(blank.all())
 
 
 class _PackedBlock:
