@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.ancestral import coded_logits
+from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import (
     PLAIN,
@@ -22,9 +22,7 @@ from didi_instruct.sampling.draw import (
     in_parts,
     invert,
     law_of,
-    restrict,
 )
-from didi_instruct.sampling.plan import Step, check_steps, local_positions, step_codes
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 
@@ -79,7 +77,7 @@ def by_confidence(
     lowest = _lowest(steps, order, threshold)
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
     if steps is not None:
-        check_steps(steps)
+        plans.check_steps(steps)
     nfe = keep_surest(
         denoiser, state, noise, settings, state.open, order,
         steps=steps, lowest=lowest, callback=callback,
@@ -108,12 +106,9 @@ def keep_surest(
     """
     count = inside.sum()
     most = max([1, *inside.sum(1).tolist()]) if steps is None else steps
-    done = 0
     for n in range(most):
         masked = state.masked & inside
         share, keep = float(masked.sum() / count.clamp(min=1)), masked
-        if steps is None and not masked.any():
-            break
         if masked.any():
             at, token, log_p, value = _candidates(denoiser, state, noise, options, masked, order, n)
             place = rank(value, masked)
@@ -124,11 +119,12 @@ def keep_surest(
                 keep = masked & (place < -(-left // (steps - n)))
             kept = keep.view(-1)[at]
             state.write(at[kept], token[kept], log_p[kept])
+        elif steps is None:
+            return n
         if callback is not None:
             written = keep.flatten().nonzero().squeeze(1)
             callback(state.snapshot(first + n, scheduled or most, share, written))
-        done += 1
-    return done
+    return most
 
 
 def _candidates(
@@ -141,30 +137,18 @@ def _candidates(
     n: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw a token for every mask: positions, tokens, log-probabilities (R,), sureness (B, L)."""
-    length, at = state.z.shape[1], masked.flatten().nonzero().squeeze(1)
-    rows = masked.any(1).nonzero().squeeze(1)
-    z = state.z[rows]
-    row = None
-    if len(rows) > 1 and bool((z == z[:1]).all()):
-        # The same text in every row, such as all masks: one row serves all.
-        columns = masked.any(0)
-        reads, row = columns.nonzero().squeeze(1), (columns.cumsum(0) - 1)[at % length]
-        rows = rows[:1]
-    else:
-        reads = local_positions(at, rows, length)
-    shown = state.reads(rows)
-    codes = step_codes(noise, n, state.canvas.masks)
-    step = Step(n, 0.0, shown.masked_share(state.mask_id), rows, reads, at, at, row, codes=codes)
-    if codes is None:
-        state.count(len(shown))
-        logits = denoiser.logits(shown, step.t, reads)
-    else:
-        logits, row = coded_logits(denoiser, state, step, shown)
-    logits = logits if row is None else logits[row]
-    u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
+    at, rows = plans.places(masked)
+    u = noise.uniforms(state.z.shape[1], Purpose.TOKEN, n).flatten()[at]
+    shared = plans.shared_positions(state, at, rows)
+    step = plans.make_step(state, noise, n, 0.0, at, rows, u, shared)
+    times = state.reads(step.states).masked_share(state.mask_id)
+    reads = state.reads(step.states, step.codes)
+    state.count(len(reads))
+    logits = denoiser.logits(reads, times, step.reads)
+    logits = logits if step.row is None else logits[step.row]
     tokens, log_ps, values = [], [], []
     for part, numbers in in_parts(logits, u):
-        own = restrict(part)
+        own = law_of(part)
         token = invert(law_of(part, options), numbers)
         tokens.append(token)
         log_ps.append(own.gather(-1, token[:, None]).squeeze(-1))

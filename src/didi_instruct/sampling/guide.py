@@ -50,7 +50,6 @@ class Guidance:
     """Largest entry of the reward's gradient with respect to the logits."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot guide."""
         for name, value in (("h_start", self.h_start), ("h_end", self.h_end)):
             if not math.isfinite(value):
                 raise UserError(f"guidance.{name} is {value}: use a finite number.")
@@ -78,9 +77,8 @@ class Guidance:
 class Guide(Protocol):
     """Log-ratios of teacher over student."""
 
-    @property
-    def num_tokens(self) -> int:
-        """V, the real tokens it knows."""
+    num_tokens: int
+    """V, the real tokens it knows."""
 
     def vectors(self, columns: int) -> Tensor:
         """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
@@ -99,19 +97,14 @@ class DiscriminatorGuide:
         self, discriminator: Discriminator, schedule: Schedule, *, fast: bool = False
     ) -> None:
         self.discriminator, self.schedule = discriminator.eval(), schedule
+        self.num_tokens = discriminator.config.num_tokens
         if fast:
             discriminator.requires_grad_(False)
         self._compiles = fast
         self._compiled: Any = None
         self._vectors: tuple[WeightsStamp, Tensor] | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """V, the real tokens it knows."""
-        return self.discriminator.config.num_tokens
-
     def vectors(self, columns: int) -> Tensor:
-        """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
         stamp = WeightsStamp([self.discriminator.vectors])
         if self._vectors is None or self._vectors[0] != stamp or len(self._vectors[1]) != columns:
             own = self.discriminator.vectors[: self.num_tokens].detach()
@@ -120,16 +113,11 @@ class DiscriminatorGuide:
 
     @torch.no_grad()
     def log_ratio(self, reads: Reads, t: float) -> Tensor:
-        """Log-ratio (U, L) at every position."""
         x = self.discriminator.trunk.embed(reads.tokens, reads.attended)
         return self._score(x, self._sigma(reads, t), reads.attended)
 
     @torch.no_grad()
     def gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
-        """Gradient (R, d) at the vectors of a mixture of the log-ratios summed where `counted`.
-
-        No weight accumulates a gradient.
-        """
         vectors = mixture.vectors.detach().to(self.discriminator.vectors.dtype)
         given = reads, Mixture(mixture.at, vectors), self._sigma(reads, t), counted
         try:
@@ -186,14 +174,12 @@ class DiscriminatorGuide:
         return ratio[:rows]
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without compiling."""
         reason = first_line(error)
         warn_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
         self._compiles, self._compiled = False, None
 
 
 def _twice(x: Tensor | None) -> Tensor | None:
-    """A row and the same again."""
     return None if x is None else torch.cat([x, x])
 
 
@@ -219,18 +205,15 @@ def slopes(gradient: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype) @ vectors.T.to(dtype)
 
 
-def logit_gradient(p: Tensor, slope: Tensor) -> Tensor:
-    """Gradient at the logits, p * (E g - p . E g): (R, W), (R, W) -> (R, W)."""
-    return p * (slope - (p * slope).sum(-1, keepdim=True))
-
-
 def tilted(logits: Tensor, slope: Tensor, h: Tensor, clamp: Tensor) -> Tensor:
     """Logits + h * gradient of the reward, clamped: (R, W), (R, W) -> (R, W) in the slopes' type.
 
     h and clamp are tensors without dimensions: other numbers would be compiled anew.
     """
     wide = logits.to(slope.dtype)
-    return wide + h * logit_gradient(wide.softmax(-1), slope).clamp(-clamp, clamp)
+    p = wide.softmax(-1)
+    gradient = p * (slope - (p * slope).sum(-1, keepdim=True))
+    return wide + h * gradient.clamp(-clamp, clamp)
 
 
 fused_tilt: Fused[[Tensor, Tensor, Tensor, Tensor], Tensor] = Fused(tilted, "A tilt")
