@@ -16,12 +16,10 @@ from didi_instruct.sampling.guide import Guidance
 from didi_instruct.sampling.guided import read_all_masks, rgas
 from didi_instruct.sampling.plan import (
     make_plan,
-    make_step,
-    places,
     random_turns,
     reveal_chances,
-    shared_positions,
     step_codes,
+    step_where,
     time_grid,
 )
 from didi_instruct.sampling.state import Canvas, State
@@ -96,11 +94,12 @@ def test_a_single_step_writes_where_a_mask_says(canvas, n, seed):
     """From texts that are alike, one is read."""
     generator, state, noise = torch.Generator().manual_seed(seed), State(canvas), canvas.noise(seed)
     write = canvas.open & (torch.rand(canvas.tokens.shape, generator=generator) < 0.4)
-    at, rows = places(write)
-    u = noise.uniforms(L, Purpose.TOKEN, n).flatten()[at]
-    step = make_step(state, noise, n, 0.5, at, rows, u, shared_positions(state, at, rows))
-    check_step(step, n, write, canvas.tokens, noise, canvas.masks)
-    assert (step.t, step.row is not None) == (0.5, are_alike(canvas, rows))
+    rows = write.any(1).nonzero().squeeze(1)
+    for begun in (False, True):
+        step = step_where(state, noise, n, 0.5, write, begun=begun)
+        check_step(step, n, write, canvas.tokens, noise, canvas.masks)
+        assert step.t == 0.5
+        assert (step.row is not None) == (not begun and are_alike(canvas, rows))
 
 
 @law

@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import (
-    PLAIN,
-    DrawOptions,
-    Noise,
-    Purpose,
-    in_parts,
-    invert,
-    law_of,
-)
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise, in_parts, invert, law_of
+from didi_instruct.sampling.plan import Step, check_steps, step_where
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 
@@ -76,8 +68,6 @@ def by_confidence(
     """
     lowest = _lowest(steps, order, threshold)
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    if steps is not None:
-        plans.check_steps(steps)
     nfe = keep_surest(
         denoiser, state, noise, settings, state.open, order,
         steps=steps, lowest=lowest, callback=callback,
@@ -104,21 +94,25 @@ def keep_surest(
     In `steps` steps, or without as many as it takes to keep all that reach `lowest`. A callback is
     told of steps from `first` on, of those `scheduled` in all.
     """
+    if steps is not None:
+        check_steps(steps)
     count = inside.sum()
     most = max([1, *inside.sum(1).tolist()]) if steps is None else steps
     for n in range(most):
         masked = state.masked & inside
         share, keep = float(masked.sum() / count.clamp(min=1)), masked
         if masked.any():
-            at, token, log_p, value = _candidates(denoiser, state, noise, options, masked, order, n)
+            step = step_where(state, noise, n, share, masked)
+            token, log_p, sureness = _candidates(denoiser, state, step, options, order)
+            value = torch.zeros_like(state.costs).masked_scatter(masked, sureness)
             place = rank(value, masked)
             if steps is None:
                 keep = masked & ((value >= lowest) | (place < 1))
             else:
                 left = masked.sum(1, keepdim=True)
                 keep = masked & (place < -(-left // (steps - n)))
-            kept = keep.view(-1)[at]
-            state.write(at[kept], token[kept], log_p[kept])
+            kept = keep.view(-1)[step.writes]
+            state.write(step.writes[kept], token[kept], log_p[kept])
         elif steps is None:
             return n
         if callback is not None:
@@ -128,34 +122,22 @@ def keep_surest(
 
 
 def _candidates(
-    denoiser: Denoiser,
-    state: State,
-    noise: Noise,
-    options: DrawOptions,
-    masked: Tensor,
-    order: str,
-    n: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw a token for every mask: positions, tokens, log-probabilities (R,), sureness (B, L)."""
-    at, rows = plans.places(masked)
-    u = noise.uniforms(state.z.shape[1], Purpose.TOKEN, n).flatten()[at]
-    shared = plans.shared_positions(state, at, rows)
-    step = plans.make_step(state, noise, n, 0.0, at, rows, u, shared)
+    denoiser: Denoiser, state: State, step: Step, options: DrawOptions, order: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, log-probabilities and sureness (N,) of what a step would write."""
     times = state.reads(step.states).masked_share(state.mask_id)
     reads = state.reads(step.states, step.codes)
     state.count(len(reads))
     logits = denoiser.logits(reads, times, step.reads)
     logits = logits if step.row is None else logits[step.row]
     tokens, log_ps, values = [], [], []
-    for part, numbers in in_parts(logits, u):
+    for part, numbers in in_parts(logits, step.u):
         own = law_of(part)
-        token = invert(law_of(part, options), numbers)
+        token = invert(law_of(part, options) if options.restricted else own, numbers)
         tokens.append(token)
         log_ps.append(own.gather(-1, token[:, None]).squeeze(-1))
         values.append(ORDERS[order](own, token))
-    value = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
-    value = value.masked_scatter(masked, torch.cat(values))
-    return at, torch.cat(tokens), torch.cat(log_ps), value
+    return torch.cat(tokens), torch.cat(log_ps), torch.cat(values)
 
 
 def rank(value: Tensor, masked: Tensor) -> Tensor:

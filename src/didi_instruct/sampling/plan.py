@@ -180,16 +180,23 @@ def make_step(
     return Step(index, time, time, states, reads, at, u, row, codes=codes)
 
 
-def places(where: Tensor) -> tuple[Tensor, Tensor]:
+def step_where(
+    state: State, noise: Noise, index: int, time: float, mask: Tensor, *, begun: bool = False
+) -> Step:
+    """Step that writes where a mask (B, L) says; a GPU is waited for."""
+    at, rows = places(mask)
+    u = noise.uniforms(mask.shape[1], Purpose.TOKEN, index).flatten()[at]
+    shared = None if begun else shared_positions(state, at, rows)
+    return make_step(state, noise, index, time, at, rows, u, shared)
+
+
+def places(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Flat positions (N,) and rows (A,) at which a mask (B, L) is true; a GPU is waited for."""
-    return where.flatten().nonzero().squeeze(1), where.any(1).nonzero().squeeze(1)
+    return mask.flatten().nonzero().squeeze(1), mask.any(1).nonzero().squeeze(1)
 
 
 def shared_positions(state: State, at: Tensor, rows: Tensor) -> Tensor | None:
-    """Positions (C,) at which one text is read for all `rows` (A,), if these are alike.
-
-    A GPU is waited for.
-    """
+    """Positions (C,) to read of one text for all `rows` (A,) that are alike; waits for a GPU."""
     if len(rows) < 2 or not state.same_as(rows[:1])[rows].all():
         return None
     columns: Tensor = torch.unique(at % state.z.shape[1])

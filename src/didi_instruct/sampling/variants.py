@@ -97,13 +97,10 @@ def remasking(
         written = state.open & ~masked
         erase = written & (noise.uniforms(length, Purpose.REMASK, n) < remask_chance)
         masked = (masked & ~reveal) | erase
-        at, rows = plans.places(reveal)
-        u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
-        shared = None if begun else plans.shared_positions(state, at, rows)
-        step = plans.make_step(state, noise, n, times[n], at, rows, u, shared)
+        step = plans.step_where(state, noise, n, times[n], reveal, begun=begun)
         greedy = greedy_tail and n == steps - 1
         plan.append(replace(step, erases=plans.places(erase)[0], greedy=greedy))
-        begun = begun or len(at) > 0
+        begun = begun or len(step.writes) > 0
     run(plan, state, plain(denoiser, settings), callback)
     return state.samples(nfe=steps, exact_path=exact)
 
