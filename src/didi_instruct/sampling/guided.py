@@ -72,22 +72,18 @@ def rgas(
     times, turn = plans.reveal_turns(schedule, state.open, steps, grid, order, noise)
     turn = torch.where(state.masked, turn, -1)
     plan = plans.make_plan(state, turn, times, noise, begun=coded)
-    calls = torch.zeros(len(state.z), dtype=torch.long, device=state.z.device)
     draw = plain(denoiser, settings)
     if any(scales):
         plan = read_all_masks(plan, turn, scales)
-        draw = tilted(denoiser, guide, settings, scales, guidance.clamp, calls)
+        draw = tilted(denoiser, guide, settings, scales, guidance.clamp)
     known = len(scales) if reranks else steps
     run(plan[:known], state, draw, callback, steps)
     if reranks:
         chances = plans.reveal_chances(schedule, times) if order == "random" else None
-        search = Search(
-            denoiser, guide, state, noise, settings, guidance, times, turn, chances, calls
-        )
+        search = Search(denoiser, guide, state, noise, settings, guidance, times, turn, chances)
         begun = coded or any(len(step.writes) for step in plan[:known])
         search.run(range(known, steps), callback, begun=begun)
-    disc_calls = max(calls.tolist(), default=0)
-    return state.samples(nfe=steps, exact_path=not reranks and not coded, disc_calls=disc_calls)
+    return state.samples(nfe=steps, exact_path=not reranks and not coded)
 
 
 # Tilting
@@ -124,27 +120,20 @@ def read_all_masks(plan: list[Step], turn: Tensor, scales: list[float]) -> list[
 
 
 def tilted(
-    denoiser: Denoiser,
-    guide: Guide,
-    options: DrawOptions,
-    scales: list[float],
-    clamp: float,
-    calls: Tensor,
+    denoiser: Denoiser, guide: Guide, options: DrawOptions, scales: list[float], clamp: float
 ) -> Draw:
-    """Draw from logits + h * gradient of the reward, Eq. (10), and count the guide's `calls` (B,).
+    """Draw from logits + h * gradient of the reward, Eq. (10), with the h of each step.
 
     The reward of a text is the sum of the log-ratios over its masks, each of which shows the guide
     the average embedding under the denoiser. A gradient is taken where tokens are drawn.
     """
     otherwise = plain(denoiser, options)
 
+    @fusing(denoiser.compiled)
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
-        if step.index >= len(scales) or scales[step.index] == 0:
+        h = scales[step.index] if step.index < len(scales) else 0.0
+        if h == 0:
             return otherwise(state, step)
-        with fusing(denoiser.compiled):
-            return draw_tilted(state, step, scales[step.index])
-
-    def draw_tilted(state: State, step: Step, h: float) -> tuple[Tensor, Tensor]:
         reads, count, start = state.reads(step.states), len(step.writes), 0
         coded = reads if step.codes is None else reads.with_codes(state.mask_id, step.codes)
         kept: list[Tensor] = []
@@ -160,7 +149,7 @@ def tilted(
         mixture = Mixture(step.reads, torch.cat(mixed))
         gradient = guide.gradient(reads, step.time, mixture, counted)
         state.count(len(reads), guides.FORWARD + guides.FORWARD_AND_BACKWARD)
-        calls.add_(torch.zeros_like(calls).index_fill_(0, step.writes // state.z.shape[1], 1))
+        state.count_calls(step.writes // state.z.shape[1], 1)
         logits = kept[0] if len(kept) == 1 else torch.cat(kept)
         row = slice(0, count) if step.row is None else step.row
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -190,8 +179,6 @@ class Search:
     """(B, L) the step that reveals each position, where chance has no say in it."""
     chances: list[float] | None
     """Probability that each step reveals a mask; None: it has its turn."""
-    calls: Tensor
-    """(B,) evaluations of the guide so far."""
 
     def run(self, steps: range, callback: Callback | None, *, begun: bool) -> None:
         """Take the steps; `begun`: something is written, so texts are no longer alike."""
@@ -232,10 +219,10 @@ class Search:
         token, log_p = token.masked_fill(~hit, state.mask_id), log_p.masked_fill(~hit, 0.0)
         z = state.z.flatten().repeat(num, 1).index_copy_(1, at, token).view_as(reveal)
         costs = state.costs.flatten().repeat(num, 1).index_copy_(1, at, log_p).view_as(reveal)
-        taken = torch.zeros_like(self.calls).index_copy_(0, rows, self._choose(n, z, rows))
+        taken = rows.new_zeros(len(state.z)).index_copy_(0, rows, self._choose(n, z, rows))
         chosen = taken, torch.arange(len(taken), device=taken.device)
         state.z, state.costs = z[chosen], costs[chosen]
-        self.calls.index_add_(0, rows, torch.full_like(rows, num))
+        state.count_calls(rows, num)
         return True
 
     def _draw(self, step: Step, hit: Tensor) -> tuple[Tensor, Tensor]:

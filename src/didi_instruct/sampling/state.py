@@ -127,6 +127,8 @@ class State:
         self.correction: Tensor | float = 0.0
         """(B,) added to the log-probability of a path beside the costs."""
         self.passes = 0.0
+        self.calls: Tensor | None = None
+        """(B,) evaluations of a discriminator, where there are any."""
         self.padded = padded
         """There is padding; None: not known yet."""
 
@@ -163,6 +165,12 @@ class State:
         """Count passes over so many texts."""
         self.passes += passes * rows / len(self.z)
 
+    def count_calls(self, texts: Tensor, calls: int) -> None:
+        """Count evaluations of a discriminator for some texts (N,), each once."""
+        calls_of = torch.zeros(len(self.z), dtype=torch.long, device=self.z.device)
+        calls_of.index_fill_(0, texts, calls)
+        self.calls = calls_of if self.calls is None else self.calls + calls_of
+
     def write(self, at: Tensor, tokens: Tensor, log_p: Tensor) -> None:
         """Write tokens (N,) with their log-probabilities (N,) at flat positions (N,)."""
         if self.watched:
@@ -185,12 +193,13 @@ class State:
         confidence = self.costs.exp().masked_fill(~written, 0.0)
         return Snapshot(index, steps, time, self.z, revealed, confidence, self.open)
 
-    def samples(self, nfe: int, *, exact_path: bool = True, disc_calls: int = 0) -> Samples:
+    def samples(self, nfe: int, *, exact_path: bool = True) -> Samples:
         """Return the result; weights that give no numbers are refused here, once."""
         log_prob = self.costs.sum(1) + self.correction
         if bool(log_prob.isnan().any()):
             raise UserError("The model's logits are not numbers: its weights are damaged.")
-        return Samples(self.z, log_prob if exact_path else None, nfe, self.passes, disc_calls)
+        calls = 0 if self.calls is None else max(self.calls.tolist())
+        return Samples(self.z, log_prob if exact_path else None, nfe, self.passes, calls)
 
 
 @dataclass(frozen=True, slots=True)
