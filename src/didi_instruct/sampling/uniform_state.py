@@ -11,7 +11,7 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.process.uniform import posterior
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, in_parts, invert, law_of
-from didi_instruct.sampling.plan import Grid, local_positions, places, time_grid
+from didi_instruct.sampling.plan import Grid, local_positions, time_grid
 from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
 
 
@@ -49,7 +49,8 @@ def uniform_state(
     alphas[-1] = 1.0  # not up to rounding
     start = (noise.uniforms(length, Purpose.START, 0) * num_tokens).long().clamp(max=num_tokens - 1)
     state.z = torch.where(state.open, start, state.z)
-    at, rows = places(state.open)
+    at = state.open.flatten().nonzero().squeeze(1)
+    rows = state.open.any(1).nonzero().squeeze(1)
     reads = local_positions(at, rows, length)
     for n in range(steps):
         before = state.z.clone() if callback is not None else state.z
