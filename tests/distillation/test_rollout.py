@@ -27,7 +27,7 @@ from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
 from didi_instruct.sampling import draw as draws
 from didi_instruct.sampling.ancestral import ancestral, plain
 from didi_instruct.sampling.denoiser import function_denoiser
-from didi_instruct.sampling.draw import DrawOptions, restrict
+from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.draw import invert as draw
 from didi_instruct.sampling.state import Canvas
 
@@ -246,7 +246,7 @@ def test_in_streams_a_rollout_stops_on_the_path(tau, turns):
         z, log_p = MASKS[0].clone(), 0.0
         for step, positions in enumerate(turns):
             laws = table(z[None], torch.tensor([1.0, 0.75, 0.5][step : step + 1]).double())[0]
-            log_p += sum(float(restrict(laws[i][None])[0, text[i]]) for i in positions)
+            log_p += sum(float(draws.law_of(laws[i][None])[0, text[i]]) for i in positions)
             z = torch.where(torch.isin(torch.arange(L), torch.tensor(positions)), text, z)
         law[place] = math.exp(log_p)
     assert float(law.sum()) == pytest.approx(1)
@@ -325,7 +325,7 @@ def test_jumps_equal_a_dense_loop(seed):
     dense = table(jump.z[jump.state], jump.t[jump.state])
     tokens, log_p = [], []
     for text, position in jump.writes.nonzero().tolist():
-        law = restrict(dense[text, position][None])
+        law = draws.law_of(dense[text, position][None])
         tokens.append(int(draw(law, numbers[text, position][None])))
         log_p.append(float(law[0, tokens[-1]]))
     drawn, reported = draw_jump(table.log_probs, jump, numbers)

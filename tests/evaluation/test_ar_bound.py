@@ -13,6 +13,7 @@ from didi_instruct.evaluation.paths import path_kl
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import Canvas
 
@@ -30,8 +31,8 @@ def language():
 def draw(language, steps):
     """Samples of the exact denoiser in too few steps."""
     canvas = Canvas.blank(SAMPLES, language.length, language.mask_id)
-    schedule = LogLinear(0.0)
-    return ancestral(language.denoiser, schedule, canvas, steps=steps, settings=DrawOptions(seed=3))
+    denoiser, settings = function_denoiser(language.denoiser, 64), DrawOptions(seed=3)
+    return ancestral(denoiser, LogLinear(0.0), canvas, steps=steps, settings=settings)
 
 
 def random_tokens(count=300, length=6, num_tokens=5, seed=0):

@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from didi_instruct.sampling.first_hitting import first_hitting
 from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -22,8 +21,10 @@ from didi_instruct.evaluation.paths import (
 from didi_instruct.models.dit import build_model
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import Canvas, Samples
+from didi_instruct.sampling.variants import first_hitting
 from didi_instruct.training.objectives import make_objective
 
 V, L, MASK = 3, 4, 3
@@ -83,7 +84,8 @@ def test_the_estimate_has_the_enumerated_mean(language, steps, schedule, chance)
     entropy_deviation = (mass * (log_q + entropy) ** 2).sum().sqrt().item()
 
     canvas = Canvas.blank(n, L, MASK)
-    drawn = ancestral(denoiser, schedule, canvas, steps=steps, settings=DrawOptions(seed=3))
+    sampled, settings = function_denoiser(denoiser, V), DrawOptions(seed=3)
+    drawn = ancestral(sampled, schedule, canvas, steps=steps, settings=settings)
     result = path_kl(drawn, language.log_prob)
     assert abs(result.path_kl - mean) < 4 * deviation / math.sqrt(n)
     assert abs(result.path_entropy - entropy) < 4 * entropy_deviation / math.sqrt(n)
@@ -113,10 +115,10 @@ def test_the_path_kl_bounds_the_kl_of_the_sampler(language, steps, schedule, cha
 
 def test_the_exact_denoiser_one_token_at_a_time_has_no_path_kl(language):
     """Every path multiplies to p(x), in whatever order: each gap is zero, not their mean alone."""
-    canvas = Canvas.blank(50, L, MASK)
+    canvas, exact = Canvas.blank(50, L, MASK), function_denoiser(language.denoiser, V)
     for drawn in (
-        first_hitting(language.denoiser, LogLinear(0.0), canvas),
-        ancestral(language.denoiser, LogLinear(0.0), canvas, steps=4000),
+        first_hitting(exact, LogLinear(0.0), canvas),
+        ancestral(exact, LogLinear(0.0), canvas, steps=4000),
     ):
         gaps = path_gaps(drawn, language.log_prob)
         torch.testing.assert_close(gaps, torch.zeros(50, dtype=torch.float64))
@@ -126,11 +128,9 @@ def test_the_exact_denoiser_one_token_at_a_time_has_no_path_kl(language):
 
 def test_pairs_of_one_seed_are_compared_more_sharply(language):
     """The difference itself is exact; its error is below that of two separate estimates."""
-    n = 2000
-    drawn = [
-        ancestral(wrong_denoiser(language, s), LogLinear(0.0), Canvas.blank(n, L, MASK), steps=2)
-        for s in (0.5, 0.6)
-    ]
+    canvas = Canvas.blank(2000, L, MASK)
+    wrong = (function_denoiser(wrong_denoiser(language, s), V) for s in (0.5, 0.6))
+    drawn = [ancestral(denoiser, LogLinear(0.0), canvas, steps=2) for denoiser in wrong]
     one, two = (path_kl(d, language.log_prob) for d in drawn)
     mean, error = paired_difference(*(path_gaps(d, language.log_prob) for d in drawn))
     assert mean == pytest.approx(one.path_kl - two.path_kl)
@@ -142,7 +142,8 @@ def test_pairs_of_one_seed_are_compared_more_sharply(language):
 
 
 def test_one_sample_has_no_standard_error(language):
-    drawn = first_hitting(language.denoiser, LogLinear(0.0), Canvas.blank(1, L, MASK))
+    denoiser = function_denoiser(language.denoiser, V)
+    drawn = first_hitting(denoiser, LogLinear(0.0), Canvas.blank(1, L, MASK))
     assert path_kl(drawn, language.log_prob).path_kl_se == math.inf
 
 

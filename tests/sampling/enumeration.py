@@ -65,10 +65,11 @@ def texts_of(mass, num_tokens, length):
     return texts
 
 
-def ancestral_law(language, alphas):
-    """Law over texts of ancestral sampling along alpha_1 .. alpha_0 = 1."""
+def ancestral_law(language, schedule, steps):
+    """Law over texts of ancestral sampling along a uniform grid, to alpha = 1."""
+    alphas = schedule.alpha(torch.linspace(1, 0, steps + 1, dtype=torch.float64)).tolist()
     mass = all_masked(language)
-    for alpha_t, alpha_s in itertools.pairwise(alphas):
+    for alpha_t, alpha_s in itertools.pairwise([*alphas[:-1], 1.0]):
         mass = masked_step(language, mass, (alpha_s - alpha_t) / (1 - alpha_t))
     return texts_of(mass, language.num_tokens, language.length)
 

@@ -9,18 +9,17 @@ from tests.pretend_gpu import pretended
 from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling import draw as draws
-from didi_instruct.sampling import guided
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import LogitsDenoiser
 from didi_instruct.sampling.draw import Noise, Purpose
 from didi_instruct.sampling.guide import Guidance
-from didi_instruct.sampling.guided import candidate_uniforms, read_all_masks, rgas
+from didi_instruct.sampling.guided import read_all_masks, rgas
 from didi_instruct.sampling.plan import (
     make_plan,
-    plan_of_masks,
     random_turns,
     reveal_chances,
     step_codes,
+    step_where,
     time_grid,
 )
 from didi_instruct.sampling.state import Canvas, State
@@ -37,17 +36,14 @@ def random_turn(canvas, steps, seed):
 
 
 def check_step(step, n, write, z, noise, masks):
-    """A step writes what it should, by its own numbers, and reads what it writes."""
+    """A step writes what it should, by its own numbers and codes, and reads what it writes."""
     batch, length = z.shape
-    writes = write.flatten().nonzero().squeeze(1)
     assert step.index == n
-    assert sorted(step.writes.tolist()) == writes.tolist()
+    assert sorted(step.writes.tolist()) == write.flatten().nonzero().flatten().tolist()
     u = noise.uniforms(length, Purpose.TOKEN, n).flatten()
     assert torch.equal(step.u, u[step.writes])
-    codes = step_codes(noise, n, masks)
-    assert step.codes is codes is None or torch.equal(step.codes, codes)
     assert len(step.reads.unique()) == len(step.reads)
-    if not len(writes):
+    if not len(step.writes):
         assert len(step.reads) == 0
         return
     states = torch.arange(batch) if step.states is None else step.states
@@ -55,12 +51,22 @@ def check_step(step, n, write, z, noise, masks):
     assert torch.equal(read % length, step.writes % length)
     text, owner = step.writes // length, states[read // length]
     assert torch.equal(z[owner], z[text])
+    assert (step.codes is None) == (masks == 1)
+    if masks > 1:
+        codes = step_codes(noise, n, masks)[text]
+        assert torch.equal(step.codes[read // length], codes)
     if step.row is None:
         assert torch.equal(owner, text)
         assert torch.equal(states, text.unique())
     else:
-        assert len(states) == 1
-        assert torch.equal(step.row.unique(), torch.arange(len(step.reads)))
+        distinct = 1 if masks == 1 else len(codes.unique())
+        assert states.tolist() == [states[0]] * distinct
+        assert len(step.reads) == distinct * len((step.writes % length).unique())
+
+
+def are_alike(canvas, rows):
+    both = torch.stack([canvas.tokens, canvas.open.long()], -1)[rows]
+    return len(rows) > 1 and bool((both == both[:1]).all())
 
 
 @law
@@ -76,33 +82,24 @@ def test_a_plan_writes_every_open_position_once_at_its_turn(canvas, steps, seed,
         write = canvas.open & (turn == n)
         check_step(step, n, write, canvas.tokens, noise, canvas.masks)
         rows = write.any(1).nonzero().squeeze(1)
-        both = torch.stack([canvas.tokens, canvas.open.long()], -1)[rows]
-        alike = first and not begun and len(rows) > 1 and bool((both == both[:1]).all())
-        assert (step.row is not None) == alike
+        assert (step.row is not None) == (first and not begun and are_alike(canvas, rows))
         first = first and not len(rows)
     order = torch.cat([step.writes for step in plan])
     assert order.sort().values.tolist() == canvas.open.flatten().nonzero().flatten().tolist()
 
 
 @law
-@given(canvases(masks=(1, 2)), st.integers(1, 4), seeds, st.booleans())
-def test_a_plan_of_masks_writes_and_erases_what_they_say(canvas, steps, seed, timed):
-    """Also positions that are written again; where texts have times of their own, theirs."""
+@given(canvases(masks=(1, 2)), st.integers(0, 9), seeds)
+def test_a_single_step_writes_where_a_mask_says(canvas, n, seed):
+    """From texts that are alike, one is read."""
     generator, state, noise = torch.Generator().manual_seed(seed), State(canvas), canvas.noise(seed)
-    shape = (steps, *canvas.tokens.shape)
-    reveals, erases = (torch.rand(shape, generator=generator) < 0.4 for _ in range(2))
-    reveals = reveals & canvas.open
-    t = torch.rand(shape[:2], generator=generator)
-    given = {"erases": list(erases)} | ({"t": list(t)} if timed else {})
-    plan = plan_of_masks(state, [0.5] * steps, noise, list(reveals), **given)
-    for n, step in enumerate(plan):
-        check_step(step, n, reveals[n], canvas.tokens, noise, canvas.masks)
-        assert torch.equal(step.erases, erases[n].flatten().nonzero().squeeze(1))
-        if timed:
-            assert step.row is None
-            assert torch.equal(step.t, t[n][step.states])
-        else:
-            assert step.t == 0.5
+    write = canvas.open & (torch.rand(canvas.tokens.shape, generator=generator) < 0.4)
+    rows = write.any(1).nonzero().squeeze(1)
+    for begun in (False, True):
+        step = step_where(state, noise, n, 0.5, write, begun=begun)
+        check_step(step, n, write, canvas.tokens, noise, canvas.masks)
+        assert step.t == 0.5
+        assert (step.row is not None) == (not begun and are_alike(canvas, rows))
 
 
 @law
@@ -113,7 +110,7 @@ def test_a_tilting_step_reads_all_masks_of_its_texts_and_first_those_it_writes(
     """Of texts that write something alone; a step with h = 0 stays as it was."""
     noise, times = canvas.noise(seed), [1.0, *torch.linspace(0.9, 0, steps).tolist()]
     turn = torch.where(canvas.open, random_turn(canvas, steps, seed), -1)
-    plan = make_plan(State(canvas), turn, times, noise)
+    plan = make_plan(State(canvas), turn, times, noise, begun=canvas.masks > 1)
     scales = [0.0 if nothing and n == 0 else 2.0 for n in range(steps)]
     for n, (step, old) in enumerate(zip(read_all_masks(plan, turn, scales), plan, strict=True)):
         assert torch.equal(step.writes, old.writes)
@@ -157,14 +154,13 @@ def test_a_position_is_revealed_by_the_first_coin_that_allows_it(steps, seed, ro
 @pytest.mark.parametrize("room", [1, 100, 2**21])
 def test_numbers_of_candidates_are_those_made_in_time(num, room, monkeypatch):
     """Bit for bit; the first candidate has those of ancestral sampling."""
-    monkeypatch.setattr(guided, "NOISE_ELEMENTS", room)
+    monkeypatch.setattr(draws, "NOISE_ELEMENTS", room)
     noise = Noise(5, torch.tensor([4, 0, 9]), (7,))
     for purpose in (Purpose.REVEAL, Purpose.TOKEN):
-        made = candidate_uniforms(noise, purpose, range(3, 9), num, 5)
-        for n, numbers in zip(range(3, 9), made, strict=True):
-            streams = [(purpose, n), *((purpose, n, m) for m in range(1, num))]
-            expected = torch.stack([noise.uniforms(5, *stream) for stream in streams])
-            assert torch.equal(numbers, expected)
+        made = torch.cat(list(noise.of_steps(purpose, range(3, 9), 5, num)))
+        streams = [[(purpose, n), *((purpose, n, m) for m in range(1, num))] for n in range(3, 9)]
+        expected = [torch.stack([noise.uniforms(5, *s) for s in each]) for each in streams]
+        assert torch.equal(made, torch.stack(expected))
 
 
 @pytest.mark.parametrize("grid", ["uniform", "cosine", [1.0, 0.9, 0.2, 0.0]])

@@ -10,10 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.process.masking import interleaved_times, interleaved_turns
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.denoiser import LogitsDenoiser, times_of
 from didi_instruct.sampling.draw import Purpose, invert, law_of, uniforms
-from didi_instruct.sampling.plan import Reveals
+from didi_instruct.sampling.plan import reveal_chances, time_grid
 from didi_instruct.sampling.state import PAD, Canvas
 
 from .enumeration import dense_tilt
@@ -200,17 +201,20 @@ def by_hand(
 
     Returns tokens (B, L), log-probabilities (B,) and evaluations of the guide (B,).
     """
-    reveals = Reveals.of(schedule, canvas.open, steps, grid, order)
+    times = time_grid(grid or "uniform", steps)
+    if order == "streams":
+        times, turns = interleaved_times(schedule, steps), interleaved_turns(canvas.open, steps)
+    chances = reveal_chances(schedule, times)
     scales = guidance.scales(steps) if guidance else [0.0] * steps
     texts, log_prob = canvas.tokens.clone(), torch.zeros(len(canvas.tokens), dtype=torch.float64)
     calls = [0] * len(texts)
     for n, b in itertools.product(range(steps), range(len(texts))):
-        z, masked, time = texts[b], (texts[b] == MASK) & canvas.open[b], reveals.times[n]
+        z, masked, time = texts[b], (texts[b] == MASK) & canvas.open[b], times[n]
         noise = partial(_noise, canvas, options.seed, b, n)
         h, candidates = (scales[n], 1) if n < len(scales) else (0.0, guidance.candidates)
-        hits = [masked & (noise(Purpose.REVEAL, m) < reveals.chances[n]) for m in range(candidates)]
-        if reveals.turns is not None:
-            hits = [masked & (reveals.turns[b] == n)] * candidates
+        hits = [masked & (noise(Purpose.REVEAL, m) < chances[n]) for m in range(candidates)]
+        if order == "streams":
+            hits = [masked & (turns[b] == n)] * candidates
         if not torch.stack(hits).any():
             continue
         coded = partial(_coded, function, int(noise(Purpose.CODE)[0] * canvas.masks))
@@ -228,7 +232,7 @@ def by_hand(
             paths.append(laws[hit].gather(1, following[m, hit][:, None]).sum())
         if candidates > 1:
             calls[b] += candidates
-            score = _score(guide, guidance, following, canvas.open[b], reveals.times[n + 1])
+            score = _score(guide, guidance, following, canvas.open[b], times[n + 1])
             chosen = int(score.argmax())
             if guidance.select == "sample":
                 chosen = int(invert(score.log_softmax(0)[None], noise(Purpose.SELECT)[:1]))

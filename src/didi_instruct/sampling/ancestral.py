@@ -1,5 +1,6 @@
 """The reverse process of masked diffusion: one loop, and ancestral sampling by it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,23 +10,9 @@ from torch import Tensor
 from didi_instruct.config.model import Order
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import (
-    PLAIN,
-    DrawOptions,
-    draw_tokens,
-    in_parts,
-    law_of,
-    restrict,
-)
-from didi_instruct.sampling.plan import Grid, Reveals, Step, make_plan
-from didi_instruct.sampling.state import (
-    Callback,
-    Canvas,
-    Reads,
-    Samples,
-    State,
-    mixture_log_prob,
-)
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, log_prob_of
+from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
+from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 Draw = Callable[[State, Step], tuple[Tensor, Tensor]]
 """Tokens and log-probabilities (N,) of what a step writes, by one pass at least, counted."""
@@ -55,77 +42,45 @@ def run(
 
 
 def plain(denoiser: Denoiser, options: DrawOptions = PLAIN) -> Draw:
-    """Draw from the denoiser's law; where texts carry codes, from that of a mixture of codes."""
+    """Draw from the denoiser's law; the path's is that of a mixture where texts carry codes."""
 
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
-        reads = state.reads(step.states)
-        if step.codes is not None:
-            return _draw_coded(denoiser, options, state, step, reads)
+        own = replace(options, temperature=0.0) if step.greedy else options
+        reads = state.reads(step.states, step.codes)
         state.count(len(reads))
-        return denoiser.draw(
-            reads, step.t, step.reads, step.u, step.row, options, greedy=step.greedy
-        )
+        tokens, log_p = denoiser.draw(reads, step, own)
+        if step.codes is not None and options.measure_path:
+            state.correction += _code_correction(denoiser, own, state, step, tokens, log_p)
+        return tokens, log_p
 
     return draw
 
 
-def _draw_coded(
-    denoiser: Denoiser, options: DrawOptions, state: State, step: Step, reads: Reads
-) -> tuple[Tensor, Tensor]:
-    """Draw where all masks of a text are the same one of several.
+def _code_correction(
+    denoiser: Denoiser,
+    options: DrawOptions,
+    state: State,
+    step: Step,
+    tokens: Tensor,
+    log_p: Tensor,
+) -> Tensor:
+    """(B,) log-probability of what a step wrote under the even mixture of codes, less `log_p`.
 
-    The path's log-probability is that of the mixture of codes, for which a pass per code is taken.
+    A pass per code is taken.
     """
     assert step.codes is not None
-    logits, row = coded_logits(denoiser, state, step, reads)
-    tokens, log_p = draw_tokens(logits, step.u, row, options, greedy=step.greedy)
-    if options.measure_path:
-        text = step.writes // state.z.shape[1]
-        none = torch.zeros(len(state.z), dtype=torch.float64, device=state.z.device)
-        drawn, each = none.index_add(0, text, log_p), []
-        for code in range(state.canvas.masks):
-            coded = reads.with_codes(state.mask_id, code)
-            found = denoiser.logits(coded, step.t, step.reads)
-            found = found if step.row is None else found[step.row]
-            own = none.index_add(0, text, log_prob_of(found, tokens, options, greedy=step.greedy))
-            # The drawn code as it was drawn: a batch of another shape may round otherwise.
-            each.append(torch.where(step.codes == code, drawn, own))
-        state.correction = state.correction + mixture_log_prob(each) - drawn
-    return tokens, log_p
-
-
-def coded_logits(
-    denoiser: Denoiser, state: State, step: Step, reads: Reads
-) -> tuple[Tensor, Tensor | None]:
-    """Logits (R, V) of what a step reads under its codes, and the row of each token (N,)."""
-    assert step.codes is not None
-    if step.row is None:
-        codes = step.codes if step.states is None else step.codes[step.states]
-        state.count(len(reads))
-        coded = reads.with_codes(state.mask_id, codes)
-        return denoiser.logits(coded, step.t, step.reads), None
-    # One text stands for all: a row for each code that they have.
-    text = step.writes // state.z.shape[1]
-    codes, which = torch.unique(step.codes[text], return_inverse=True)
-    tokens = reads.tokens.expand(len(codes), -1)
-    attended = None if reads.attended is None else reads.attended.expand(len(codes), -1)
-    coded = Reads(tokens, attended).with_codes(state.mask_id, codes)
-    offset = torch.arange(len(codes), device=codes.device)[:, None] * tokens.shape[1]
-    state.count(len(codes))
-    t = step.t.expand(len(codes)) if isinstance(step.t, Tensor) else step.t
-    logits = denoiser.logits(coded, t, (offset + step.reads).flatten())
-    return logits, which * len(step.reads) + step.row
-
-
-def log_prob_of(
-    logits: Tensor, tokens: Tensor, options: DrawOptions, *, greedy: bool = False
-) -> Tensor:
-    """Log-probabilities (N,) of tokens (N,) under the laws that logits (N, V) are drawn from."""
-    found = []
-    for part, own in in_parts(logits, tokens):
-        law = restrict(part, temperature=0.0) if greedy else law_of(part, options)
-        found.append(law.gather(-1, own[:, None]).squeeze(-1))
-    return torch.cat(found)
+    length, each = state.z.shape[1], []
+    text = step.writes // length
+    own_code = step.codes[(step.reads if step.row is None else step.reads[step.row]) // length]
+    none = torch.zeros(len(state.z), dtype=torch.float64, device=state.z.device)
+    for code in range(state.canvas.masks):
+        logits = denoiser.logits(state.reads(step.states, code), step.t, step.reads)
+        logits = logits if step.row is None else logits[step.row]
+        # The drawn code as it was drawn: a batch of another shape may round otherwise.
+        found = torch.where(own_code == code, log_p, log_prob_of(logits, tokens, options))
+        each.append(none.index_add(0, text, found))
+    mixture = torch.stack(each).logsumexp(0) - math.log(len(each))
+    return mixture - none.index_add(0, text, log_p)
 
 
 @torch.no_grad()
@@ -151,8 +106,8 @@ def ancestral(
     `greedy_tail`: the last step takes the most probable tokens instead of drawing them.
     """
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    reveals = Reveals.of(schedule, state.open, steps, grid, order)
-    plan = make_plan(state, reveals.turn(noise, state.z.shape[1]), reveals.times, noise)
+    times, turn = reveal_turns(schedule, state.open, steps, grid, order, noise)
+    plan = make_plan(state, turn, times, noise)
     if greedy_tail:
         plan[-1] = replace(plan[-1], greedy=True)
     run(plan, state, plain(denoiser, settings), callback)

@@ -12,19 +12,9 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.ancestral import coded_logits
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import (
-    PLAIN,
-    DrawOptions,
-    Noise,
-    Purpose,
-    in_parts,
-    invert,
-    law_of,
-    restrict,
-)
-from didi_instruct.sampling.plan import Step, check_steps, local_positions, step_codes
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise, in_parts, invert, law_of
+from didi_instruct.sampling.plan import Step, check_steps, step_where
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 
@@ -78,8 +68,6 @@ def by_confidence(
     """
     lowest = _lowest(steps, order, threshold)
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    if steps is not None:
-        check_steps(steps)
     nfe = keep_surest(
         denoiser, state, noise, settings, state.open, order,
         steps=steps, lowest=lowest, callback=callback,
@@ -106,72 +94,50 @@ def keep_surest(
     In `steps` steps, or without as many as it takes to keep all that reach `lowest`. A callback is
     told of steps from `first` on, of those `scheduled` in all.
     """
+    if steps is not None:
+        check_steps(steps)
     count = inside.sum()
     most = max([1, *inside.sum(1).tolist()]) if steps is None else steps
-    done = 0
     for n in range(most):
         masked = state.masked & inside
         share, keep = float(masked.sum() / count.clamp(min=1)), masked
-        if steps is None and not masked.any():
-            break
         if masked.any():
-            at, token, log_p, value = _candidates(denoiser, state, noise, options, masked, order, n)
+            step = step_where(state, noise, n, share, masked)
+            token, log_p, sureness = _candidates(denoiser, state, step, options, order)
+            value = torch.zeros_like(state.costs).masked_scatter(masked, sureness)
             place = rank(value, masked)
             if steps is None:
                 keep = masked & ((value >= lowest) | (place < 1))
             else:
                 left = masked.sum(1, keepdim=True)
                 keep = masked & (place < -(-left // (steps - n)))
-            kept = keep.view(-1)[at]
-            state.write(at[kept], token[kept], log_p[kept])
+            kept = keep.view(-1)[step.writes]
+            state.write(step.writes[kept], token[kept], log_p[kept])
+        elif steps is None:
+            return n
         if callback is not None:
             written = keep.flatten().nonzero().squeeze(1)
             callback(state.snapshot(first + n, scheduled or most, share, written))
-        done += 1
-    return done
+    return most
 
 
 def _candidates(
-    denoiser: Denoiser,
-    state: State,
-    noise: Noise,
-    options: DrawOptions,
-    masked: Tensor,
-    order: str,
-    n: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw a token for every mask: positions, tokens, log-probabilities (R,), sureness (B, L)."""
-    length, at = state.z.shape[1], masked.flatten().nonzero().squeeze(1)
-    rows = masked.any(1).nonzero().squeeze(1)
-    z = state.z[rows]
-    row = None
-    if len(rows) > 1 and bool((z == z[:1]).all()):
-        # The same text in every row, such as all masks: one row serves all.
-        columns = masked.any(0)
-        reads, row = columns.nonzero().squeeze(1), (columns.cumsum(0) - 1)[at % length]
-        rows = rows[:1]
-    else:
-        reads = local_positions(at, rows, length)
-    shown = state.reads(rows)
-    codes = step_codes(noise, n, state.canvas.masks)
-    step = Step(n, 0.0, shown.masked_share(state.mask_id), rows, reads, at, at, row, codes=codes)
-    if codes is None:
-        state.count(len(shown))
-        logits = denoiser.logits(shown, step.t, reads)
-    else:
-        logits, row = coded_logits(denoiser, state, step, shown)
-    logits = logits if row is None else logits[row]
-    u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
+    denoiser: Denoiser, state: State, step: Step, options: DrawOptions, order: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, log-probabilities and sureness (N,) of what a step would write."""
+    times = state.reads(step.states).masked_share(state.mask_id)
+    reads = state.reads(step.states, step.codes)
+    state.count(len(reads))
+    logits = denoiser.logits(reads, times, step.reads)
+    logits = logits if step.row is None else logits[step.row]
     tokens, log_ps, values = [], [], []
-    for part, numbers in in_parts(logits, u):
-        own = restrict(part)
-        token = invert(law_of(part, options), numbers)
+    for part, numbers in in_parts(logits, step.u):
+        own = law_of(part)
+        token = invert(law_of(part, options) if options.restricted else own, numbers)
         tokens.append(token)
         log_ps.append(own.gather(-1, token[:, None]).squeeze(-1))
         values.append(ORDERS[order](own, token))
-    value = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
-    value = value.masked_scatter(masked, torch.cat(values))
-    return at, torch.cat(tokens), torch.cat(log_ps), value
+    return torch.cat(tokens), torch.cat(log_ps), torch.cat(values)
 
 
 def rank(value: Tensor, masked: Tensor) -> Tensor:

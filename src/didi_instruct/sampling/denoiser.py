@@ -9,19 +9,18 @@ from torch import Tensor
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.network import Network, WeightsStamp, logits_at, weights_stamp
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, draw_tokens
+from didi_instruct.sampling.draw import DrawOptions, draw_tokens
+from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import Reads
 
 
 class Denoiser(Protocol):
     """Laws of the clean tokens given noisy texts; t is one time for all of them, or (U,)."""
 
+    num_tokens: int
+    """V, the real tokens."""
     compiled: bool
     """Functions beside the network may be compiled too."""
-
-    @property
-    def num_tokens(self) -> int:
-        """V, the real tokens."""
 
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
         """Logits (R, V) at flat positions `at` (R,) of texts (U, L)."""
@@ -29,21 +28,8 @@ class Denoiser(Protocol):
     def logits_in_parts(self, reads: Reads, t: Tensor | float, at: Tensor) -> Iterator[Tensor]:
         """The same some rows at a time; columns beyond V have probability 0."""
 
-    def draw(
-        self,
-        reads: Reads,
-        t: Tensor | float,
-        at: Tensor,
-        u: Tensor,
-        row: Tensor | None = None,
-        options: DrawOptions = PLAIN,
-        *,
-        greedy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities (N,), drawn by numbers u (N,).
-
-        Token i is drawn from the law at at[row[i]]; without `row`, at at[i].
-        """
+    def draw(self, reads: Reads, step: Step, options: DrawOptions) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities (N,) of what a step writes."""
 
 
 class LogitsDenoiser:
@@ -58,22 +44,11 @@ class LogitsDenoiser:
         self.logits, self.num_tokens = logits, num_tokens
 
     def logits_in_parts(self, reads: Reads, t: Tensor | float, at: Tensor) -> Iterator[Tensor]:
-        """All rows, as one part."""
         yield self.logits(reads, t, at)
 
-    def draw(
-        self,
-        reads: Reads,
-        t: Tensor | float,
-        at: Tensor,
-        u: Tensor,
-        row: Tensor | None = None,
-        options: DrawOptions = PLAIN,
-        *,
-        greedy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Draw from the logits."""
-        return draw_tokens(self.logits(reads, t, at), u, row, options, greedy=greedy)
+    def draw(self, reads: Reads, step: Step, options: DrawOptions) -> tuple[Tensor, Tensor]:
+        logits = self.logits(reads, step.t, step.reads)
+        return draw_tokens(logits, step.u, step.row, options)
 
 
 def function_denoiser(
@@ -106,6 +81,20 @@ def times_of(t: Tensor | float, reads: Reads) -> Tensor:
     return times.expand(len(reads))
 
 
+def make_denoiser(network: Network, schedule: Schedule, *, accelerate: bool = False) -> Denoiser:
+    """Fastest denoiser of a network: packed on a CPU, by CUDA graphs if asked, or as it is.
+
+    The same tokens up to rounding. It holds the weights as they are now.
+    """
+    from didi_instruct.sampling.engines import cpu, cuda  # which import this file
+
+    if isinstance(network, DiT) and accelerate:
+        return cuda.GraphDenoiser(network, schedule)
+    if isinstance(network, DiT) and cpu.fits(network):
+        return cpu.packed_denoiser(network)
+    return network_denoiser(network, schedule)
+
+
 class CachedDenoiser:
     """The denoiser of a network on its device, made anew when its weights have changed."""
 
@@ -124,17 +113,3 @@ class CachedDenoiser:
             made = make_denoiser(self.network, self.schedule, accelerate=self.accelerated)
             self._made = stamp, training, made
         return self._made[2]
-
-
-def make_denoiser(network: Network, schedule: Schedule, *, accelerate: bool = False) -> Denoiser:
-    """Fastest denoiser of a network: packed on a CPU, by CUDA graphs if asked, or as it is.
-
-    The same tokens up to rounding. It holds the weights as they are now.
-    """
-    from didi_instruct.sampling.engines import cpu, cuda  # which import this file
-
-    if isinstance(network, DiT) and accelerate:
-        return cuda.GraphDenoiser(network, schedule)
-    if isinstance(network, DiT) and cpu.fits(network):
-        return cpu.packed_denoiser(network)
-    return network_denoiser(network, schedule)

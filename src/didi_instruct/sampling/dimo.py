@@ -18,7 +18,7 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import Draw, run
 from didi_instruct.sampling.denoiser import times_of
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens
-from didi_instruct.sampling.plan import Grid, Reveals, Step, make_plan
+from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
 from didi_instruct.sampling.state import Callback, Canvas, Reads, Samples, State, split_padding
 
 FARTHEST = 8.5
@@ -138,8 +138,7 @@ def dimo(
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
     width, end_id = network.vectors.shape[1], network.config.end_id
     begun = start.begin(canvas.tokens, canvas.mask_id, width, noise, end_id)
-    reveals = Reveals.of(schedule, state.open, steps, grid, "random")
-    turn = reveals.turn(noise, state.z.shape[1])
-    plan = make_plan(state, turn, reveals.times, noise, begun=True)
+    times, turn = reveal_turns(schedule, state.open, steps, grid, "random", noise)
+    plan = make_plan(state, turn, times, noise, begun=True)
     run(plan, state, from_start(network, schedule, start, begun, settings), callback)
     return state.samples(nfe=steps)

@@ -58,6 +58,14 @@ class DrawOptions:
     """Sum a step's code out of its log-probability, where a model has codes: one more pass per
     code, which is not counted. Without it such a model's path has no known probability."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature is {self.temperature}: use 0 (greedy) or more.")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: use more than 0, and at most 1.")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k is {self.top_k}: use 1 or more.")
+
     @property
     def restricted(self) -> bool:
         """True unless tokens are drawn from the denoiser's own law."""
@@ -145,20 +153,30 @@ class Noise:
         """(B, count) numbers in [0, 1), or as `stream` broadcasts."""
         return uniforms(self.seed, self.samples, (*self.stream, *stream), count)
 
-    def of_steps(self, purpose: Purpose, steps: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """(N, B, count) numbers of steps first .. first + N - 1, as (first, numbers), in parts."""
-        each = max(1, NOISE_ELEMENTS // max(1, len(self.samples) * count))
-        for first in range(0, steps, each):
-            some = torch.arange(first, min(first + each, steps), device=self.samples.device)
-            yield first, self.uniforms(count, purpose, some[:, None, None])
+    def of_steps(
+        self, purpose: Purpose, steps: range, count: int, candidates: int = 1
+    ) -> Iterator[Tensor]:
+        """(N, M, B, count) numbers of M candidates in each step, for some N steps at a time.
+
+        The first candidate has those of a step without candidates, the others add their number to
+        the stream.
+        """
+        device = self.samples.device
+        each = max(1, NOISE_ELEMENTS // max(1, candidates * len(self.samples) * count))
+        others = torch.arange(1, candidates, device=device)[:, None, None]
+        for first in range(steps.start, steps.stop, each):
+            last = min(first + each, steps.stop)
+            some = torch.arange(first, last, device=device)[:, None, None, None]
+            made = self.uniforms(count, purpose, some)
+            if candidates > 1:
+                made = torch.cat([made, self.uniforms(count, purpose, some, others)], 1)
+            yield made
 
 
 # Laws
 
 
-def restrict(
-    logits: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
-) -> Tensor:
+def law_of(logits: Tensor, options: DrawOptions = PLAIN) -> Tensor:
     """Log-probabilities in float64 after temperature, then top-k, then top-p, renormalised.
 
     top_p keeps the smallest set of most probable tokens whose probability reaches top_p; at
@@ -166,34 +184,21 @@ def restrict(
 
     Shapes: logits (..., V) -> (..., V).
     """
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"temperature is {temperature}: use 0 (greedy) or more.")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p is {top_p}: use more than 0, and at most 1.")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k is {top_k}: use 1 or more.")
     logits = logits.double()
-    if temperature < GREEDY:
+    if options.temperature < GREEDY:
         best, place = logits.max(-1, keepdim=True)
         # `best - best` is 0, or NaN where the logits are: then all are, so that no choice passes.
         return torch.full_like(logits, -torch.inf).scatter_(-1, place, 0.0) + (best - best)
-    log_p = torch.log_softmax(logits / temperature, -1)
-    if top_k is not None and top_k < log_p.shape[-1]:
-        kept, place = log_p.topk(top_k, -1)
+    log_p = torch.log_softmax(logits / options.temperature, -1)
+    if options.top_k is not None and options.top_k < log_p.shape[-1]:
+        kept, place = log_p.topk(options.top_k, -1)
         log_p = torch.full_like(log_p, -torch.inf).scatter_(-1, place, kept).log_softmax(-1)
-    if top_p < 1:
+    if options.top_p < 1:
         ordered, index = log_p.sort(-1, descending=True)
         before = ordered.exp().cumsum(-1) - ordered.exp()
-        kept = ordered.masked_fill(before >= top_p, -torch.inf)
+        kept = ordered.masked_fill(before >= options.top_p, -torch.inf)
         log_p = torch.empty_like(log_p).scatter_(-1, index, kept).log_softmax(-1)
     return log_p
-
-
-def law_of(logits: Tensor, options: DrawOptions) -> Tensor:
-    """Log-probabilities (R, V), float64, that tokens are drawn from."""
-    return restrict(
-        logits, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k
-    )
 
 
 def in_parts(logits: Tensor, *companions: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -206,43 +211,36 @@ def in_parts(logits: Tensor, *companions: Tensor) -> Iterator[tuple[Tensor, ...]
 
 
 def draw_tokens(
-    logits: Tensor,
-    u: Tensor,
-    row: Tensor | None = None,
-    options: DrawOptions = PLAIN,
-    *,
-    greedy: bool = False,
+    logits: Tensor, u: Tensor, row: Tensor | None = None, options: DrawOptions = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Draw tokens by numbers u (N,) in [0, 1) from the laws of logits (R, V).
 
     Draw i uses logits row[i]; without `row`, row i. Returns tokens and their log-probabilities,
-    (N,) both. `greedy` takes the most probable token instead.
+    (N,) both.
     """
-    plain = not greedy and not options.restricted
-    if plain and (row is not None or logits.is_cuda):
+    if not options.restricted and (row is not None or logits.is_cuda):
         return draw_by_chunks(logits, u, _sums, row)
-    if row is not None:
-        logits = logits[row]
     tokens, log_ps = [], []
-    for part, numbers in in_parts(logits, u):
-        law = restrict(part, temperature=0.0) if greedy else law_of(part, options)
+    for part, numbers in in_parts(logits if row is None else logits[row], u):
+        law = law_of(part, options)
         token = invert(law, numbers)
         tokens.append(token)
         log_ps.append(law.gather(-1, token[:, None]).squeeze(-1))
     return torch.cat(tokens), torch.cat(log_ps)
 
 
-def invert(log_p: Tensor, u: Tensor) -> Tensor:
-    """First token whose cumulative probability exceeds u: log_p (R, V) float64, u (R,) -> (R,).
+def log_prob_of(logits: Tensor, tokens: Tensor, options: DrawOptions) -> Tensor:
+    """Log-probabilities (N,) of tokens (N,) under the laws that logits (N, V) are drawn from."""
+    parts = in_parts(logits, tokens[:, None])
+    return torch.cat([law_of(part, options).gather(-1, own) for part, own in parts]).squeeze(-1)
 
-    One law (1, V) serves any number of draws.
-    """
+
+def invert(log_p: Tensor, u: Tensor) -> Tensor:
+    """First token whose cumulative probability exceeds u: log_p (R, V) float64, u (R,) -> (R,)."""
     cumulative = log_p.exp().cumsum(-1)
-    if len(log_p) == 1:
-        token = torch.searchsorted(cumulative[0], u * cumulative[0, -1], right=True)
-        return token.clamp(max=log_p.shape[-1] - 1)
     # `right`: the first token whose sum exceeds the target, so never one of probability 0.
-    token = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True).squeeze(-1)
+    target = u[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     return token.clamp(max=log_p.shape[-1] - 1)
 
 

@@ -7,6 +7,7 @@ embedding. The vocabulary may be padded to a width W that GPUs like: added colum
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -50,7 +51,6 @@ class Guidance:
     """Largest entry of the reward's gradient with respect to the logits."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot guide."""
         for name, value in (("h_start", self.h_start), ("h_end", self.h_end)):
             if not math.isfinite(value):
                 raise UserError(f"guidance.{name} is {value}: use a finite number.")
@@ -78,9 +78,8 @@ class Guidance:
 class Guide(Protocol):
     """Log-ratios of teacher over student."""
 
-    @property
-    def num_tokens(self) -> int:
-        """V, the real tokens it knows."""
+    num_tokens: int
+    """V, the real tokens it knows."""
 
     def vectors(self, columns: int) -> Tensor:
         """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
@@ -99,19 +98,14 @@ class DiscriminatorGuide:
         self, discriminator: Discriminator, schedule: Schedule, *, fast: bool = False
     ) -> None:
         self.discriminator, self.schedule = discriminator.eval(), schedule
+        self.num_tokens = discriminator.config.num_tokens
         if fast:
             discriminator.requires_grad_(False)
         self._compiles = fast
         self._compiled: Any = None
         self._vectors: tuple[WeightsStamp, Tensor] | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """V, the real tokens it knows."""
-        return self.discriminator.config.num_tokens
-
     def vectors(self, columns: int) -> Tensor:
-        """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
         stamp = WeightsStamp([self.discriminator.vectors])
         if self._vectors is None or self._vectors[0] != stamp or len(self._vectors[1]) != columns:
             own = self.discriminator.vectors[: self.num_tokens].detach()
@@ -120,81 +114,56 @@ class DiscriminatorGuide:
 
     @torch.no_grad()
     def log_ratio(self, reads: Reads, t: float) -> Tensor:
-        """Log-ratio (U, L) at every position."""
-        x = self.discriminator.trunk.embed(reads.tokens, reads.attended)
-        return self._score(x, self._sigma(reads, t), reads.attended)
+        return self._attempt(self._log_ratio, reads, t)
 
     @torch.no_grad()
     def gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
-        """Gradient (R, d) at the vectors of a mixture of the log-ratios summed where `counted`.
+        return self._attempt(self._gradient, reads, t, mixture, counted)
 
-        No weight accumulates a gradient.
-        """
-        vectors = mixture.vectors.detach().to(self.discriminator.vectors.dtype)
-        given = reads, Mixture(mixture.at, vectors), self._sigma(reads, t), counted
+    def _attempt(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        """Call a function; where the compiler fails, once more without it."""
         try:
-            return self._gradient(*given)
+            return function(*given)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of the compiler, which may meet gradients last
             if not self._compiles:
                 raise
-            self._give_up(error)
-            return self._gradient(*given)
+            reason = first_line(error)
+            warn_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
+            self._compiles, self._compiled = False, None
+            return function(*given)
 
-    def _gradient(
-        self, reads: Reads, mixture: Mixture, sigma: Tensor | None, counted: Tensor
-    ) -> Tensor:
+    def _gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
         with torch.enable_grad():
-            vectors = mixture.vectors.detach().requires_grad_()
-            shown = Mixture(mixture.at, vectors)
-            x = self.discriminator.trunk.embed(reads.tokens, reads.attended, shown)
-            ratio = self._score(x, sigma, reads.attended)
+            vectors = mixture.vectors.detach().to(self.discriminator.vectors.dtype)
+            vectors.requires_grad_()
+            ratio = self._log_ratio(reads, t, Mixture(mixture.at, vectors))
             (gradient,) = torch.autograd.grad(ratio, vectors, counted.to(ratio.dtype))
         return gradient
 
-    def _sigma(self, reads: Reads, t: float) -> Tensor | None:
-        if not self.discriminator.config.time_conditioning:
-            return None
-        return self.schedule.sigma(times_of(t, reads))
-
-    def _score(self, x: Tensor, sigma: Tensor | None, attended: Tensor | None) -> Tensor:
-        """Log-ratios (U, L) of embedded texts (U, L, d)."""
-        if self._compiles:
-            try:
-                return self._score_compiled(x, sigma, attended)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever the compiler raises
-                self._give_up(error)
-        return self._ratio(x, self.discriminator.trunk.modulations(sigma), attended)
-
-    def _ratio(self, x: Tensor, mods: Modulations | None, attended: Tensor | None) -> Tensor:
-        return self.discriminator.log_ratio(self.discriminator.trunk.trunk(x, mods, attended))
-
-    def _score_compiled(self, x: Tensor, sigma: Tensor | None, attended: Tensor | None) -> Tensor:
+    def _log_ratio(self, reads: Reads, t: float, mixture: Mixture | None = None) -> Tensor:
+        trunk, attended, rows = self.discriminator.trunk, reads.attended, len(reads)
+        x = trunk.embed(reads.tokens, attended, mixture)
+        timed = self.discriminator.config.time_conditioning
+        sigma = self.schedule.sigma(times_of(t, reads)) if timed else None
+        if not self._compiles:
+            return self._score(x, trunk.modulations(sigma), attended)
         if self._compiled is None:
-            self._compiled = compiled(self._ratio)
-        rows = len(x)
+            self._compiled = compiled(self._score)
         if rows == 1:  # would be compiled anew, as would rows that are one in memory
-            x, sigma, attended = torch.cat([x, x]), _twice(sigma), _twice(attended)
-        mods = self.discriminator.trunk.modulations(sigma)
+            x = torch.cat([x, x])
+            sigma, attended = (v if v is None else torch.cat([v, v]) for v in (sigma, attended))
+        mods = trunk.modulations(sigma)
         for tensor in (x, None if mods is None else mods.c, attended):
             if tensor is not None and len(tensor) > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         ratio: Tensor = self._compiled(x, mods, attended)
         return ratio[:rows]
 
-    def _give_up(self, error: Exception) -> None:
-        """Go on without compiling."""
-        reason = first_line(error)
-        warn_once(f"A discriminator cannot be compiled here, so it runs slower: {reason}")
-        self._compiles, self._compiled = False, None
-
-
-def _twice(x: Tensor | None) -> Tensor | None:
-    """A row and the same again."""
-    return None if x is None else torch.cat([x, x])
+    def _score(self, x: Tensor, mods: Modulations | None, attended: Tensor | None) -> Tensor:
+        """Log-ratios (U, L) of embedded texts (U, L, d)."""
+        return self.discriminator.log_ratio(self.discriminator.trunk.trunk(x, mods, attended))
 
 
 def mixed_vectors(logits: Tensor, vectors: Tensor) -> Tensor:
@@ -219,18 +188,15 @@ def slopes(gradient: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype) @ vectors.T.to(dtype)
 
 
-def logit_gradient(p: Tensor, slope: Tensor) -> Tensor:
-    """Gradient at the logits, p * (E g - p . E g): (R, W), (R, W) -> (R, W)."""
-    return p * (slope - (p * slope).sum(-1, keepdim=True))
-
-
 def tilted(logits: Tensor, slope: Tensor, h: Tensor, clamp: Tensor) -> Tensor:
     """Logits + h * gradient of the reward, clamped: (R, W), (R, W) -> (R, W) in the slopes' type.
 
     h and clamp are tensors without dimensions: other numbers would be compiled anew.
     """
     wide = logits.to(slope.dtype)
-    return wide + h * logit_gradient(wide.softmax(-1), slope).clamp(-clamp, clamp)
+    p = wide.softmax(-1)
+    gradient = p * (slope - (p * slope).sum(-1, keepdim=True))
+    return wide + h * gradient.clamp(-clamp, clamp)
 
 
 fused_tilt: Fused[[Tensor, Tensor, Tensor, Tensor], Tensor] = Fused(tilted, "A tilt")

@@ -4,7 +4,6 @@ The first steps tilt the logits along the gradient of a discriminator's reward (
 draw several candidates and keep one by its reward (Eq. 11). High reward means teacher-like.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,37 +14,14 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.ancestral import Draw, plain, run
+from didi_instruct.sampling import guide as guides
+from didi_instruct.sampling import plan as plans
+from didi_instruct.sampling.ancestral import Draw, ancestral, plain, run
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import (
-    NOISE_ELEMENTS,
-    PLAIN,
-    DrawOptions,
-    Noise,
-    Purpose,
-    draw_tokens,
-    invert,
-)
-from didi_instruct.sampling.guide import (
-    FORWARD,
-    FORWARD_AND_BACKWARD,
-    Guidance,
-    Guide,
-    fused_tilt,
-    mixed_vectors,
-    slopes,
-    total_score,
-)
-from didi_instruct.sampling.plan import (
-    Grid,
-    Reveals,
-    Step,
-    first_true,
-    local_positions,
-    make_plan,
-    step_codes,
-)
-from didi_instruct.sampling.state import Callback, Canvas, Reads, Samples, State
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise, Purpose, draw_tokens, invert
+from didi_instruct.sampling.guide import Guidance, Guide
+from didi_instruct.sampling.plan import Grid, Step
+from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 MIXED_ROWS = 4096
 """Rows of probabilities over the vocabulary that are mixed at a time."""
@@ -75,47 +51,39 @@ def rgas(
     guidance = guidance or Guidance()
     scales = guidance.scales(steps)
     reranks = guidance.candidates > 1 and len(scales) < steps
-    guided = reranks or any(scales)
-    # The law of a guided step is not the denoiser's, whose code could be summed out.
-    known = not reranks and (canvas.masks == 1 or (not guided and settings.measure_path))
-    settings = replace(settings, measure_path=known)
-    if guided and guide is None:
+    if not reranks and not any(scales):
+        return ancestral(
+            denoiser, schedule, canvas,
+            steps=steps, settings=settings, grid=grid, order=order, callback=callback,
+        )  # fmt: skip
+    if guide is None:
         raise UserError(
             "RGAS needs a discriminator, and this model has none: distil with --method didi, "
             "or use another sampler."
         )
-    if guided and guide is not None:
-        check_vocabularies(guide, denoiser)
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    reveals = Reveals.of(schedule, state.open, steps, grid, order)
-    turn = torch.where(state.masked, reveals.turn(noise, state.z.shape[1]), -1)
-    plan = make_plan(state, turn, reveals.times, noise, begun=guided and canvas.masks > 1)
-    calls = torch.zeros(len(state.z), dtype=torch.long, device=state.z.device)
-    draw = plain(denoiser, settings)
-    if any(scales):
-        assert guide is not None
-        plan = read_all_masks(plan, turn, scales)
-        draw = tilted(denoiser, guide, settings, guidance, scales, calls)
-    known_steps = len(scales) if reranks else steps
-    run(plan[:known_steps], state, draw, callback, steps)
-    if reranks:
-        assert guide is not None
-        search = Search(denoiser, guide, state, noise, settings, guidance, reveals, calls)
-        search.run(
-            range(known_steps, steps),
-            callback,
-            begun=any(len(step.writes) for step in plan[:known_steps]),
-        )
-    return state.samples(nfe=steps, exact_path=known, disc_calls=max(calls.tolist(), default=0))
-
-
-def check_vocabularies(guide: Guide, denoiser: Denoiser) -> None:
-    """Refuse a guide that knows other tokens than the denoiser."""
     if guide.num_tokens != denoiser.num_tokens:
         raise UserError(
             f"The discriminator knows {guide.num_tokens} tokens and the denoiser "
             f"{denoiser.num_tokens}: use one that was trained for this model."
         )
+    # The law of a guided step is not the denoiser's, whose code could be summed out.
+    coded, settings = canvas.masks > 1, replace(settings, measure_path=False)
+    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
+    times, turn = plans.reveal_turns(schedule, state.open, steps, grid, order, noise)
+    turn = torch.where(state.masked, turn, -1)
+    plan = plans.make_plan(state, turn, times, noise, begun=coded)
+    draw = plain(denoiser, settings)
+    if any(scales):
+        plan = read_all_masks(plan, turn, scales)
+        draw = tilted(denoiser, guide, settings, scales, guidance.clamp)
+    known = len(scales) if reranks else steps
+    run(plan[:known], state, draw, callback, steps)
+    if reranks:
+        chances = plans.reveal_chances(schedule, times) if order == "random" else None
+        search = Search(denoiser, guide, state, noise, settings, guidance, times, turn, chances)
+        begun = coded or any(len(step.writes) for step in plan[:known])
+        search.run(range(known, steps), callback, begun=begun)
+    return state.samples(nfe=steps, exact_path=not reranks and not coded)
 
 
 # Tilting
@@ -141,70 +109,56 @@ def read_all_masks(plan: list[Step], turn: Tensor, scales: list[float]) -> list[
         if step.row is not None:  # one text stands for all
             assert step.states is not None
             here = turn[step.states[0]] >= 0
-            reads = first_true(here, sizes[n] // running[n])
+            reads = plans.first_true(here, sizes[n] // running[n])
             row = torch.searchsorted(reads, step.writes % length)
             found[n] = replace(step, reads=reads, row=row)
             continue
         if sizes[n] < len(masks):
-            masks = masks[first_true(active[:, n][masks // length], sizes[n])]
-        found[n] = replace(step, reads=local_positions(masks, step.states, length))
+            masks = masks[plans.first_true(active[:, n][masks // length], sizes[n])]
+        found[n] = replace(step, reads=plans.local_positions(masks, step.states, length))
     return found
 
 
 def tilted(
-    denoiser: Denoiser,
-    guide: Guide,
-    options: DrawOptions,
-    guidance: Guidance,
-    scales: list[float],
-    calls: Tensor,
+    denoiser: Denoiser, guide: Guide, options: DrawOptions, scales: list[float], clamp: float
 ) -> Draw:
-    """Draw from logits + h * gradient of the reward, Eq. (10), and count the guide's `calls` (B,).
+    """Draw from logits + h * gradient of the reward, Eq. (10), with the h of each step.
 
     The reward of a text is the sum of the log-ratios over its masks, each of which shows the guide
     the average embedding under the denoiser. A gradient is taken where tokens are drawn.
     """
     otherwise = plain(denoiser, options)
 
+    @fusing(denoiser.compiled)
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
         h = scales[step.index] if step.index < len(scales) else 0.0
         if h == 0:
             return otherwise(state, step)
-        with fusing(denoiser.compiled):
-            return draw_tilted(state, step, h)
-
-    def draw_tilted(state: State, step: Step, h: float) -> tuple[Tensor, Tensor]:
         reads, count, start = state.reads(step.states), len(step.writes), 0
+        coded = reads if step.codes is None else reads.with_codes(state.mask_id, step.codes)
         kept: list[Tensor] = []
         mixed: list[Tensor] = []
-        for logits in denoiser.logits_in_parts(coded_reads(state, step), step.t, step.reads):
+        for logits in denoiser.logits_in_parts(coded, step.t, step.reads):
             vectors = guide.vectors(logits.shape[1])
-            mixed += [mixed_vectors(part, vectors) for part in torch.split(logits, MIXED_ROWS)]
+            parts = torch.split(logits, MIXED_ROWS)
+            mixed += [guides.mixed_vectors(part, vectors) for part in parts]
             # Those that are written come first, unless one text stands for all.
             kept.append(logits if step.row is not None else logits[: max(0, count - start)])
             start += len(logits)
         counted = state.masked if step.states is None else state.masked[step.states]
         mixture = Mixture(step.reads, torch.cat(mixed))
         gradient = guide.gradient(reads, step.time, mixture, counted)
-        state.count(len(reads), FORWARD + FORWARD_AND_BACKWARD)
-        calls.add_(torch.zeros_like(calls).index_fill_(0, step.writes // state.z.shape[1], 1))
+        state.count(len(reads), guides.FORWARD + guides.FORWARD_AND_BACKWARD)
+        state.count_calls(step.writes // state.z.shape[1], 1)
         logits = kept[0] if len(kept) == 1 else torch.cat(kept)
         row = slice(0, count) if step.row is None else step.row
-        slope = slopes(gradient[row], vectors, torch.promote_types(logits.dtype, torch.float32))
-        strength, clamp = (slope.new_full((), x) for x in (h, guidance.clamp))
-        logits = fused_tilt(logits[row], slope, strength, clamp)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        slope = guides.slopes(gradient[row], vectors, dtype)
+        strength, limit = (slope.new_full((), x) for x in (h, clamp))
+        logits = guides.fused_tilt(logits[row], slope, strength, limit)
         return draw_tokens(logits[:, : denoiser.num_tokens], step.u, None, options)
 
     return draw
-
-
-def coded_reads(state: State, step: Step) -> Reads:
-    """Texts of a step as the denoiser reads them: their masks carry a code if there are several."""
-    reads = state.reads(step.states)
-    if step.codes is None:
-        return reads
-    codes = step.codes if step.states is None else step.codes[step.states]
-    return reads.with_codes(state.mask_id, codes)
 
 
 # Re-ranking
@@ -220,22 +174,26 @@ class Search:
     noise: Noise
     options: DrawOptions
     guidance: Guidance
-    reveals: Reveals
-    calls: Tensor
-    """(B,) evaluations of the guide so far."""
+    times: list[float]
+    turn: Tensor
+    """(B, L) the step that reveals each position, where chance has no say in it."""
+    chances: list[float] | None
+    """Probability that each step reveals a mask; None: it has its turn."""
 
     def run(self, steps: range, callback: Callback | None, *, begun: bool) -> None:
         """Take the steps; `begun`: something is written, so texts are no longer alike."""
         count, length = self.guidance.candidates, self.state.z.shape[1]
-        coins = candidate_uniforms(self.noise, Purpose.REVEAL, steps, count, length)
-        numbers = candidate_uniforms(self.noise, Purpose.TOKEN, steps, count, length)
+        coins, numbers = (
+            (each for some in self.noise.of_steps(purpose, steps, length, count) for each in some)
+            for purpose in (Purpose.REVEAL, Purpose.TOKEN)
+        )
         for n in steps:
             before = self.state.z
             with fusing(self.denoiser.compiled):  # not in the callback
                 begun |= self.step(n, next(coins), next(numbers), begun=begun)
             if callback is not None:
                 at = (self.state.z != before).flatten().nonzero().squeeze(1)
-                callback(self.state.snapshot(n, steps.stop, self.reveals.times[n], at))
+                callback(self.state.snapshot(n, steps.stop, self.times[n], at))
 
     def step(self, n: int, coins: Tensor, numbers: Tensor, *, begun: bool) -> bool:
         """Take step n by numbers (M, B, L) of its candidates; return whether any wrote something.
@@ -244,46 +202,33 @@ class Search:
         those that it does not reveal: so the host waits for two sizes alone.
         """
         state, num = self.state, self.guidance.candidates
-        if self.reveals.turns is not None:
-            reveal = (state.masked & (self.reveals.turns == n)).expand(num, -1, -1)
+        if self.chances is None:
+            reveal = (state.masked & (self.turn == n)).expand(num, -1, -1)
         else:
-            reveal = state.masked & (coins < self.reveals.chances[n])
+            reveal = state.masked & (coins < self.chances[n])
         either = reveal.any(0)
         ran = either.any(1)
         size, active = torch.stack([either.sum(), ran.sum()]).tolist()  # the host waits here
-        at, rows = first_true(either.flatten(), size), first_true(ran, active)
         if not size:
             return False
-        hit = reveal.flatten(1)[:, at]
-        step = self._reading(n, at, rows, begun=begun)
-        token, log_p = self._draw(step, hit, numbers.flatten(1)[:, at])
+        at, rows = plans.first_true(either.flatten(), size), plans.first_true(ran, active)
+        shared = None if begun else plans.shared_positions(state, at, rows)
+        numbers, hit = numbers.flatten(1)[:, at], reveal.flatten(1)[:, at]
+        step = plans.make_step(state, self.noise, n, self.times[n], at, rows, numbers, shared)
+        token, log_p = self._draw(step, hit)
         token, log_p = token.masked_fill(~hit, state.mask_id), log_p.masked_fill(~hit, 0.0)
         z = state.z.flatten().repeat(num, 1).index_copy_(1, at, token).view_as(reveal)
         costs = state.costs.flatten().repeat(num, 1).index_copy_(1, at, log_p).view_as(reveal)
-        taken = torch.zeros_like(self.calls).index_copy_(0, rows, self._choose(n, z, rows))
+        taken = rows.new_zeros(len(state.z)).index_copy_(0, rows, self._choose(n, z, rows))
         chosen = taken, torch.arange(len(taken), device=taken.device)
         state.z, state.costs = z[chosen], costs[chosen]
-        self.calls.index_add_(0, rows, torch.full_like(rows, num))
+        state.count_calls(rows, num)
         return True
 
-    def _reading(self, n: int, at: Tensor, rows: Tensor, *, begun: bool) -> Step:
-        """The step as its one pass reads it: texts that are alike are read once."""
-        state, time, row = self.state, self.reveals.times[n], None
-        length = state.z.shape[1]
-        states, reads = (None if len(rows) == len(state.z) else rows), at
-        if not begun and len(rows) > 1 and state.canvas.masks == 1 and state.are_alike():
-            columns = torch.zeros_like(state.open[0]).index_fill_(0, at % length, True)
-            states, reads = rows[:1], columns.nonzero().squeeze(1)
-            row = (columns.cumsum(0) - 1)[at % length]
-        else:
-            reads = local_positions(at, states, length)
-        codes = step_codes(self.noise, n, state.canvas.masks)
-        return Step(n, time, time, states, reads, at, at, row, codes=codes)
-
-    def _draw(self, step: Step, hit: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of all candidates at U positions by numbers (M, U), and log-probabilities."""
-        reads = coded_reads(self.state, step)
-        self.state.count(len(reads), FORWARD)
+    def _draw(self, step: Step, hit: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities (M, N) by numbers (M, N), wherever they count, `hit`."""
+        reads, numbers = self.state.reads(step.states, step.codes), step.u
+        self.state.count(len(reads), guides.FORWARD)
         tokens, log_ps = step.writes.new_zeros(numbers.shape), torch.zeros_like(numbers)
         rows = torch.arange(len(step.writes), device=hit.device) if step.row is None else step.row
         start = 0
@@ -304,34 +249,17 @@ class Search:
         return tokens, log_ps
 
     def _choose(self, n: int, z: Tensor, rows: Tensor) -> Tensor:
-        """(b,) which of the candidates z (M, B, L) the texts `rows` (b,) take."""
-        state, guidance = self.state, self.guidance
-        z = z if len(rows) == len(state.z) else z[:, rows]
+        """(A,) which of the candidates z (M, B, L) the texts `rows` (A,) take."""
+        state, guidance, written = self.state, self.guidance, self.state.open
+        if len(rows) < len(state.z):
+            z, written = z[:, rows], written[rows]
         flat = z.flatten(0, 1)
-        ratio = self.guide.log_ratio(state.as_reads(flat), self.reveals.times[n + 1])
-        state.count(len(flat), FORWARD)
-        written = state.open if len(rows) == len(state.z) else state.open[rows]
+        ratio = self.guide.log_ratio(state.as_reads(flat), self.times[n + 1])
+        state.count(len(flat), guides.FORWARD)
         written = written.repeat(len(z), 1)
-        scores = total_score(ratio, flat, written, state.mask_id, guidance.score)
+        scores = guides.total_score(ratio, flat, written, state.mask_id, guidance.score)
         scores = scores.view(len(z), -1).T
         if guidance.select == "best":
             return scores.argmax(1)
         select = self.noise.uniforms(1, Purpose.SELECT, n).squeeze(1)
         return invert(scores.log_softmax(1), select[rows])
-
-
-def candidate_uniforms(
-    noise: Noise, purpose: Purpose, steps: range, num: int, count: int
-) -> Iterator[Tensor]:
-    """Numbers (M, B, count) of the candidates of each step; those of the first are `ancestral`'s.
-
-    The others add their number to the stream. Those of many steps are made at once.
-    """
-    device = noise.samples.device
-    each = max(1, NOISE_ELEMENTS // max(1, num * len(noise.samples) * count))
-    which = torch.arange(1, num, device=device)[:, None, None]
-    for first in range(steps.start, steps.stop, each):
-        some = torch.arange(first, min(first + each, steps.stop), device=device)[:, None, None]
-        made = [noise.uniforms(count, purpose, some)[:, None]]
-        made.append(noise.uniforms(count, purpose, some[:, None], which))
-        yield from torch.cat(made, 1)

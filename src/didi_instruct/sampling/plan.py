@@ -48,7 +48,7 @@ class Step:
     erases: Tensor | None = None
     """Flat positions in (B, L) that are masked again after the writing."""
     codes: Tensor | None = None
-    """(B,) which mask each text has, where a model has several."""
+    """(U,) which mask the states carry, where a model has several."""
     greedy: bool = False
     """Take the most probable tokens."""
 
@@ -88,50 +88,31 @@ def reveal_chances(schedule: Schedule, times: Sequence[float]) -> list[float]:
     return [*chances[:-1], 1.0]
 
 
-@dataclass(frozen=True, slots=True)
-class Reveals:
-    """Times of a sampling's steps, and which positions each of them reveals."""
-
-    times: list[float]
-    """steps + 1 of them, from 1 to 0."""
-    chances: list[float]
-    """Probability that a mask is revealed by each step, in random order."""
-    turns: Tensor | None
-    """(B, L) the step that reveals each position, where chance has no say in it."""
-
-    @classmethod
-    def of(
-        cls, schedule: Schedule, open: Tensor, steps: int, grid: Grid | None, order: Order
-    ) -> "Reveals":
-        """Reveal the `open` positions (B, L) in some order."""
-        check_steps(steps)
-        if order == "streams":
-            if grid is not None:
-                raise UserError("order=streams has steps of its own: leave out grid.")
-            times, turns = interleaved_times(schedule, steps), interleaved_turns(open, steps)
-        elif order == "random":
-            times, turns = time_grid("uniform" if grid is None else grid, steps), None
-        else:
-            raise UserError(f"order is `{order}`: use random or streams.")
-        return cls(times, reveal_chances(schedule, times), turns)
-
-    def turn(self, noise: Noise, length: int) -> Tensor:
-        """(B, L) the step that reveals each position: the first that its coins allow."""
-        if self.turns is not None:
-            return self.turns
-        return random_turns(noise, self.chances, length)
+def reveal_turns(
+    schedule: Schedule, open: Tensor, steps: int, grid: Grid | None, order: Order, noise: Noise
+) -> tuple[list[float], Tensor]:
+    """Times of the steps, and the step (B, L) that reveals each of the `open` positions."""
+    if order == "random":
+        times = time_grid("uniform" if grid is None else grid, steps)
+        return times, random_turns(noise, reveal_chances(schedule, times), open.shape[1])
+    if order != "streams":
+        raise UserError(f"order is `{order}`: use random or streams.")
+    if grid is not None:
+        raise UserError("order=streams has steps of its own: leave out grid.")
+    check_steps(steps)
+    return interleaved_times(schedule, steps), interleaved_turns(open, steps)
 
 
 def random_turns(noise: Noise, chances: Sequence[float], length: int) -> Tensor:
     """The first step at which a position's coin falls below the chance: (B, L)."""
-    device = noise.samples.device
-    turns = torch.full((len(noise.samples), length), -1, device=device)
-    limits = sent(torch.tensor(chances, dtype=torch.float64), device)[:, None, None]
-    for first, coins in noise.of_steps(Purpose.REVEAL, len(chances), length):
+    device, first = noise.samples.device, 0
+    turns = torch.full((1, len(noise.samples), length), -1, device=device)
+    limits = sent(torch.tensor(chances, dtype=torch.float64), device)[:, None, None, None]
+    for coins in noise.of_steps(Purpose.REVEAL, range(len(chances)), length):
         falls = coins < limits[first : first + len(coins)]
-        here = first + falls.byte().argmax(0)
-        turns = torch.where((turns < 0) & falls.any(0), here, turns)
-    return turns
+        turns = torch.where((turns < 0) & falls.any(0), first + falls.byte().argmax(0), turns)
+        first += len(coins)
+    return turns[0]
 
 
 def make_plan(
@@ -147,44 +128,79 @@ def make_plan(
     counts = torch.zeros(batch, steps + 1, dtype=torch.long, device=z.device)
     counts.scatter_add_(1, turn + 1, torch.ones_like(turn))
     active = (counts[:, 1:] > 0).T
-    first = torch.where(turn >= 0, turn, steps).amin()
-    begins = turn == first
-    columns, leader = begins.any(0), begins.any(1).long().argmax()[None]
-    same = (z == z[leader]) & (state.masked == state.masked[leader])
-    alike = (same.all(1) | ~begins.any(1)).all()[None].long()
-    padded = (z == PAD).any()[None].long()
-    sums = counts.sum(0), active.sum(1), columns.sum()[None], alike, padded
-    *sizes, num_columns, shares, state.padded = torch.cat(sums).tolist()  # the one transfer
-    order = torch.argsort(turn.flatten(), stable=True)
-    u = token_uniforms(noise, turn).flatten()[order]
+    begins = turn == torch.where(turn >= 0, turn, steps).amin()
+    columns, starting = begins.any(0), begins.any(1)
+    alike = (state.same_as(starting.long().argmax()[None]) | ~starting).all()
+    flags = torch.stack([columns.sum(), alike.long(), (z == PAD).any().long()])
+    found = torch.cat([counts.sum(0), active.sum(1), flags])
+    *sizes, num_columns, shares, state.padded = found.tolist()  # the one transfer
     written, running = sizes[: steps + 1], sizes[steps + 1 :]
+    order = torch.argsort(turn.flatten(), stable=True)
+    u = noise.uniforms(length, Purpose.TOKEN, turn).flatten()[order]
     every = first_true(active.flatten(), sum(running)) % batch
-    share = bool(shares) and not begun
-    plan = []
     parts = zip(
-        times, torch.split(order, written)[1:], torch.split(u, written)[1:],
-        torch.split(every, running), strict=False,
+        torch.split(order, written)[1:], torch.split(u, written)[1:], torch.split(every, running),
+        strict=True,
     )  # fmt: skip
-    for n, (time, at, own, rows) in enumerate(parts):
-        states: Tensor | None = rows
-        reads, row = at, None
-        if len(at) and share and len(rows) > 1:
-            # The same text in every row, such as all masks: one row serves all.
-            states, reads = leader, first_true(columns, num_columns)
-            row = (columns.cumsum(0) - 1)[at % length]
-        elif len(rows) == batch:
-            states = None
-        elif len(at):
-            reads = local_positions(at, rows, length)
+    plan, share = [], bool(shares) and not begun
+    for n, (at, numbers, rows) in enumerate(parts):
+        shared = first_true(columns, num_columns) if share and len(rows) > 1 else None
+        plan.append(make_step(state, noise, n, times[n], at, rows, numbers, shared))
         share = share and not len(at)
-        codes = step_codes(noise, n, state.canvas.masks)
-        plan.append(Step(n, time, time, states, reads, at, own, row, codes=codes))
     return plan
 
 
-def token_uniforms(noise: Noise, turn: Tensor) -> Tensor:
-    """Numbers that tokens are drawn by, of the step in which each position is written: (B, L)."""
-    return noise.uniforms(turn.shape[1], Purpose.TOKEN, turn)
+def make_step(
+    state: State,
+    noise: Noise,
+    index: int,
+    time: float,
+    at: Tensor,
+    rows: Tensor,
+    u: Tensor,
+    shared: Tensor | None = None,
+) -> Step:
+    """Step that writes flat positions `at` (N,) of the texts `rows` (A,) by numbers u (N,).
+
+    `shared` (C,): texts are alike, and the first is read for all, at these of its positions; with
+    several masks once for each code that they have, which a GPU is waited for.
+    """
+    length, codes = state.z.shape[1], step_codes(noise, index, state.canvas.masks)
+    if shared is None:
+        codes = None if codes is None else codes[rows]
+        states = None if len(rows) == len(state.z) else rows
+        reads = local_positions(at, states, length)
+        return Step(index, time, time, states, reads, at, u, codes=codes)
+    states, reads, row = rows[:1], shared, torch.searchsorted(shared, at % length)
+    if codes is not None:
+        codes, which = torch.unique(codes[at // length], return_inverse=True)
+        start = length * torch.arange(len(codes), device=at.device)
+        states, reads = states.expand(len(codes)), (start[:, None] + shared).flatten()
+        row = row + which * len(shared)
+    return Step(index, time, time, states, reads, at, u, row, codes=codes)
+
+
+def step_where(
+    state: State, noise: Noise, index: int, time: float, mask: Tensor, *, begun: bool = False
+) -> Step:
+    """Step that writes where a mask (B, L) says; a GPU is waited for."""
+    at, rows = places(mask)
+    u = noise.uniforms(mask.shape[1], Purpose.TOKEN, index).flatten()[at]
+    shared = None if begun else shared_positions(state, at, rows)
+    return make_step(state, noise, index, time, at, rows, u, shared)
+
+
+def places(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat positions (N,) and rows (A,) at which a mask (B, L) is true; a GPU is waited for."""
+    return mask.flatten().nonzero().squeeze(1), mask.any(1).nonzero().squeeze(1)
+
+
+def shared_positions(state: State, at: Tensor, rows: Tensor) -> Tensor | None:
+    """Positions (C,) to read of one text for all `rows` (A,) that are alike; waits for a GPU."""
+    if len(rows) < 2 or not state.same_as(rows[:1])[rows].all():
+        return None
+    columns: Tensor = torch.unique(at % state.z.shape[1])
+    return columns
 
 
 def step_codes(noise: Noise, step: int, masks: int) -> Tensor | None:
@@ -194,41 +210,9 @@ def step_codes(noise: Noise, step: int, masks: int) -> Tensor | None:
     return (noise.uniforms(1, Purpose.CODE, step).squeeze(1) * masks).long()
 
 
-def plan_of_masks(
-    state: State,
-    times: Sequence[float],
-    noise: Noise,
-    reveals: Sequence[Tensor],
-    erases: Sequence[Tensor] = (),
-    t: Sequence[Tensor] = (),
-) -> list[Step]:
-    """Steps from masks (B, L) of what each writes and erases; a GPU is waited for in each.
-
-    A position may be written in several steps. `t`: times (B,) of each step, where texts differ in
-    them. Texts that start alike are read once in the first step, if they have one time.
-    """
-    z, length, share = state.z, state.z.shape[1], not t
-    plan = []
-    for n, (time, reveal) in enumerate(zip(times, reveals, strict=False)):
-        at, rows = reveal.flatten().nonzero().squeeze(1), reveal.any(1).nonzero().squeeze(1)
-        u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
-        states, row = rows, None
-        reads = local_positions(at, rows, length)
-        if share and len(rows) > 1 and bool((z[rows] == z[rows[:1]]).all()):
-            columns = reveal.any(0)
-            states, reads = rows[:1], columns.nonzero().squeeze(1)
-            row = (columns.cumsum(0) - 1)[at % length]
-        share = share and not len(at)
-        erased = erases[n].flatten().nonzero().squeeze(1) if erases else None
-        codes = step_codes(noise, n, state.canvas.masks)
-        when = t[n][states] if t else time
-        plan.append(Step(n, time, when, states, reads, at, u, row, erased, codes))
-    return plan
-
-
 def local_positions(at: Tensor, states: Tensor | None, length: int) -> Tensor:
     """Flat positions in (U, L), from those in (B, L), if some rows `states` (U,) alone are read."""
-    if states is None:
+    if states is None or not len(at):
         return at
     return torch.searchsorted(states, at // length) * length + at % length
 

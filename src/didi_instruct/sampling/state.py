@@ -1,6 +1,5 @@
 """A batch of texts on its way from masks to words, and where it starts and ends."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
+from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.draw import Noise
 
 PAD = -1
@@ -28,8 +28,8 @@ class Canvas:
     stream: tuple[int, ...] = ()
     """First numbers of all random streams."""
     masks: int = 1
-    """Ids that mean a mask, from `mask_id` on: all masks of a text carry one of them in a step,
-    drawn anew for each, so that positions drawn independently share something random: a code."""
+    """Ids that mean a mask, from `mask_id` on. In a step all masks of a text carry one of them, its
+    code, drawn anew for each step: what is drawn independently shares something random."""
 
     @property
     def open(self) -> Tensor:
@@ -117,11 +117,7 @@ class State:
     def __init__(
         self, canvas: Canvas, *, watched: bool = False, padded: bool | None = None
     ) -> None:
-        """Start from a canvas.
-
-        `watched`: what is seen of it is kept, so nothing is changed in place. `padded`: whether
-        there is padding, where that is known.
-        """
+        """`watched`: others keep what they see of it, so nothing is changed in place."""
         self.canvas, self.mask_id, self.watched = canvas, canvas.mask_id, watched
         self.z = canvas.tokens.clone(memory_format=torch.contiguous_format)
         self.open = canvas.open
@@ -131,8 +127,10 @@ class State:
         self.correction: Tensor | float = 0.0
         """(B,) added to the log-probability of a path beside the costs."""
         self.passes = 0.0
+        self.calls: Tensor | None = None
+        """(B,) evaluations of a discriminator, where there are any."""
         self.padded = padded
-        """True where there is padding; None: not known yet."""
+        """There is padding; None: not known yet."""
 
     @property
     def masked(self) -> Tensor:
@@ -141,15 +139,16 @@ class State:
 
     @property
     def masked_share(self) -> float:
-        """Part of the open positions that is still masked: the clock of samplers without another.
-
-        It falls from 1 to 0 as time does.
-        """
+        """Part of the open positions that is still masked: falls from 1 to 0 as time does."""
         return float(self.masked.sum() / self.open.sum().clamp(min=1))
 
-    def reads(self, rows: Tensor | None = None) -> "Reads":
-        """Texts for a pass: all of them, or some rows (U,). The first call waits for a GPU."""
-        return self.as_reads(self.z if rows is None else self.z[rows])
+    def reads(self, rows: Tensor | None = None, code: Tensor | int | None = None) -> "Reads":
+        """Texts for a pass: all, or some rows (U,); their masks carry a code (U,), if there is one.
+
+        The first call waits for a GPU.
+        """
+        reads = self.as_reads(self.z if rows is None else self.z[rows])
+        return reads if code is None else reads.with_codes(self.mask_id, code)
 
     def as_reads(self, z: Tensor) -> "Reads":
         """Any texts (U, L) of this batch for a pass."""
@@ -157,16 +156,20 @@ class State:
             self.padded = bool((self.canvas.tokens == PAD).any())
         return split_padding(z) if self.padded else Reads(z)
 
-    def are_alike(self) -> bool:
-        """True if all texts that have masks are the same; waits for a GPU."""
-        begins = self.masked.any(1)
-        leader = begins.long().argmax()[None]
-        same = (self.z == self.z[leader]) & (self.masked == self.masked[leader])
-        return bool((same.all(1) | ~begins).all())
+    def same_as(self, row: Tensor) -> Tensor:
+        """(B,) texts that are that of `row` (1,), with the same positions to write."""
+        masked = self.masked
+        return ((self.z == self.z[row]) & (masked == masked[row])).all(1)
 
     def count(self, rows: int, passes: int = 1) -> None:
         """Count passes over so many texts."""
         self.passes += passes * rows / len(self.z)
+
+    def count_calls(self, texts: Tensor, calls: int) -> None:
+        """Count evaluations of a discriminator for some texts (N,), each once."""
+        calls_of = torch.zeros(len(self.z), dtype=torch.long, device=self.z.device)
+        calls_of.index_fill_(0, texts, calls)
+        self.calls = calls_of if self.calls is None else self.calls + calls_of
 
     def write(self, at: Tensor, tokens: Tensor, log_p: Tensor) -> None:
         """Write tokens (N,) with their log-probabilities (N,) at flat positions (N,)."""
@@ -190,12 +193,13 @@ class State:
         confidence = self.costs.exp().masked_fill(~written, 0.0)
         return Snapshot(index, steps, time, self.z, revealed, confidence, self.open)
 
-    def samples(self, nfe: int, *, exact_path: bool = True, disc_calls: int = 0) -> Samples:
+    def samples(self, nfe: int, *, exact_path: bool = True) -> Samples:
         """Return the result; weights that give no numbers are refused here, once."""
         log_prob = self.costs.sum(1) + self.correction
         if bool(log_prob.isnan().any()):
             raise UserError("The model's logits are not numbers: its weights are damaged.")
-        return Samples(self.z, log_prob if exact_path else None, nfe, self.passes, disc_calls)
+        calls = 0 if self.calls is None else max(self.calls.tolist())
+        return Samples(self.z, log_prob if exact_path else None, nfe, self.passes, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +216,7 @@ class Reads:
 
     def with_codes(self, mask_id: int, code: Tensor | int) -> "Reads":
         """The same with masks that carry a code (U,), or one for all."""
-        which = code[:, None] if isinstance(code, Tensor) else code
-        tokens = torch.where(self.tokens == mask_id, self.tokens + which, self.tokens)
-        return Reads(tokens, self.attended)
+        return Reads(with_code(self.tokens, mask_id, code), self.attended)
 
     def masked_share(self, mask_id: int) -> Tensor:
         """(U,) part of each text that is masked, padding not counted."""
@@ -229,8 +231,3 @@ def split_padding(z: Tensor) -> Reads:
     if not padded.any():
         return Reads(z)
     return Reads(z.masked_fill(padded, 0), ~padded)
-
-
-def mixture_log_prob(each: Sequence[Tensor]) -> Tensor:
-    """Log-probability of an even mixture from those of its parts, (B,) each."""
-    return torch.stack(list(each)).logsumexp(0) - math.log(len(each))

@@ -9,20 +9,12 @@ from torch import Tensor
 from didi_instruct.config.model import Order
 from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.ancestral import plain, run
 from didi_instruct.sampling.confidence import ORDERS, keep_surest
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose
-from didi_instruct.sampling.plan import (
-    Grid,
-    Reveals,
-    Step,
-    check_steps,
-    make_plan,
-    plan_of_masks,
-    reveal_chances,
-    time_grid,
-)
+from didi_instruct.sampling.plan import Grid, Step
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 STRATEGIES = ("cap", "rescale")
@@ -50,19 +42,20 @@ def first_hitting(
     masks of the longest.
     """
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    length, device = state.z.shape[1], state.z.device
     counts = state.open.sum(1)
     nfe = max(counts.tolist(), default=0)
     # A position that is not open comes after all others; its level is never looked at.
-    uniform = noise.uniforms(length, Purpose.ORDER, 0).masked_fill(~state.open, -1.0)
+    uniform = noise.uniforms(state.z.shape[1], Purpose.ORDER, 0).masked_fill(~state.open, -1.0)
     level, position = uniform.sort(dim=1, descending=True, stable=True)
     masked_at_start = 1 - schedule.alpha(1.0).item()
     times = schedule.time(1 - masked_at_start * level.clamp(min=0.0))
-    columns = torch.arange(length, device=device)
-    reveals = [state.masked & (columns == position[:, n, None]) for n in range(nfe)]
-    steps = torch.arange(nfe, device=device)
-    left = (counts[:, None] - steps).clamp(min=0).sum(0) / counts.sum()
-    plan = plan_of_masks(state, left.tolist(), noise, reveals, t=times.unbind(1))
+    left = (counts[:, None] - torch.arange(nfe, device=counts.device)).clamp(min=0).sum(0)
+    shares = (left / counts.sum()).tolist()
+    plan = plans.make_plan(state, position.argsort(1), [*shares, 0.0], noise, begun=True)
+    plan = [
+        replace(step, t=times[:, n] if step.states is None else times[step.states, n])
+        for n, step in enumerate(plan)
+    ]
     run(plan, state, plain(denoiser, settings), callback)
     return state.samples(nfe, exact_path=canvas.masks == 1 or settings.measure_path)
 
@@ -95,8 +88,8 @@ def remasking(
     exact = eta == 0 and (canvas.masks == 1 or settings.measure_path)
     settings = replace(settings, measure_path=exact)
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    times, length = time_grid(grid, steps), state.z.shape[1]
-    masked, reveals, erases = state.masked, [], []
+    times, length, begun = plans.time_grid(grid, steps), state.z.shape[1], False
+    masked, plan = state.masked, []
     for n, (reveal_chance, remask_chance) in enumerate(
         remask_chances(schedule, times, eta, strategy)
     ):
@@ -104,11 +97,10 @@ def remasking(
         written = state.open & ~masked
         erase = written & (noise.uniforms(length, Purpose.REMASK, n) < remask_chance)
         masked = (masked & ~reveal) | erase
-        reveals.append(reveal)
-        erases.append(erase)
-    plan = plan_of_masks(state, times, noise, reveals, erases)
-    if greedy_tail:
-        plan[-1] = replace(plan[-1], greedy=True)
+        step = plans.step_where(state, noise, n, times[n], reveal, begun=begun)
+        greedy = greedy_tail and n == steps - 1
+        plan.append(replace(step, erases=plans.places(erase)[0], greedy=greedy))
+        begun = begun or len(step.writes) > 0
     run(plan, state, plain(denoiser, settings), callback)
     return state.samples(nfe=steps, exact_path=exact)
 
@@ -141,8 +133,8 @@ def remask_chances(
     most = ((1 - visible_s) / visible_t).clamp(max=1)  # infinite at t = 1, where nothing is visible
     sigma = most.clamp(max=eta) if strategy == "cap" else eta * most
     sigma[-1] = 0.0  # not a rounding error
-    extra = sigma * visible_t / (1 - visible_t)
-    reveal: Tensor = torch.tensor(reveal_chances(schedule, times), dtype=torch.float64) + extra
+    chances = torch.tensor(plans.reveal_chances(schedule, times), dtype=torch.float64)
+    reveal: Tensor = chances + sigma * visible_t / (1 - visible_t)
     return list(zip(reveal.tolist(), sigma.tolist(), strict=True))
 
 
@@ -168,7 +160,7 @@ def blocks(
     that reads the time sees it too early in the first ones. `nfe`, `passes` and `log_prob` are sums
     over the blocks.
     """
-    check_steps(steps)
+    plans.check_steps(steps)
     if block_length < 1:
         raise UserError(f"block_length is {block_length}: use 1 or more.")
     if inner not in ("ancestral", *ORDERS):
@@ -179,21 +171,19 @@ def blocks(
     nfe = steps * len(numbers)
     plan: list[Step] = []
     for place, number in enumerate(numbers):
-        inside = columns // block_length == number
         # By the block's number, not by how many came before: that depends on the batch.
         stream = (*canvas.stream, Purpose.BLOCK, number) if number else canvas.stream
         noise = replace(canvas.noise(settings.seed), stream=stream)
-        first = place * steps
+        inside, first = state.open & (columns // block_length == number), place * steps
         if inner != "ancestral":
             keep_surest(
-                denoiser, state, noise, settings, state.open & inside, inner,
+                denoiser, state, noise, settings, inside, inner,
                 steps=steps, first=first, scheduled=nfe, callback=callback,
             )  # fmt: skip
             continue
-        own = state.open & inside
-        reveals = Reveals.of(schedule, own, steps, None, order)
-        turn = torch.where(own, reveals.turn(noise, len(columns)), -1)
-        part = make_plan(state, turn, reveals.times, noise, begun=place > 0)
+        times, turn = plans.reveal_turns(schedule, inside, steps, None, order, noise)
+        turn = torch.where(inside, turn, -1)
+        part = plans.make_plan(state, turn, times, noise, begun=place > 0)
         plan += [replace(step, index=first + step.index) for step in part]
     run(plan, state, plain(denoiser, settings), callback, nfe)
     exact = inner == "ancestral" and (canvas.masks == 1 or settings.measure_path)

@@ -18,7 +18,7 @@ from didi_instruct.models.layers import ALIGN, NEVER, upcast
 from didi_instruct.models.network import Modulations, WeightsStamp, logits_at
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.denoiser import times_of
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, draw_by_chunks, draw_tokens
+from didi_instruct.sampling.draw import DrawOptions, draw_by_chunks, draw_tokens
 from didi_instruct.sampling.engines.cuda_graphs import (
     Captured,
     capture,
@@ -26,6 +26,7 @@ from didi_instruct.sampling.engines.cuda_graphs import (
     keep_few,
     round_up,
 )
+from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import Reads
 
 MOST_GRAPHS = 48
@@ -93,22 +94,13 @@ class GraphDenoiser:
             yield self._head(hidden[here], own)
 
     @torch.no_grad()
-    def draw(
-        self,
-        reads: Reads,
-        t: Tensor | float,
-        at: Tensor,
-        u: Tensor,
-        row: Tensor | None = None,
-        options: DrawOptions = PLAIN,
-        *,
-        greedy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, reads: Reads, step: Step, options: DrawOptions) -> tuple[Tensor, Tensor]:
         """Draw by a second graph, from states to tokens; the next call overwrites the result."""
-        if reads.attended is not None or greedy or options.restricted:
+        t, at, u, row = step.t, step.reads, step.u, step.row
+        if reads.attended is not None or options.restricted:
             with fusing(True):
                 logits = self.logits(reads, t, at)
-                return draw_tokens(logits, u, row, options, greedy=greedy)
+                return draw_tokens(logits, u, row, options)
         own = at if row is None else at[row]
         hidden, mods = self._states(reads.tokens, self._modulations(reads, t), own)
         most, drawn = max(1, LOGITS_AT_ONCE // self.num_tokens), []
