@@ -16,7 +16,7 @@ from didi_instruct.models import compile as remarks
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import CachedDenoiser, make_denoiser, network_denoiser
-from didi_instruct.sampling.draw import DrawOptions, draw_by_chunks
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, draw_by_chunks
 from didi_instruct.sampling.engines import cuda, cuda_graphs
 from didi_instruct.sampling.engines.cuda import GraphDenoiser, pad_output, why_not
 from didi_instruct.sampling.engines.cuda_graphs import Captured
@@ -26,7 +26,7 @@ from didi_instruct.sampling.state import PAD, Canvas
 from didi_instruct.sampling.variants import first_hitting
 
 from ..enumeration import all_masked, assert_follows, index, masked_step, p_value, texts_of  # noqa: TID252
-from .small import KINDS, SCHEDULE, Buffered, make, questions, uncompiled
+from .small import KINDS, SCHEDULE, Buffered, make, questions, step_of, uncompiled
 
 devices = pytest.mark.parametrize("device", DEVICES)
 """On a CPU the same code runs uncompiled."""
@@ -89,7 +89,7 @@ def test_tokens_are_drawn_from_the_logits_part_by_part(kind, buffered, monkeypat
         reads, t, at, u = questions(fast.network, rows, seed=seed)
         row = torch.arange(len(at)).flip(0) if rows == 2 else None
         expected = draw_by_chunks(plain.logits(reads, t, at), u, row=row)
-        token, log_p = fast.draw(reads, t, at, u, row)
+        token, log_p = fast.draw(reads, step_of(t, at, u, row), PLAIN)
         assert torch.equal(token, expected[0])
         torch.testing.assert_close(log_p, expected[1])
     assert max(fast._draws) == 12
@@ -125,7 +125,7 @@ def test_weights_that_change_are_noticed(device, monkeypatch):
         expected = network_denoiser(network, SCHEDULE).logits(reads, t, at)
         found = fast.logits(reads, t, at)
         torch.testing.assert_close(found, expected)
-        drawn = fast.draw(reads, t, at, u)
+        drawn = fast.draw(reads, step_of(t, at, u), PLAIN)
         for one, other in zip(drawn, draw_by_chunks(expected, u), strict=True):
             torch.testing.assert_close(one, other)
         assert not torch.allclose(found.double(), before.double())
@@ -155,7 +155,7 @@ def test_only_so_many_graphs_are_kept(buffered, monkeypatch):
     reads, t, _, _ = questions(fast.network, 15)
     for rows in (1, 15, 50, 1, 60, 30, 200, 49):
         at, u = torch.arange(rows), torch.full((rows,), 0.5, dtype=torch.float64)
-        fast.draw(reads, t, at, u)
+        fast.draw(reads, step_of(t, at, u), PLAIN)
     assert list(fast._draws) == [8, 60, 208, 52]
 
 
@@ -163,7 +163,8 @@ def test_only_so_many_graphs_are_kept(buffered, monkeypatch):
 def test_sizes_that_change_are_told_to_the_compiler(timed, buffered):
     """Numbers of tokens drawn; texts and their length are fixed."""
     _, fast = both(time_conditioning=timed)
-    fast.draw(*questions(fast.network, 4))
+    reads, *given = questions(fast.network, 4)
+    fast.draw(reads, step_of(*given), PLAIN)
     assert buffered == [("_trunk", False), ("_draw", True)]
     (trunk,), (draw,) = fast._trunks.values(), fast._draws.values()
     assert len(trunk.buffers) == (2 if timed else 1)
@@ -219,7 +220,8 @@ def test_graphs_share_the_memory_of_the_last_that_was_captured(monkeypatch):
         fast.logits(*questions(fast.network, 2, length)[:3])
     assert pools == [None, "its own", "its own", None, "its own"]
     pools.clear()
-    fast.draw(*questions(fast.network, 2, 6))
+    reads, *given = questions(fast.network, 2, 6)
+    fast.draw(reads, step_of(*given), PLAIN)
     fast.logits(*questions(fast.network, 2, 7)[:3])
     assert pools == ["its own", "its own", None]
 
@@ -473,7 +475,7 @@ def test_draws_in_bfloat16_are_compiled_and_captured():
     for rows in (16, 9, 1):
         reads, t, at, u = questions(network, rows)
         log_p = network_denoiser(network, SCHEDULE).logits(reads, t, at).double().log_softmax(-1)
-        token, own = fast.draw(reads, t, at, u)
+        token, own = fast.draw(reads, step_of(t, at, u), PLAIN)
         expected = log_p.gather(1, token[:, None]).squeeze(1)
         assert (own - expected).abs().mean() < 0.05
     for graph in (*fast._trunks.values(), *fast._draws.values()):
