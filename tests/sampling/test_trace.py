@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from didi_instruct.data.files import AtomicFile
-from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer, train_tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.process.schedule import LogLinear
@@ -30,6 +30,8 @@ from didi_instruct.sampling.trace import (
     visible,
 )
 
+from .toys import toy_of
+
 STORY = "Zoë ate naïve jalapeños 🙂 in 東京 — café!\n\nНовая строка: «привет» 👩‍👩‍👧.\tEnd. "
 PARK = "The café in the park was naïve. "
 MALICE = "</script><script>alert(1)</script>"
@@ -39,17 +41,20 @@ METASPACE = Backend(models.WordLevel({"▁once": 0, "▁up": 1, "on": 2, "▁a":
 METASPACE.decoder = decoders.Metaspace()
 
 
+pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="draws with Pillow")
+
+
 @pytest.fixture(scope="module")
 def bpe():
     return train_tokenizer([STORY, PARK + "The end."] * 3, 300)
 
 
-def reveal(x, when, mask_id, steps, callback, confidence, written=None):
+def reveal(x, when, mask_id, steps, callback, confidence):
     """Call back as a sampler that writes x at the steps `when`; -1: given."""
     for n in range(steps):
         sure = confidence.masked_fill((when > n) | (when < 0), 0.0)
         z = x.masked_fill(when > n, mask_id)
-        callback(Snapshot(n, steps, 1 - n / steps, z, when == n, sure, written))
+        callback(Snapshot(n, steps, 1 - n / steps, z, when == n, sure, when >= 0))
         z.fill_(0)  # samplers reuse their memory
 
 
@@ -61,6 +66,16 @@ def pretend(rows, mask_id, steps, callback, *, given=0, seed=0):
     confidence = torch.rand(x.shape, generator=generator)
     when[:, :given] = -1
     reveal(x, when.masked_fill(x == PAD, -1), mask_id, steps, callback, confidence)
+
+
+def show(rows, new, mask_id=9):
+    """A trace of states as they are, everything open."""
+    trace, num = Trace(mask_id), len(rows)
+    for n, (row, revealed) in enumerate(zip(rows, new, strict=True)):
+        z, here = torch.tensor([row]), torch.tensor([revealed]).bool()
+        sure = torch.ones(z.shape)
+        trace(Snapshot(n, num, 1 - n / num, z, here, sure, torch.ones_like(here)))
+    return trace
 
 
 def traced(text, tokenizer, steps=6, **settings):
@@ -75,7 +90,7 @@ def own_window(row, padding, tokenizer):
     trace, n = Trace(tokenizer.size, tokenizer.eot_id), len(row)
     x = torch.tensor([[*row, *[tokenizer.eot_id] * padding]])
     when = torch.tensor([[(n - 1 - i) * 3 // n for i in range(n)] + [-1] * padding])
-    reveal(x, when, tokenizer.size, 3, trace, torch.ones(x.shape), when >= 0)
+    reveal(x, when, tokenizer.size, 3, trace, torch.ones(x.shape))
     return trace
 
 
@@ -165,8 +180,7 @@ class TestRecording:
     def test_the_trace_of_a_sampler_replays_to_its_samples(self):
         trace = Trace(3, keep=3)
         canvas = Canvas(torch.tensor([[3, 1, 3, 3]]).expand(5, 4), 3, torch.arange(5))
-        denoiser = OracleLanguage.tiny().denoiser
-        result = ancestral(denoiser, LogLinear(0.0), canvas, steps=6, callback=trace)
+        result = ancestral(toy_of(), LogLinear(0.0), canvas, steps=6, callback=trace)
         data = trace.as_dict(str)
         assert json.loads(json.dumps(data)) == data
         assert len(data["samples"]) == 3
@@ -191,11 +205,8 @@ class TestRecording:
 
     def test_masking_again_and_writing_anew_replay(self):
         """A sampler that takes back a token, and one that changes it without a mask."""
-        rows = torch.tensor([[[1, 9, 9]], [[1, 2, 9]], [[9, 2, 3]], [[4, 5, 3]]])
-        new = torch.tensor([[[1, 0, 0]], [[0, 1, 0]], [[0, 0, 1]], [[1, 0, 0]]]).bool()
-        trace = Trace(9)
-        for n in range(4):
-            trace(Snapshot(n, 4, 1.0, rows[n], new[n], torch.ones(1, 3)))
+        rows = [[1, 9, 9], [1, 2, 9], [9, 2, 3], [4, 5, 3]]
+        trace = show(rows, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
         (sample,) = trace.as_dict(letters)["samples"]
         assert sample["start"] == [9, 9, 9]
         assert [step["masked"] for step in sample["steps"]] == [[], [], [0], []]
@@ -211,10 +222,7 @@ class TestRecording:
         assert [played.after(n)[0].text for n in (1, 4)] == ["B", "E"]
 
     def test_texts_that_never_had_masks_start_as_drafts(self):
-        trace = Trace(9)
-        for n, (row, new) in enumerate([([1, 2], [True, False]), ([1, 3], [False, True])]):
-            trace(Snapshot(n, 2, 1.0, torch.tensor([row]), torch.tensor([new]), torch.ones(1, 2)))
-        played = replayed(trace, letters)
+        played = replayed(show([[1, 2], [1, 3]], [[1, 0], [0, 1]]), letters)
         first, second = played.after(0)
         assert (first.state, second.state, second.text) == (State.MASKED, State.DRAFT, "C")
         assert not any(span.given for span in played.spans)
@@ -227,10 +235,6 @@ class TestRecording:
         changes = [change for n in range(3) for change in played.after(n)]
         assert [change.state for change in changes] == [State.MASKED, State.PARTIAL, State.SHOWN]
         assert changes[-1].confidence == 0.25
-
-    def test_keeping_none_is_refused(self):
-        with pytest.raises(UserError, match="keep is 0"):
-            Trace(3, keep=0)
 
 
 class TestHtml:
@@ -267,11 +271,9 @@ class TestHtml:
 
     def test_texts_cannot_leave_their_place(self, tmp_path):
         tokenizer = Tokenizer.from_words([MALICE, "<!--", "{{data}}", '"&amp;', "x"])
-        trace, drafted = Trace(5, about={"title": MALICE, "prompt": MALICE}), Trace(5)
+        trace = Trace(5, about={"title": MALICE, "prompt": MALICE})
         pretend([[0, 1, 2, 3, 4]], 5, 3, trace)
-        for n, row in enumerate([[0, 5], [4, 1]]):  # the malicious token as a draft
-            z = torch.tensor([row])
-            drafted(Snapshot(n, 2, 1 - n / 2, z, z != 5, torch.ones(1, 2)))
+        drafted = show([[0, 5], [4, 1]], [[1, 0], [1, 1]], 5)  # the malicious token as a draft
         page, texts, _ = self.page(trace, tokenizer, tmp_path)
         assert texts == [f'Sample 1{MALICE} <!-- {{{{data}}}} "&amp; x']
         assert f"<title>{html.escape(MALICE)}</title>" in page
@@ -298,13 +300,15 @@ class TestHtml:
         assert len(data["tokens"]) == len(row)
 
 
+@pillow
 class TestGif:
     def open(self, data):
-        return pytest.importorskip("PIL.Image").open(io.BytesIO(data))
+        from PIL import Image
+
+        return Image.open(io.BytesIO(data))
 
     def draw(self, trace, tokenizer):
-        pytest.importorskip("PIL.Image")
-        return self.open(trace_gif.render(trace.as_dict(tokenizer.decode)))
+        return self.open(trace_gif.render_gif(trace.as_dict(tokenizer.decode)))
 
     def frames(self, picture):
         for n in range(picture.n_frames):
@@ -320,12 +324,11 @@ class TestGif:
         assert self.draw(traced(text, bpe, steps=steps), bpe).n_frames == frames
 
     def test_a_usual_trace_is_small_and_always_the_same(self, bpe):
-        pytest.importorskip("PIL.Image")
         trace = Trace(bpe.size)
         pretend([bpe.encode([PARK * 40])[0][:256]], bpe.size, 16, trace)
         data = trace.as_dict(bpe.decode)
-        assert len(trace_gif.render(data)) < 1_500_000
-        assert trace_gif.render(data) == trace_gif.render(data)
+        assert len(trace_gif.render_gif(data)) < 1_500_000
+        assert trace_gif.render_gif(data) == trace_gif.render_gif(data)
 
     def test_frames_grow_inkier(self, bpe):
         """Blocks give way to words: dark pixels only increase."""
@@ -343,7 +346,6 @@ class TestGif:
 
     def test_columns_go_in_step_and_the_faster_waits(self, bpe):
         """Of 3 and 9 steps: after the 4th frame the left half no longer changes, the right does."""
-        pytest.importorskip("PIL.Image")
         traces = {f"{n} steps": traced(PARK, bpe, steps=n).as_dict(bpe.decode) for n in (3, 9)}
         picture = self.open(trace_gif.render_beside(traces))
         assert picture.n_frames == 10
@@ -451,13 +453,12 @@ class TestFiles:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize(
-        ("suffix", "start"), [("html", b"<!"), ("gif", b"GIF"), ("json", b"{")]
+        ("suffix", "start"),
+        [("html", b"<!"), pytest.param("gif", b"GIF", marks=pillow), ("json", b"{")],
     )
     def test_files_are_replaced_whole_or_not_at_all(
         self, bpe, tmp_path, monkeypatch, suffix, start
     ):
-        if suffix == "gif":
-            pytest.importorskip("PIL.Image")
         path = tmp_path / f"trace.{suffix}"
         path.write_text("before")
 
