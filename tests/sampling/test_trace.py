@@ -23,7 +23,7 @@ from didi_instruct.sampling import trace_gif
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.state import PAD, Canvas, Snapshot
 from didi_instruct.sampling.trace import (
-    State,
+    SpanState,
     Trace,
     check_path,
     find_end,
@@ -210,8 +210,8 @@ class TestRecording:
         played = replayed(trace, letters)
         for n, row in enumerate(rows):
             for change, token, final in zip(played.after(n), row, rows[-1], strict=True):
-                shown = State.SHOWN if token == final else State.DRAFT
-                assert change.state == (State.MASKED if token == 9 else shown)
+                shown = SpanState.SHOWN if token == final else SpanState.DRAFT
+                assert change.state == (SpanState.MASKED if token == 9 else shown)
                 assert token == 9 or change.text == letters([token])
         written = {i for step in new for i, fresh in enumerate(step) if fresh}
         assert [i for i, span in enumerate(played.spans) if not span.given] == sorted(written)
@@ -231,7 +231,11 @@ class TestRecording:
         reveal(torch.tensor(BYTES.encode(["ë"])), when, BYTES.size, 2, trace, confidence)
         played = replayed(trace, BYTES.decode)
         changes = [change for n in range(3) for change in played.after(n)]
-        assert [change.state for change in changes] == [State.MASKED, State.PARTIAL, State.SHOWN]
+        assert [change.state for change in changes] == [
+            SpanState.MASKED,
+            SpanState.PARTIAL,
+            SpanState.SHOWN,
+        ]
         assert changes[-1].confidence == 0.25
 
 
@@ -260,11 +264,11 @@ class TestHtml:
         for unit, state, *_ in data["start"]:
             states[unit] = state
         given = page.count('"t given') - 1  # the legend has one
-        assert sum(states) == given * State.SHOWN > 0
+        assert sum(states) == given * SpanState.SHOWN > 0
         for step in data["steps"]:
             for unit, state, *_ in step["changes"]:
                 states[unit] = state
-        assert states == [State.SHOWN] * len(data["tokens"])
+        assert states == [SpanState.SHOWN] * len(data["tokens"])
         assert data["steps"][-1]["time"] == 0.0
 
     def test_texts_cannot_leave_their_place(self, tmp_path):

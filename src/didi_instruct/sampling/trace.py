@@ -195,11 +195,14 @@ class Trace:
         check_path(path)
         if not self.samples:
             raise UserError(f"{path}: no step was traced, there is nothing to write.")
-        decode = tokenizer.decode if tokenizer else lambda ids: " ".join(map(str, ids))
-        trace = self.as_dict(decode)
+        trace = self.as_dict(_join_ids if tokenizer is None else tokenizer.decode)
         render = {".html": render_html, ".gif": render_gif, ".json": render_json}
         with no_space_as_user_error(path.parent):
             write_atomic(path, render[path.suffix.lower()](trace))
+
+
+def _join_ids(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
 
 
 def _positions(mask: Tensor) -> list[int]:
@@ -221,7 +224,7 @@ def check_path(path: Path) -> None:
         require_pillow()
 
 
-class State(IntEnum):
+class SpanState(IntEnum):
     """A span is masked, partly masked, shown with its final text or with another one."""
 
     MASKED = 0
@@ -254,12 +257,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """State and text of a span after a step that touched it."""
+    """SpanState and text of a span after a step that touched it."""
 
     step: int
     """From 1; 0 before the first step."""
     span: int
-    state: State
+    state: SpanState
     confidence: float
     """Of the least certain token."""
     text: str
@@ -296,10 +299,10 @@ def replay(trace: dict[str, Any], sample: dict[str, Any]) -> Replay:
         part = slice(spans[i].first, spans[i].last + 1)
         if mask_id in row[part]:
             hidden = {mask_id, trace["pad_id"]}.issuperset(row[part])
-            state = State.MASKED if hidden else State.PARTIAL
+            state = SpanState.MASKED if hidden else SpanState.PARTIAL
         else:
-            state = State.SHOWN if row[part] == sample["tokens"][part] else State.DRAFT
-        text = visible("".join(pieces[part])) if state == State.DRAFT else spans[i].text
+            state = SpanState.SHOWN if row[part] == sample["tokens"][part] else SpanState.DRAFT
+        text = visible("".join(pieces[part])) if state == SpanState.DRAFT else spans[i].text
         return Change(step, i, state, min(confidence[part]), text)
 
     changes = [[observe(0, i) for i in range(len(spans))]]
@@ -385,7 +388,7 @@ def _script_data(played: Replay) -> dict[str, Any]:
     start, *steps = played.changes
     return {
         "time": round(played.times[0], 4),
-        "start": [pack(change) for change in start if change.state != State.MASKED],
+        "start": [pack(change) for change in start if change.state != SpanState.MASKED],
         "steps": [
             {"time": round(time, 4), "changes": [pack(change) for change in changes]}
             for time, changes in zip(played.times[1:], steps, strict=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from didi_instruct.errors import MissingExtraError
-from didi_instruct.sampling.trace import Change, Span, State, replay
+from didi_instruct.sampling.trace import Change, Span, SpanState, replay
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -106,7 +106,7 @@ class _Column:
         """Draw the state after `step`; what changed since step `previous` is highlighted."""
         self._draw_header(pen, min(step, self.steps))
         changes = self.replay.after(step)
-        ends = (i for i in self.replay.ends if changes[i].state == State.SHOWN)
+        ends = (i for i in self.replay.ends if changes[i].state == SpanState.SHOWN)
         end = next(ends, len(changes))
         for i, (change, box) in enumerate(zip(changes, self.boxes, strict=True)):
             colour = ACCENT if change.step > previous else DIM if i > end else INK
@@ -128,10 +128,10 @@ class _Column:
     def _draw_span(self, pen: "ImageDraw", change: Change, box: "Box", colour: str) -> None:
         size, x = self.style.size, self.left + box.x
         base = self.style.header + box.line * self.style.line_height + size + 4
-        if change.state < State.SHOWN:
+        if change.state < SpanState.SHOWN:
             block = (x + 0.5, base - size + 1, x + max(box.width, 6) - 1.5, base + size // 4 + 1)
-            pen.rounded_rectangle(block, 4, HALF if change.state == State.PARTIAL else MASK)
-        elif change.state == State.DRAFT:
+            pen.rounded_rectangle(block, 4, HALF if change.state == SpanState.PARTIAL else MASK)
+        elif change.state == SpanState.DRAFT:
             draft = change.text.strip()
             fitting = size * box.width / max(font(size).getlength(draft), 1)
             pen.text((x, base), draft, DRAFT, font(max(7, min(size, int(fitting)))), anchor="ls")
