@@ -108,7 +108,7 @@ def interleaved_shares(steps: int) -> tuple[float, ...]:
 
 
 def interleaved_times(schedule: Schedule, steps: int) -> list[float]:
-    """Times of the steps of `streams`, from 1 to 0: as much is masked then as they leave."""
+    """Times from 1 to 0 at which the schedule masks as much as the steps of `streams` leave."""
     left = 1 - torch.tensor(interleaved_shares(steps), dtype=torch.float64)
     alpha_1 = schedule.alpha(torch.ones((), dtype=torch.float64))
     times: list[float] = schedule.time(1 - left * (1 - alpha_1)).tolist()
@@ -116,10 +116,11 @@ def interleaved_times(schedule: Schedule, steps: int) -> list[float]:
 
 
 def interleaved_numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:
-    """Numbers in [0, 1): a position is revealed once a larger share of all is.
+    """Numbers in [0, 1) by which `streams` orders positions: open (B, L) -> (B, L).
 
-    Each lies in the middle of its step's shares, so that rounding does not matter. `steps` (B,) are
-    those of the path that each text is on, all of them `known`. Shapes: open (B, L) -> (B, L).
+    A position is revealed when the revealed share exceeds its number, which lies in the middle of
+    its step's shares, away from rounding. `steps` (B,) has the steps of each text's path, all of
+    them among `known`.
     """
     found = torch.zeros(open.shape, dtype=torch.float64, device=open.device)
     for count in known:

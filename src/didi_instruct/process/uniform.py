@@ -25,7 +25,7 @@ SHIFT_LIMIT = 16.0
 """A shift beyond which alpha is 1 in float64, for any vocabulary under 10^9 tokens."""
 NEWTON_STEPS = 4
 TINY = 2.0**-53
-"""The smallest number that a uniform draw is taken for: its logarithm has to be one."""
+"""Uniform numbers are kept this far from 0 and 1, where logarithm and quantile are infinite."""
 
 
 def corrupt(x: Tensor, alpha: Tensor, uniforms: Tensor, random_tokens: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def _largest(uniforms: Tensor, count: int) -> Tensor:
 def _distinct(picks: Tensor, count: int) -> Tensor:
     """K different numbers below `count`, in random order: picks (..., K) in [0, 1) -> (..., K).
 
-    The k-th is the n-th of the numbers that are left, counted past those taken, in rising order.
+    A pick chooses among the numbers that are left, in rising order.
     """
     left = count - torch.arange(picks.shape[-1], device=picks.device)
     places = (picks * left).int().minimum(left.int() - 1)
