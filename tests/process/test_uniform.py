@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import integrate, special
-from scipy.stats import chisquare, ks_2samp
+from scipy.stats import ks_2samp
 from tests.sampling.enumeration import all_states, p_value
 from torch import Tensor
 
@@ -195,7 +195,7 @@ def test_gaussian_relation_is_monotone_and_inverted(size: int):
 
 SIZE = 4
 FALSE_ALARM = 1e-6
-"""Of each comparison of draws; there are 17, seeded."""
+"""Of each comparison of draws; there are 15, seeded."""
 
 
 def latent(tilde: Tensor | float, draws: int, seed: int, x: int = 0) -> Tensor:
@@ -269,26 +269,16 @@ def test_softened_tokens_have_the_law_of_the_softmax_of_the_latent(alpha: float)
         assert ks_2samp(found, expected).pvalue > FALSE_ALARM
 
 
-def test_the_other_tokens_are_different_ones_in_random_order():
-    """Ordered pairs of the V - 1 tokens other than x: each as often, 60,000 draws."""
-    tokens, _ = soft(0.5, 1.0, SIZE - 1, 60_000, x=2)
-    assert bool((tokens[:, 0] == 2).all())
-    assert torch.equal(tokens.sort(-1).values, torch.arange(SIZE).expand_as(tokens))
-    pairs = torch.bincount(tokens[:, 1] * SIZE + tokens[:, 2], minlength=SIZE * SIZE)
-    possible = [a * SIZE + b for a, b in permutations((0, 1, 3), 2)]
-    assert int(pairs[possible].sum()) == 60_000
-    assert chisquare(pairs[possible].numpy()).pvalue > FALSE_ALARM
-
-
 def test_every_choice_of_different_tokens_has_its_own_share_of_the_numbers():
     """All 5 x 4 x 3 ranks of picks give all ordered triples of the 5 other tokens, each once."""
     ranks = torch.cartesian_prod(torch.arange(5), torch.arange(4), torch.arange(3))
     picks = (ranks + 0.5) / torch.tensor([5, 4, 3], dtype=torch.float64)
-    text = torch.full((1, len(ranks)), 5)
+    text = torch.full((1, len(ranks)), 2)
     uniforms = torch.full((1, len(ranks), 4), 0.5, dtype=torch.float64)
     tokens, _ = soft_state(text, level(0.5), 6, 1.0, uniforms, picks[None])
-    found = {tuple(row) for row in tokens[0, :, 1:].tolist()}
-    assert found == set(permutations(range(5), 3))
+    assert bool((tokens[..., 0] == 2).all())
+    found = sorted(tuple(row) for row in tokens[0, :, 1:].tolist())
+    assert found == sorted(permutations((0, 1, 3, 4, 5), 3))
 
 
 def test_fewer_tokens_share_the_weight_among_themselves():
@@ -304,14 +294,6 @@ def test_fewer_tokens_share_the_weight_among_themselves():
     part = weights[..., : kept + 1]
     assert torch.allclose(few[1], part / part.sum(-1, keepdim=True))
     assert torch.equal(few[1].argmax(-1), weights.argmax(-1))
-
-
-def test_a_falling_temperature_leaves_one_token():
-    """The largest weight tends to 1, at the token that has it at any temperature."""
-    hot, cold = (soft(0.4, temperature, SIZE - 1, 500) for temperature in (1.0, 1e-9))
-    assert torch.equal(hot[0], cold[0])
-    assert torch.equal(hot[1].argmax(-1), cold[1].argmax(-1))
-    assert torch.equal(cold[1].max(-1).values, torch.ones(500, dtype=torch.float64))
 
 
 def test_the_softened_state_is_the_uniform_one_at_a_real_vocabulary():
