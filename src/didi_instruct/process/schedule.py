@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import ScheduleConfig
+from didi_instruct.errors import UserError
 
 HALF_PI = math.pi / 2
 
@@ -94,6 +95,8 @@ class Cosine(Schedule):
 def make_schedule(config: ScheduleConfig) -> Schedule:
     """Return the schedule a configuration names."""
     kinds = {"log-linear": LogLinear, "cosine": Cosine}
+    if config.name not in kinds:
+        raise UserError(f"schedule.name is `{config.name}`: use `log-linear` or `cosine`.")
     return kinds[config.name](config.eps)
 
 
