@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.process.reference import UNIFORM, V, level, random_joint
 
 from didi_instruct.process.schedule import Cosine, LogLinear
@@ -12,7 +11,7 @@ from didi_instruct.sampling.state import Canvas
 from didi_instruct.sampling.uniform_state import uniform_state
 
 from .enumeration import all_states, assert_follows, independent_step, index
-from .toys import Toy
+from .toys import LINEAR, Toy
 
 L = 2
 EVEN = torch.full((V**L,), 1 / V**L, dtype=torch.float64)
@@ -40,7 +39,7 @@ class Exact:
         return mass
 
 
-def sample(function, num, steps, schedule=LogLinear(0.0), **options):
+def sample(function, num, steps, schedule=LINEAR, **options):
     denoiser = function if isinstance(function, Toy) else function_denoiser(function, V)
     return uniform_state(denoiser, schedule, Canvas.blank(num, L, V), steps=steps, **options)
 
