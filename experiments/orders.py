@@ -5,7 +5,7 @@
 With N steps, the nats that a teacher pays for true texts when step after step is revealed in some
 order: what independence within steps costs, and what the teacher's own errors cost in the contexts
 that the order leads to. Orders: by chance; by the golden ratio (low discrepancy); by bisection; and
-plans, which give each of 2N positions in a row its step, such as `process.masking.streams`. From
+plans, which give each of 2N positions in a row its step, such as `masking.interleaved_plan`. From
 that plan a search goes on: it moves a position to another step, or swaps two, and keeps what is
 better. Plans are compared on the same texts and know no chance; the best is checked on other texts.
 """

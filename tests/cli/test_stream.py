@@ -19,7 +19,7 @@ def step(index, row, new, steps=3):
     tokens = torch.tensor([row, row])
     revealed = torch.zeros_like(tokens, dtype=torch.bool)
     revealed[:, new] = True
-    return Snapshot(index, steps, 1.0, tokens, revealed, revealed.double())
+    return Snapshot(index, steps, 1.0, tokens, revealed, revealed.double(), revealed | True)
 
 
 def terminal(width=60, height=20):

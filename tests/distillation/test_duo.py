@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
+from tests.process.reference import marginal
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.distillation.duo import draw_times
 from didi_instruct.distillation.losses import divergence
 from didi_instruct.errors import UserError
-from didi_instruct.process.uniform import gaussian_to_discrete, marginal
+from didi_instruct.process.uniform import gaussian_to_discrete
 
 from . import small
 from .small import batch_of, moved, small_network, weights

@@ -1,145 +1,29 @@
-"""Truths of uniform-state diffusion, by enumeration over a tiny vocabulary."""
+"""DUO's NELBO and its Gaussian latent; the process itself is in `test_processes`."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.polynomial.legendre import leggauss
+from scipy import integrate, special
+from scipy.stats import ks_2samp
+from tests.sampling.enumeration import all_states, p_value
 from torch import Tensor
 
 from didi_instruct.process import uniform
-from didi_instruct.process.schedule import Cosine, LogLinear, Schedule
+from didi_instruct.process.schedule import LogLinear
 from didi_instruct.process.uniform import (
-    corrupt,
     discrete_to_gaussian,
     gaussian_to_discrete,
-    marginal,
+    level_of_gamma,
     nelbo_integrand,
     posterior,
+    soft_state,
+    state,
 )
 
-V = 3
-LEVELS = [(0.9, 0.2), (0.5, 0.5 - 1e-6), (1.0, 0.3), (0.6, 0.0), (1.0, 0.0)]
-
-every_level = pytest.mark.parametrize(("alpha_s", "alpha_t"), LEVELS)
-
-
-def level(alpha: float) -> Tensor:
-    return torch.tensor([[alpha]], dtype=torch.float64)
-
-
-def texts(length: int, num_tokens: int = V) -> Tensor:
-    """All V^L texts, (V^L, L)."""
-    return torch.cartesian_prod(*[torch.arange(num_tokens)] * length).view(-1, length)
-
-
-def random_joint(length: int) -> Tensor:
-    """Probabilities of all V^L texts, correlated and far from uniform."""
-    generator = torch.Generator().manual_seed(0)
-    return (1.5 * torch.randn(V**length, generator=generator, dtype=torch.float64)).softmax(0)
-
-
-def entropy(p: Tensor) -> float:
-    return torch.special.entr(p).sum().item()
-
-
-def likelihoods(length: int, alpha: Tensor) -> Tensor:
-    """q(z^l | x^l) for every text z, every text x and every l: (Z, X, L)."""
-    x = texts(length)
-    q = marginal(x, alpha, V)
-    z = texts(length)[:, None].expand(len(x), len(x), length)
-    return q.expand(len(x), -1, -1, -1).gather(-1, z[..., None]).squeeze(-1)
-
-
-def denoiser(joint: Tensor, length: int, alpha: Tensor, *, leave_one_out: bool = True) -> Tensor:
-    """p(x^l | z^{-l}), or p(x^l | z) if nothing is left out, for every text z: (Z, L, V)."""
-    q = likelihoods(length, alpha)
-    everything = q.prod(-1, keepdim=True).expand_as(q)
-    evidence = everything / q if leave_one_out else everything
-    weights = evidence * joint[:, None]
-    weights = weights / weights.sum(1, keepdim=True)
-    return torch.einsum("zxl,xlv->zlv", weights, F.one_hot(texts(length), V).double())
-
-
-def forward_step(alpha_s: float, alpha_t: float) -> Tensor:
-    """q(z_t | z_s) as a (V, V) matrix, rows z_s."""
-    keep = alpha_t / alpha_s
-    return keep * torch.eye(V, dtype=torch.float64) + (1 - keep) / V
-
-
-def posterior_matrix(x: int, alpha_s: float, alpha_t: float) -> Tensor:
-    """Return the library's q(z_s | z_t, x) for every z_t, (V, V), rows z_t."""
-    p_x = F.one_hot(torch.tensor(x), V).double().expand(1, V, V)
-    return posterior(torch.arange(V)[None], p_x, level(alpha_s), level(alpha_t))[0]
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
-def test_marginal_is_its_definition(alpha: float):
-    """q(z_t | x) = alpha x + (1 - alpha) / V."""
-    expected = alpha * torch.eye(V, dtype=torch.float64) + (1 - alpha) / V
-    found = marginal(torch.arange(V)[:, None], level(alpha), V)
-    assert torch.allclose(found[:, 0], expected, atol=1e-15)
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.7])
-def test_corrupt_draws_from_the_marginal(alpha: float):
-    """Shares of each z among 60,000 draws are within 5 standard errors; false alarm 2e-6 in all."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.full((60, 1000), 2)
-    uniforms = torch.rand(x.shape, generator=generator)
-    noise = torch.randint(V, x.shape, generator=generator)
-    z = corrupt(x, torch.full((60, 1), alpha), V, uniforms, noise)
-    p = marginal(x[:1, :1], level(alpha), V)[0, 0]
-    share = z.flatten().bincount(minlength=V) / z.numel()
-    assert ((share - p).abs() < 5 * (p * (1 - p) / z.numel()).sqrt()).all()
-
-
-@every_level
-@pytest.mark.parametrize("x", range(V))
-def test_posterior_is_bayes_rule(x: int, alpha_s: float, alpha_t: float):
-    """q(z_s | z_t, x) = q(z_t | z_s) q(z_s | x) / q(z_t | x)."""
-    q_s, q_t = (marginal(torch.tensor([[x]]), level(a), V)[0, 0] for a in (alpha_s, alpha_t))
-    expected = (forward_step(alpha_s, alpha_t) * q_s[:, None] / q_t).T
-    assert torch.allclose(posterior_matrix(x, alpha_s, alpha_t), expected, atol=1e-12)
-
-
-@every_level
-@pytest.mark.parametrize("x", range(V))
-def test_posterior_leads_from_q_t_to_q_s(x: int, alpha_s: float, alpha_t: float):
-    """q(z_s | x) = sum over z_t of q(z_s | z_t, x) q(z_t | x)."""
-    q_s, q_t = (marginal(torch.tensor([[x]]), level(a), V)[0, 0] for a in (alpha_s, alpha_t))
-    assert torch.allclose(q_t @ posterior_matrix(x, alpha_s, alpha_t), q_s, atol=1e-12)
-
-
-@every_level
-def test_posterior_of_a_guess_is_a_distribution(alpha_s: float, alpha_t: float):
-    """Any p_x gives rows that sum to 1 and are not negative."""
-    p_x = torch.randn(2, V, V, generator=torch.Generator().manual_seed(2)).double().softmax(-1)
-    z_t = torch.arange(V).expand(2, V)
-    found = posterior(z_t, p_x, level(alpha_s).expand(2, 1), level(alpha_t).expand(2, 1))
-    assert torch.allclose(found.sum(-1), torch.ones(2, V, dtype=torch.float64))
-    assert (found >= 0).all()
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_posterior_of_the_leave_one_out_denoiser_is_the_true_reverse_step(length: int):
-    """q(z_s^l | z_t) = E over x given z_t of q(z_s^l | z_t^l, x^l), if p_x = p(x^l | z_t^{-l}).
-
-    With p(x^l | z_t) in its place the equation fails: z_t^l would be counted twice.
-    """
-    joint, alpha_s, alpha_t = random_joint(length), level(0.8), level(0.35)
-    z = texts(length)
-    weights = likelihoods(length, alpha_t).prod(-1) * joint
-    weights /= weights.sum(1, keepdim=True)
-    expected = torch.zeros(len(z), length, V, dtype=torch.float64)
-    for x, weight in zip(texts(length), weights.T, strict=True):
-        one_hot = F.one_hot(x, V).double().expand(len(z), length, V)
-        expected += weight[:, None, None] * posterior(z, one_hot, alpha_s, alpha_t)
-    right = denoiser(joint, length, alpha_t)
-    wrong = denoiser(joint, length, alpha_t, leave_one_out=False)
-    assert torch.allclose(posterior(z, right, alpha_s, alpha_t), expected, atol=1e-12)
-    assert (posterior(z, wrong, alpha_s, alpha_t) - expected).abs().max() > 0.01
+from .reference import V, level, marginal, quadrature
 
 
 def literal_integrand(p: Tensor, x: int, z: int, alpha: float, alpha_prime: float) -> Tensor:
@@ -157,7 +41,7 @@ def test_integrand_is_the_printed_formula(alpha: float):
     size = 5
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(1, size * size, size, generator=generator, dtype=torch.float64)
-    pairs = texts(2, size)
+    pairs = all_states(size, 2)
     x, z = pairs[None, :, 0], pairs[None, :, 1]
     found = nelbo_integrand(logits, x, z, level(alpha), level(-0.7))[0]
     expected = torch.stack(
@@ -179,51 +63,6 @@ def test_integrand_of_the_true_token_is_zero():
         assert torch.allclose(paid, torch.zeros_like(paid), atol=1e-12)
 
 
-def quadrature(nodes: int = 60) -> list[tuple[Tensor, float]]:
-    """Return times on (0, 1), each (1, 1), and weights; t = u^3 tames the log(1 / t) at t = 0."""
-    points, weights = leggauss(nodes)
-    halves = [((u + 1) / 2, w / 2) for u, w in zip(points, weights, strict=True)]
-    return [(level(u**3), w * 3 * u**2) for u, w in halves]
-
-
-def integrated_nelbo(joint: Tensor, length: int, schedule: Schedule, **options: bool) -> float:
-    """E over x, z_t and t of the integrand, summed over positions, for an enumerated denoiser."""
-    z = texts(length).repeat_interleave(V**length, 0)
-    x = texts(length).repeat(V**length, 1)
-    total = 0.0
-    for t, dt in quadrature():
-        alpha, alpha_prime = schedule.alpha(t), schedule.alpha_prime(t)
-        logits = denoiser(joint, length, alpha, **options).log().repeat_interleave(V**length, 0)
-        paid = nelbo_integrand(logits, x, z, alpha, alpha_prime).sum(-1)
-        p_xz = likelihoods(length, alpha).prod(-1) * joint
-        total += dt * (p_xz.flatten() * paid).sum().item()
-    return total
-
-
-@pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize("schedule", [LogLinear(), Cosine()], ids=str)
-def test_nelbo_of_exact_denoiser_is_the_entropy(schedule: Schedule, length: int):
-    """The NELBO of p(x^l | z^{-l}) with alpha_1 = 0 is H(x), whatever the schedule."""
-    joint = random_joint(length)
-    assert integrated_nelbo(joint, length, schedule) == pytest.approx(entropy(joint), abs=1e-6)
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_nelbo_of_a_denoiser_that_has_seen_its_own_token_is_more(length: int):
-    """p(x^l | z) is a wrong denoiser here, and so pays more than H(x)."""
-    joint = random_joint(length)
-    found = integrated_nelbo(joint, length, LogLinear(), leave_one_out=False)
-    assert found > entropy(joint) + 0.01
-
-
-def test_nelbo_with_eps_leaves_out_what_z_1_shows():
-    """With alpha_1 = eps an exact denoiser gives H(x | z_1)."""
-    joint, eps = random_joint(2), 0.2
-    p_xz = likelihoods(2, level(eps)).prod(-1) * joint
-    expected = entropy(p_xz) - entropy(p_xz.sum(1))
-    assert integrated_nelbo(joint, 2, LogLinear(eps)) == pytest.approx(expected, abs=1e-6)
-
-
 def expected_over_z(paid: Tensor, alpha: Tensor) -> Tensor:
     """E over x uniform and z ~ q(z | x) of a (Z, X) table."""
     return (marginal(torch.arange(V)[:, None], alpha, V)[:, 0].T * paid).sum() / V
@@ -232,8 +71,8 @@ def expected_over_z(paid: Tensor, alpha: Tensor) -> Tensor:
 def discrete_nelbo(logits: Tensor, steps: int) -> float:
     """Sum over s < t on a grid of E KL(q(z_s | z_t, x) || q(z_s | z_t, p)); the last s is 0."""
     schedule = LogLinear()
-    z = texts(2)[:, :1]  # all pairs (z, x), z outermost
-    x = F.one_hot(texts(2)[:, 1:], V).double()
+    pairs = all_states(V, 2)  # (z, x), z outermost
+    z, x = pairs[:, :1], F.one_hot(pairs[:, 1:], V).double()
     p = logits.softmax(-1).repeat_interleave(V, 0)[:, None]
     total = 0.0
     for n in range(steps):
@@ -247,7 +86,7 @@ def discrete_nelbo(logits: Tensor, steps: int) -> float:
 def test_discrete_time_kl_converges_to_the_integral():
     """The discrete NELBO of any denoiser tends to the integral of nelbo_integrand, as 1 / steps."""
     logits = torch.randn(V, V, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    z, x = texts(2)[:, :1], texts(2)[:, 1:]
+    z, x = all_states(V, 2).split(1, 1)
     rows = logits.repeat_interleave(V, 0)[:, None]
     integral = 0.0
     for t, dt in quadrature():
@@ -312,36 +151,20 @@ def test_integrand_allows_forbidden_tokens():
     assert torch.isfinite(gradient).all()
 
 
+def alpha_tilde_of(shift: float) -> Tensor:
+    return torch.tensor(shift / math.sqrt(1 + shift**2), dtype=torch.float64)
+
+
 @pytest.mark.parametrize("shift", [0.0, 0.1, 1.0, 4.0, 9.0])
 def test_gaussian_relation_has_its_closed_form_at_two_tokens(shift: float):
     """V = 2: P(argmax = x) = Phi(shift / sqrt 2), so alpha = erf(shift / 2)."""
-    alpha_tilde = shift / math.sqrt(1 + shift**2)
-    assert gaussian_to_discrete(alpha_tilde, 2).item() == pytest.approx(
-        math.erf(shift / 2), abs=1e-14
-    )
-
-
-@pytest.mark.parametrize("alpha_tilde", [0.2, 0.6, 0.9])
-def test_argmax_of_gaussian_latent_is_the_uniform_state(alpha_tilde: float):
-    """Argmax of alpha_tilde x + sigma_tilde eps ~ Cat(alpha x + (1 - alpha) / V), V = 5.
-
-    200,000 draws, each of 5 shares within 5 standard errors (at most 0.0056); false alarm 3e-6.
-    """
-    size, draws = 5, 200_000
-    generator = torch.Generator().manual_seed(7)
-    w = math.sqrt(1 - alpha_tilde**2) * torch.randn(draws, size, generator=generator)
-    w[:, 3] += alpha_tilde
-    share = w.argmax(-1).bincount(minlength=size) / draws
-    alpha = gaussian_to_discrete(torch.tensor([[alpha_tilde]], dtype=torch.float64), size)
-    p = marginal(torch.tensor([[3]]), alpha, size)[0, 0]
-    assert ((share - p).abs() < 5 * (p * (1 - p) / draws).sqrt()).all()
+    found = gaussian_to_discrete(alpha_tilde_of(shift), 2).item()
+    assert found == pytest.approx(math.erf(shift / 2), abs=1e-14)
 
 
 @pytest.mark.parametrize("shift", [1.0, 4.0, 6.0])
 def test_gaussian_relation_at_a_real_vocabulary(shift: float):
     """V = 50,258: P(argmax = x) against adaptive quadrature, to 1e-12."""
-    integrate = pytest.importorskip("scipy.integrate")
-    special = pytest.importorskip("scipy.special")
     size = 50_258
 
     def density(u: float) -> float:
@@ -349,7 +172,7 @@ def test_gaussian_relation_at_a_real_vocabulary(shift: float):
         return phi * math.exp((size - 1) * special.log_ndtr(u))
 
     win, _ = integrate.quad(density, shift - 9, shift + 9, points=[4.3], epsabs=1e-14)
-    alpha = gaussian_to_discrete(shift / math.sqrt(1 + shift**2), size)
+    alpha = gaussian_to_discrete(alpha_tilde_of(shift), size)
     assert alpha.item() == pytest.approx(size / (size - 1) * (win - 1 / size), abs=1e-12)
 
 
@@ -368,31 +191,129 @@ def test_gaussian_relation_is_monotone_and_inverted(size: int):
     assert torch.allclose(discrete_to_gaussian(alpha, size), grid, rtol=0, atol=1e-6)
 
 
-def test_gaussian_relation_keeps_shape_and_dtype():
-    """A float32 tensor comes back as float32, a float as a scalar."""
-    assert gaussian_to_discrete(torch.full((2, 1), 0.9), 10).dtype == torch.float32
-    assert discrete_to_gaussian(torch.full((2, 1), 0.9), 10).shape == (2, 1)
-    assert discrete_to_gaussian(0.5, 10).shape == ()
+# The latent, against Gaussians drawn in full
+
+SIZE = 4
+FALSE_ALARM = 1e-6
+"""Of each comparison of draws; there are 15, seeded."""
 
 
-def test_bad_arguments_are_refused():
-    """Impossible levels, vocabularies and noise are ValueErrors."""
-    x = torch.zeros(2, 2).long()
-    alpha, uniforms = torch.full((2, 1), 0.5), torch.rand(2, 2)
-    for value in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="alpha"):
-            discrete_to_gaussian(value, 5)
-        with pytest.raises(ValueError, match="alpha_tilde"):
-            gaussian_to_discrete(value, 5)
-    with pytest.raises(ValueError, match="num_tokens"):
-        gaussian_to_discrete(0.5, 1)
-    with pytest.raises(ValueError, match="random_tokens"):
-        corrupt(x, alpha, V, uniforms, x + V)
-    with pytest.raises(ValueError, match="uniforms"):
-        corrupt(x, alpha, V, uniforms[:1], x)
-    with pytest.raises(ValueError, match="alpha"):
-        corrupt(x, alpha[:, 0], V, uniforms, x)
-    with pytest.raises(ValueError, match="p_x"):
-        posterior(x, torch.zeros(2, 3, V), alpha, alpha)
-    with pytest.raises(ValueError, match="logits"):
-        nelbo_integrand(torch.zeros(2, 3, V), x, x, alpha, -alpha)
+def latent(tilde: Tensor | float, draws: int, seed: int, x: int = 0) -> Tensor:
+    """alpha_tilde x + sigma_tilde eps: (draws, SIZE)."""
+    generator = torch.Generator().manual_seed(seed)
+    eps = torch.randn(draws, SIZE, generator=generator, dtype=torch.float64)
+    tilde = torch.as_tensor(tilde, dtype=torch.float64)
+    return tilde * F.one_hot(torch.tensor(x), SIZE) + (1 - tilde.square()).sqrt() * eps
+
+
+@pytest.mark.parametrize("tilde", [0.2, 0.6, 0.9])
+def test_argmax_of_gaussian_latent_is_the_uniform_state(tilde: float):
+    """Argmax of alpha_tilde x + sigma_tilde eps ~ Cat(alpha x + (1 - alpha) / V); 200,000 draws."""
+    alpha = gaussian_to_discrete(level(tilde), SIZE)
+    law = marginal(torch.tensor([[3]]), alpha, SIZE)[0, 0]
+    assert p_value(latent(tilde, 200_000, seed=7, x=3).argmax(-1), law) > FALSE_ALARM
+
+
+def path_law(alpha_t: float, alpha_s: float) -> Tensor:
+    """P(z_t, z_s | x = 0) of one noise: clean at both, clean at s alone, or the same other token.
+
+    (V, V), rows z_t.
+    """
+    clean_t, clean_s = (a + (1 - a) / SIZE for a in (alpha_t, alpha_s))
+    law = torch.diag(torch.full((SIZE,), (1 - clean_s) / (SIZE - 1), dtype=torch.float64))
+    law[:, 0] = (clean_s - clean_t) / (SIZE - 1)
+    law[0, 0] = clean_t
+    return law
+
+
+@pytest.mark.parametrize("levels", [(0.05, 0.3), (0.3, 0.9), (0.6, 0.7)])
+def test_the_path_of_one_noise_has_the_law_of_the_gaussian_one(levels: tuple[float, float]):
+    """100,000 paths of either kind against the enumerated law; impossible pairs never come."""
+    draws, law = 100_000, path_law(*levels).flatten()
+    tilde = (discrete_to_gaussian(level(alpha), SIZE)[0] for alpha in levels)
+    z_t, z_s = (latent(t, draws, seed=0).argmax(-1) for t in tilde)
+    assert p_value(z_t * SIZE + z_s, law) > FALSE_ALARM
+    generator = torch.Generator().manual_seed(1)
+    uniforms = torch.rand(1, draws, generator=generator, dtype=torch.float64)
+    others = torch.randint(SIZE - 1, uniforms.shape, generator=generator)
+    x = torch.zeros_like(others)
+    z_t, z_s = (state(x, level(alpha), SIZE, uniforms, others)[0] for alpha in levels)
+    assert p_value(z_t * SIZE + z_s, law) > FALSE_ALARM
+
+
+def soft(
+    alpha: float, temperature: float, kept: int, draws: int, num_tokens: int = SIZE, x: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Tokens and weights of many softened tokens."""
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.rand(1, draws, 2 * kept + 1, generator=generator, dtype=torch.float64)
+    noise = numbers.split([kept + 1, kept], -1)
+    text = torch.full((1, draws), x)
+    tokens, weights = soft_state(text, level(alpha), num_tokens, temperature, *noise)
+    return tokens[0], weights[0]
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.7])
+def test_softened_tokens_have_the_law_of_the_softmax_of_the_latent(alpha: float):
+    """All V entries: weights of the clean token, of the largest and of the smallest other one.
+
+    Kolmogorov-Smirnov between 20,000 draws and as many softmaxes of Gaussians in full.
+    """
+    draws, temperature = 20_000, 0.3
+    _, weights = soft(alpha, temperature, SIZE - 1, draws)
+    full = latent(discrete_to_gaussian(level(alpha), SIZE)[0], draws, seed=3)
+    clean, others = (full / temperature).softmax(-1).split([1, SIZE - 1], -1)
+    full = torch.cat([clean, others.sort(-1, descending=True).values], -1)
+    for entry in (0, 1, -1):
+        found, expected = weights[:, entry].numpy(), full[:, entry].numpy()
+        assert ks_2samp(found, expected).pvalue > FALSE_ALARM
+
+
+def test_every_choice_of_different_tokens_has_its_own_share_of_the_numbers():
+    """All 5 x 4 x 3 ranks of picks give all ordered triples of the 5 other tokens, each once."""
+    ranks = torch.cartesian_prod(torch.arange(5), torch.arange(4), torch.arange(3))
+    picks = (ranks + 0.5) / torch.tensor([5, 4, 3], dtype=torch.float64)
+    text = torch.full((1, len(ranks)), 2)
+    uniforms = torch.full((1, len(ranks), 4), 0.5, dtype=torch.float64)
+    tokens, _ = soft_state(text, level(0.5), 6, 1.0, uniforms, picks[None])
+    assert bool((tokens[..., 0] == 2).all())
+    found = sorted(tuple(row) for row in tokens[0, :, 1:].tolist())
+    assert found == sorted(permutations((0, 1, 3, 4, 5), 3))
+
+
+def test_fewer_tokens_share_the_weight_among_themselves():
+    """The first entries are those of all, renormalised; the state is the same token."""
+    generator = torch.Generator().manual_seed(4)
+    size, kept, x = 9, 3, torch.full((5, 7), 8)
+    uniforms = torch.rand(5, 7, size, generator=generator, dtype=torch.float64)
+    picks = torch.rand(5, 7, size - 1, generator=generator, dtype=torch.float64)
+    alpha = torch.linspace(0.05, 0.95, 5, dtype=torch.float64)[:, None]
+    tokens, weights = soft_state(x, alpha, size, 0.2, uniforms, picks)
+    few = soft_state(x, alpha, size, 0.2, uniforms[..., : kept + 1], picks[..., :kept])
+    assert torch.equal(few[0], tokens[..., : kept + 1])
+    part = weights[..., : kept + 1]
+    assert torch.allclose(few[1], part / part.sum(-1, keepdim=True))
+    assert torch.equal(few[1].argmax(-1), weights.argmax(-1))
+
+
+def test_the_softened_state_is_the_uniform_one_at_a_real_vocabulary():
+    """V = 50,258: P(argmax = x) = alpha + (1 - alpha) / V; 40,000 draws, 5 errors: 6e-7."""
+    draws, alpha, size = 40_000, 0.35, 50_258
+    tokens, weights = soft(alpha, 1e-3, 4, draws, num_tokens=size, x=7)
+    z = tokens.gather(-1, weights.argmax(-1, keepdim=True))
+    expected = alpha + (1 - alpha) / size
+    error = (expected * (1 - expected) / draws) ** 0.5
+    assert abs((z == 7).double().mean().item() - expected) < 5 * error
+
+
+def test_the_ratio_is_that_of_noise_to_signal():
+    """Log of sigma_tilde^2 over alpha_tilde^2; the published bounds are nearly all and nothing.
+
+    Alpha = 0.995 or more at gamma = -4 and 0.01 or less at -1, for 50,258 tokens.
+    """
+    gamma = torch.tensor([-4.0, -1.0, 0.5], dtype=torch.float64)
+    tilde = level_of_gamma(gamma)
+    assert torch.allclose(((1 - tilde.square()) / tilde.square()).log(), gamma)
+    alpha = gaussian_to_discrete(tilde, 50_258)
+    assert alpha[0] > 0.995
+    assert alpha[1] < 0.01

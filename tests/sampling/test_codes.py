@@ -7,7 +7,7 @@ import torch
 
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.infill import Gap, gap_lengths
+from didi_instruct.sampling.infill import Gap, Template, gap_lengths
 from didi_instruct.sampling.state import Canvas
 from didi_instruct.sampling.variants import blocks, first_hitting
 
@@ -124,7 +124,12 @@ def test_a_gap_is_as_long_as_the_mixture_says():
     """p(length) is proportional to the mean over codes of the probability of what follows it."""
     function = random_function(V, 4)
     lengths, passes = gap_lengths(
-        [[0], Gap(1, 2, chosen=True), [1]], Toy(function, V), V, 0, torch.arange(4000), masks=K
+        Template([[0], [1]], [Gap(1, 2, chosen=True)]),
+        Toy(function, V),
+        V,
+        0,
+        torch.arange(4000),
+        masks=K,
     )
     scores = []
     for length in (1, 2):

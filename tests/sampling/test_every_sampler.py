@@ -1,6 +1,5 @@
 """What is true of every sampler, for all texts, prompts, gaps, paddings and seeds."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +17,7 @@ from didi_instruct.sampling.confidence import by_confidence
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.guide import Guidance
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import PAD, Canvas
+from didi_instruct.sampling.state import Canvas
 from didi_instruct.sampling.uniform_state import uniform_state
 from didi_instruct.sampling.variants import blocks, first_hitting, remasking
 
@@ -196,7 +195,6 @@ def test_seeds_samples_and_parts_of_a_text_have_noise_of_their_own(name):
     assert len(one.unique(dim=0)) >= 4
 
 
-HALF = replace(Canvas.blank(1, L, MASK), allowed=torch.arange(L) < 2)
 KNOWN = {
     "ancestral": partial(ancestral, schedule=LINEAR),
     "confidence": by_confidence,
@@ -220,10 +218,6 @@ REFUSALS = [
     ("confidence", {"steps": None, "threshold": 1.5}, "threshold is 1.5"),
     ("confidence", {"steps": None, "threshold": float("nan")}, "threshold is nan"),
     ("confidence", {"steps": None, "threshold": -0.1, "order": "entropy"}, "threshold is -0.1"),
-    ("uniform-state", {"canvas": Canvas.blank(1, L, 2)}, "mask_id is 2"),
-    ("uniform-state", {"canvas": Canvas.blank(1, L, PAD)}, "mask_id is -1"),
-    ("uniform-state", {"canvas": HALF}, "no mask to show where later blocks"),
-    ("uniform-state", {"denoiser": Toy(num_tokens=1)}, "num_tokens is 1: noise needs 2"),
     ("rgas", {"guide": None}, "needs a discriminator"),
     ("rgas", {"guide": ToyGuide(7)}, "knows 7 tokens and the denoiser 5"),
     ("rgas", {"guide": ToyGuide(7), "guidance": Guidance(split=0.0)}, "knows 7 tokens"),

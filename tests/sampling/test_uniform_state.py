@@ -1,9 +1,9 @@
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.process.reference import UNIFORM, V, level, random_joint
 
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.process.uniform import marginal, posterior
+from didi_instruct.process.uniform import posterior
 from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.plan import time_grid
@@ -11,61 +11,44 @@ from didi_instruct.sampling.state import Canvas
 from didi_instruct.sampling.uniform_state import uniform_state
 
 from .enumeration import all_states, assert_follows, independent_step, index
-from .toys import Toy
+from .toys import LINEAR, Toy
 
-V, L = 3, 2
-TEXTS = all_states(V, L)
-
-
-def random_joint():
-    """Probabilities of all V^L texts, correlated and far from uniform."""
-    generator = torch.Generator().manual_seed(0)
-    return (1.5 * torch.randn(V**L, generator=generator, dtype=torch.float64)).softmax(0)
-
-
-def leave_one_out(joint, alpha):
-    """p(x^l | z^{-l}) for every text z: (Z, L, V)."""
-    q = marginal(TEXTS, torch.tensor([[alpha]], dtype=torch.float64), V)  # (X, L, V)
-    likelihood = q[:, torch.arange(L), TEXTS].transpose(0, 1)  # (Z, X, L)
-    evidence = likelihood.prod(-1, keepdim=True) / likelihood * joint[:, None]
-    weights = evidence / evidence.sum(1, keepdim=True)
-    return torch.einsum("zxl,xlv->zlv", weights, F.one_hot(TEXTS, V).double())
+L = 2
+EVEN = torch.full((V**L,), 1 / V**L, dtype=torch.float64)
 
 
 class Exact:
     """The exact denoiser of a language of V^L texts, which has to know the time."""
 
     def __init__(self, schedule, steps):
-        self.joint = random_joint()
+        self.joint = random_joint(L)
         times = torch.tensor(time_grid("uniform", steps), dtype=torch.float64)
-        self.alphas = schedule.alpha(times).tolist()
-        self.times = times.float()
-        self.tables = [leave_one_out(self.joint, alpha) for alpha in self.alphas[:-1]]
+        self.alphas, self.times = schedule.alpha(times).view(-1, 1, 1), times.float()
+        self.tables = [UNIFORM.denoiser(self.joint, L, alpha) for alpha in self.alphas[:-1]]
 
     def __call__(self, z, t):
-        table = self.tables[int((self.times == t[0]).nonzero())]
-        return table[index(z, V)].log()
+        return self.tables[int((self.times == t[0]).nonzero())][index(z, V)].log()
 
     def law(self):
         """Law of the sampler by enumeration."""
-        mass = torch.full((V**L,), 1 / V**L, dtype=torch.float64)
-        for n, table in enumerate(self.tables):
-            s, t = (
-                torch.tensor([[a]], dtype=torch.float64)
-                for a in (self.alphas[n + 1], self.alphas[n])
-            )
-            mass = independent_step(mass, posterior(TEXTS, table, s, t))
+        mass, texts = EVEN, all_states(V, L)
+        for table, alpha_t, alpha_s in zip(
+            self.tables, self.alphas[:-1], self.alphas[1:], strict=True
+        ):
+            mass = independent_step(mass, posterior(texts, table, alpha_s, alpha_t))
         return mass
 
 
+def sample(function, num, steps, schedule=LINEAR, **options):
+    denoiser = function if isinstance(function, Toy) else function_denoiser(function, V)
+    return uniform_state(denoiser, schedule, Canvas.blank(num, L, V), steps=steps, **options)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize("schedule", [LogLinear(0.0), LogLinear(1e-3), Cosine(0.0)])
+@pytest.mark.parametrize("schedule", [LogLinear(0.0), LogLinear(1e-3), Cosine(0.0)], ids=str)
 def test_the_samples_follow_the_enumerated_law(steps, schedule):
     exact = Exact(schedule, steps)
-    canvas = Canvas.blank(20_000, L, V)
-    result = uniform_state(
-        function_denoiser(exact, V), schedule, canvas, steps=steps, settings=DrawOptions(seed=5)
-    )
+    result = sample(exact, 20_000, steps, schedule, settings=DrawOptions(seed=5))
     assert_follows(result.tokens, exact.law(), V)
     assert result.nfe == steps
     assert result.passes <= steps
@@ -83,25 +66,20 @@ def test_many_steps_approach_the_data():
 
 
 def test_a_greedy_tail_takes_the_most_probable_posterior():
-    exact = Exact(LogLinear(0.0), 2)
-    seen = []
-    run = {"steps": 2, "greedy_tail": True, "callback": seen.append}
-    denoiser = function_denoiser(exact, V)
-    result = uniform_state(denoiser, LogLinear(0.0), Canvas.blank(50, L, V), **run)
+    exact, seen = Exact(LogLinear(0.0), 2), []
+    result = sample(exact, 50, 2, greedy_tail=True, callback=seen.append)
     z = seen[0].tokens
-    p_x = exact.tables[1][index(z, V)]
     # Bayes' rule: the noisy token has likelihood alpha + (1 - alpha) / V, the others the latter.
-    weight = p_x * (0.5 + V * 0.5 * F.one_hot(z, V))
+    weight = exact.tables[1][index(z, V)] * UNIFORM.marginal(z, level(0.5))
     assert torch.equal(result.tokens, weight.argmax(-1))
 
 
 def test_the_start_is_uniform():
     """What the denoiser sees first, and what one that knows nothing leaves."""
     denoiser = Toy(lambda z, t: torch.zeros(*z.shape, V), V, every=True)
-    result = uniform_state(denoiser, LogLinear(0.0), Canvas.blank(20_000, L, V), steps=3)
-    uniform = torch.full((V**L,), 1 / V**L, dtype=torch.float64)
-    assert_follows(denoiser.asked[0][0], uniform, V)
-    assert_follows(result.tokens, uniform, V)
+    result = sample(denoiser, 20_000, 3)
+    assert_follows(denoiser.asked[0][0], EVEN, V)
+    assert_follows(result.tokens, EVEN, V)
 
 
 @pytest.mark.parametrize("mask_id", [-2, V, 99])

@@ -1,10 +1,10 @@
 import pytest
 import torch
+from tests.process.reference import nelbo, subs
 from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models.dit import build_model
-from didi_instruct.process import masking
 from didi_instruct.training.objectives import make_objective
 
 
@@ -26,14 +26,14 @@ def batch_of(config, objective, rows=5):
 
 @pytest.mark.parametrize("time_conditioning", [False, True])
 def test_the_masked_loss_is_the_nelbo_of_the_dense_computation(time_conditioning):
-    """Output layer on masked rows only, against SUBS on all rows and `masking.nelbo`."""
+    """Output layer on masked rows only, against SUBS on all rows and Eq. (3)."""
     config, model = random_model("mdlm", time_conditioning=time_conditioning)
     objective = make_objective(config)
     tokens, (t, _), batch = batch_of(config, objective)
-    log_p = masking.subs(model(batch["z"], batch["sigma"]), batch["z"], config.mask_id)
+    log_p = subs(model(batch["z"], batch["sigma"]), batch["z"], config.mask_id)
     truth = log_p.gather(-1, tokens[..., None]).squeeze(-1)
     weight = objective.schedule.nelbo_weight(t)[:, None]
-    expected = masking.nelbo(truth, batch["z"] == config.mask_id, weight)
+    expected = nelbo(truth, batch["z"] == config.mask_id, weight)
     torch.testing.assert_close(objective.loss(model, batch), expected)
 
 

@@ -16,11 +16,8 @@ from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import DrawOptions, Purpose, uniforms
 from didi_instruct.sampling.infill import (
     Ending,
-    Gap,
     Template,
-    fit,
     gap_lengths,
-    lay_out,
     parse_gap,
     split_infill,
     stack,
@@ -219,24 +216,16 @@ def _filled(
         raise UserError(
             "A uniform-state model cannot choose the length of a gap: give gap as 8 or 4-12."
         )
-    template = fit(_template(request.infill or "", gap, tokenizer), config.length)
+    pieces = [_encode(piece, tokenizer) for piece in split_infill(request.infill or "")]
+    template = Template(pieces, [gap] * (len(pieces) - 1), _ending(config)).fit(config.length)
     samples = torch.arange(request.num, device=device)
     eot_id = None if tokenizer is None else tokenizer.eot_id
     mask_id = mask_symbol(config)
-    ending = _ending(config)
     chosen, passes = gap_lengths(
-        template, denoiser, mask_id, request.seed, samples, eot_id, config.masks, ending
+        template, denoiser, mask_id, request.seed, samples, eot_id, config.masks
     )
-    rows = [lay_out(template, lengths, mask_id) for lengths in chosen]
-    return [Row(i, ending.fill(row) if ending else row) for i, row in enumerate(rows)], passes
-
-
-def _template(infill: str, gap: Gap, tokenizer: Tokenizer | None) -> Template:
-    pieces = [_encode(piece, tokenizer) for piece in split_infill(infill)]
-    template: Template = [pieces[0]]
-    for piece in pieces[1:]:
-        template += [gap, piece]
-    return template
+    rows = [Row(i, template.lay_out(lengths, mask_id)) for i, lengths in enumerate(chosen)]
+    return rows, passes
 
 
 def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:

@@ -57,8 +57,8 @@ class TerminalStream:
             self._mask = mask_text(self._tokenizer)
             self._live = Live(console=self._console, transient=True, auto_refresh=False)
             self._live.start()
-        written = None if step.open is None else step.open[0].tolist()
-        text = self.text(step.tokens[0].tolist(), step.revealed[0].tolist(), written)
+        rows = (step.tokens, step.revealed, step.open)
+        text = self.text(*(row[0].tolist() for row in rows))
         self._live.update(self._page(f"step {step.index + 1}/{step.steps}", text), refresh=True)
 
     def text(self, row: list[int], new: list[bool], written: list[bool] | None = None) -> "Text":

@@ -1,8 +1,4 @@
-"""The masked process: q(z_t | x), its exact posterior, SUBS and the NELBO.
-
-`posterior`, `subs` and `nelbo` are the equations as they are printed, over all positions and the
-whole vocabulary. What trains and samples has the same law for less work, and is tested against
-them: `training.objectives.MaskedObjective` and `sampling.ancestral` look at masked positions alone.
+"""The masked process: q(z_t | x), its exact posterior, orders and lengths of texts.
 
 V real tokens, and one mask whose id may be any id that no clean text contains. Where a vector runs
 over all states of a position, the mask is its last entry. alpha is (B, 1), one level per sequence,
@@ -11,7 +7,6 @@ or anything else that broadcasts against (B, L).
 
 import functools
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +24,6 @@ def mask(x: Tensor, alpha: Tensor, mask_id: int, uniforms: Tensor) -> Tensor:
 
     Shapes: x (B, L), alpha (B, 1), uniforms (B, L) in [0, 1) -> (B, L).
     """
-    check_level("alpha", alpha, x)
-    if uniforms.shape != x.shape:
-        raise ValueError(
-            f"uniforms are {tuple(uniforms.shape)} but x is {tuple(x.shape)}: draw one per token."
-        )
     return torch.where(uniforms < alpha, x, mask_id)
 
 
@@ -68,31 +58,11 @@ def posterior(z_t: Tensor, p_x: Tensor, alpha_s: Tensor, alpha_t: Tensor, mask_i
 
     Shapes: z_t (B, L), p_x (B, L, V), alpha_s and alpha_t (B, 1) -> (B, L, V + 1), mask last.
     """
-    check_vectors("p_x", p_x, z_t)
-    check_level("alpha_s", alpha_s, z_t)
-    check_level("alpha_t", alpha_t, z_t)
     masked = z_t == mask_id
     reveal = reveal_probability(alpha_s, alpha_t).to(p_x.dtype) * masked
     state = torch.where(masked, p_x.shape[-1], z_t)
     probabilities = F.pad(reveal[..., None] * p_x, (0, 1))
     return probabilities.scatter_add_(-1, state[..., None], 1 - reveal[..., None])
-
-
-def subs(logits: Tensor, z: Tensor, mask_id: int) -> Tensor:
-    """Log-probabilities of the clean tokens under the SUBS parameterisation of MDLM.
-
-    A masked position has the softmax of its logits; the mask itself has no column, so it is never
-    predicted. A visible position is copied: log 1 at its token and log 0 elsewhere.
-
-    Shapes: logits (B, L, V), z (B, L) -> (B, L, V), in float32 if the logits are of half precision.
-    """
-    check_vectors("logits", logits, z)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_p = torch.log_softmax(logits, dim=-1, dtype=dtype)
-    visible = (z != mask_id)[..., None]
-    token = torch.where(visible, z[..., None], 0)
-    at_token = log_p.gather(-1, token).masked_fill(visible, 0.0)
-    return log_p.masked_fill(visible, float("-inf")).scatter_(-1, token, at_token)
 
 
 def stratified_times(count: int, generator: torch.Generator) -> Tensor:
@@ -104,8 +74,6 @@ def stratified_times(count: int, generator: torch.Generator) -> Tensor:
 
     Returns (count,) float32 in (0, 1): neither t nor 1 - t rounds to 0 or 1.
     """
-    if count < 1:
-        raise ValueError(f"count is {count}: use 1 or more.")
     device = generator.device
     offsets = torch.rand(count, generator=generator, dtype=torch.float64, device=device)
     order = torch.randperm(count, generator=generator, device=device)
@@ -113,42 +81,13 @@ def stratified_times(count: int, generator: torch.Generator) -> Tensor:
     return ((order + offsets) / count).clamp(margin, 1 - margin).float()
 
 
-def nelbo(log_probs_of_truth: Tensor, masked: Tensor, weight: Tensor) -> Tensor:
-    """One-sample estimate of the continuous-time NELBO, Eq. (3), in nats per token.
-
-    The weighted cross-entropy -alpha'_t / (1 - alpha_t) * -log p(x | z_t), summed over the masked
-    positions and divided by the length. Its mean over t ~ U(0, 1) and z_t ~ q(z_t | x) bounds the
-    negative log-likelihood of x from above if eps = 0, and an exact denoiser reaches the entropy
-    H(x). If eps > 0 the integral ends at alpha = eps, and the price of the tokens still visible in
-    z_1 is left out: an exact denoiser then gives H(x | z_1), short of H(x) by H(x) - H(x | z_1)
-    <= eps * (sum of the entropies of the single tokens).
-
-    Shapes: log_probs_of_truth (B, L), masked (B, L) bool, weight (B, 1) -> (B,).
-    """
-    check_level("weight", weight, masked)
-    # Selected, not multiplied: 0 times an infinite surprise at a visible position is NaN.
-    surprise = torch.where(masked, -log_probs_of_truth, 0.0)
-    return (weight * surprise).mean(dim=-1)
-
-
-def check_vectors(name: str, vectors: Tensor, tokens: Tensor) -> None:
-    """Refuse anything but one vector over the vocabulary for each token."""
-    if vectors.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"{name} is {tuple(vectors.shape)} but the tokens are {tuple(tokens.shape)}: "
-            "give a vector over the real tokens for each position."
-        )
-
-
-def check_level(name: str, level: Tensor, tokens: Tensor) -> None:
-    """Refuse a level of shape (B,): it would follow the positions, unnoticed when B = L."""
-    if level.dim() == 1 and level.numel() > 1 and tokens.dim() > 1:
-        raise ValueError(f"{name} is {tuple(level.shape)}: give one per sequence, as (B, 1).")
-
-
 @functools.cache
 def interleaved_plan(steps: int) -> tuple[int, ...]:
-    """The step at which each of some positions in a row has its turn; the next begin anew."""
+    """Period of the order `streams`: the steps that reveal consecutive positions.
+
+    The heads of two streams come first, then both grow to the right, so that no two neighbours are
+    revealed in one step (from 3 steps on).
+    """
     if steps < 4:
         return ((0,), (0, 1, 1, 1), (0, 2, 1, 2))[steps - 1]
     stream = [2 + k for k in range(steps - 4)] + [steps - 1, steps - 2, steps - 1]
@@ -156,23 +95,20 @@ def interleaved_plan(steps: int) -> tuple[int, ...]:
 
 
 def interleaved_turns(open: Tensor, steps: int) -> Tensor:
-    """The step at which each position has its turn in `streams`, counting open ones: (B, L)."""
+    """The step that reveals each position in `streams`, counting open ones: (B, L) -> (B, L)."""
     plan = sent(torch.tensor(interleaved_plan(steps)), open.device)
     return plan[(open.cumsum(1) - 1).clamp(min=0) % len(plan)]
 
 
 @functools.cache
 def interleaved_shares(steps: int) -> tuple[float, ...]:
-    """Share of the positions that `streams` has revealed after 0, 1, ... steps: steps + 1 of them.
-
-    Of whole rounds; a text whose length is no multiple may have a little more or less.
-    """
+    """Share of a period that `streams` has revealed after 0, 1, ..., `steps` steps."""
     plan = interleaved_plan(steps)
     return tuple(sum(turn < n for turn in plan) / len(plan) for n in range(steps + 1))
 
 
 def interleaved_times(schedule: Schedule, steps: int) -> list[float]:
-    """Times of the steps of `streams`, from 1 to 0: as much is masked then as they leave."""
+    """Times from 1 to 0 at which the schedule masks as much as the steps of `streams` leave."""
     left = 1 - torch.tensor(interleaved_shares(steps), dtype=torch.float64)
     alpha_1 = schedule.alpha(torch.ones((), dtype=torch.float64))
     times: list[float] = schedule.time(1 - left * (1 - alpha_1)).tolist()
@@ -180,18 +116,18 @@ def interleaved_times(schedule: Schedule, steps: int) -> list[float]:
 
 
 def interleaved_numbers(open: Tensor, steps: Tensor, known: Iterable[int]) -> Tensor:
-    """Numbers in [0, 1): a position is revealed once a larger share of all is.
+    """Numbers in [0, 1) by which `streams` orders positions: open (B, L) -> (B, L).
 
-    Each lies in the middle of its step's shares, so that rounding does not matter. `steps` (B,) are
-    those of the path that each text is on, all of them `known`. Shapes: open (B, L) -> (B, L).
+    A position is revealed when the revealed share exceeds its number, which lies in the middle of
+    its step's shares, away from rounding. `steps` (B,) has the steps of each text's path, all of
+    them among `known`.
     """
     found = torch.zeros(open.shape, dtype=torch.float64, device=open.device)
     for count in known:
         edges = torch.tensor(interleaved_shares(count), dtype=torch.float64, device=open.device)
         middle = (edges[:-1] + edges[1:]) / 2
-        found = torch.where(
-            (steps == count)[:, None], middle[interleaved_turns(open, count)], found
-        )
+        on_path = (steps == count)[:, None]
+        found = torch.where(on_path, middle[interleaved_turns(open, count)], found)
     return found
 
 
@@ -201,7 +137,7 @@ def before_end(tokens: Tensor, end_id: int) -> Tensor:
 
 
 def goes_on(tokens: Tensor, end_id: int) -> bool:
-    """Whether something other than ends follows an end: such rows are not of one text each."""
+    """True if something other than ends follows an end: a row holds more than one text."""
     return bool((~before_end(tokens, end_id) & (tokens != end_id)).any())
 
 
@@ -212,7 +148,7 @@ def window(length: int, mask_id: int, end_id: int, count: Tensor) -> Tensor:
 
 
 class LengthLaw:
-    """How long texts are, from how many had each length."""
+    """The law of the lengths of texts, from how many had each length."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         """Take the number of texts of 0, 1, 2, ... tokens; none is empty.
@@ -223,22 +159,15 @@ class LengthLaw:
         weights[0] = 0
         self._p = weights / weights.sum()
 
-    @cached_property
-    def mean(self) -> float:
-        """Tokens of a text, on average."""
-        return float((self._p * torch.arange(len(self._p))).sum())
-
     def log_prob(self, count: Tensor, shortest: int = 1) -> Tensor:
         """Log-probability of lengths (B,), given that none is below `shortest`: float64."""
-        allowed = self._from(shortest)
-        return (allowed / allowed.sum()).log().to(count.device)[count]
+        p = self._p_from(shortest)
+        return (p / p.sum()).log().to(count.device)[count]
 
     def draw(self, uniforms: Tensor, shortest: int = 1) -> Tensor:
         """Draw lengths, none below `shortest`: uniforms (B,) in [0, 1) -> (B,)."""
-        total = self._from(shortest).cumsum(0).to(uniforms.device)
+        total = self._p_from(shortest).cumsum(0).to(uniforms.device)
         return torch.searchsorted(total, uniforms * total[-1], right=True).clamp(max=len(total) - 1)
 
-    def _from(self, shortest: int) -> Tensor:
-        if not 1 <= shortest < len(self._p):
-            raise ValueError(f"shortest is {shortest}: use 1 to {len(self._p) - 1}")
+    def _p_from(self, shortest: int) -> Tensor:
         return torch.where(torch.arange(len(self._p)) >= shortest, self._p, 0.0)

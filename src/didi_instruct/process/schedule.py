@@ -25,11 +25,6 @@ class Schedule(ABC):
     eps: float = 0.0
     """alpha_1: what is left clean at t = 1."""
 
-    def __post_init__(self) -> None:
-        """Refuse an eps for which alpha_t would not fall."""
-        if not 0 <= self.eps < 1:
-            raise UserError(f"schedule.eps is {self.eps}: use 0 or more and less than 1.")
-
     @abstractmethod
     def alpha(self, t: Tensor | float) -> Tensor:
         """Return alpha_t for t in [0, 1]."""
@@ -56,61 +51,53 @@ class Schedule(ABC):
         return ((1 - _tensor(alpha)) / (1 - self.eps)).clamp(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
 class LogLinear(Schedule):
     """alpha_t = 1 - (1 - eps) t; the reference checkpoints have eps = 1e-3."""
 
+    __slots__ = ()
+
     def alpha(self, t: Tensor | float) -> Tensor:
-        """Return 1 - (1 - eps) t."""
         t = _tensor(t)
         return (1 - t) + self.eps * t  # in this order alpha_1 is eps to the last bit
 
     def alpha_prime(self, t: Tensor | float) -> Tensor:
-        """Return -(1 - eps)."""
         return torch.full_like(_tensor(t), -(1 - self.eps))
 
     def time(self, alpha: Tensor | float) -> Tensor:
-        """Return (1 - alpha) / (1 - eps)."""
         return self._masked_share(alpha)
 
     def nelbo_weight(self, t: Tensor | float) -> Tensor:
-        """Return 1 / t, whatever eps is."""
         return 1 / _tensor(t)
 
 
-@dataclass(frozen=True, slots=True)
 class Cosine(Schedule):
     """1 - alpha_t = (1 - eps) sin(pi t / 2): the cosine schedule of MaskGIT and MD4."""
 
+    __slots__ = ()
+
     def alpha(self, t: Tensor | float) -> Tensor:
-        """Return 1 - (1 - eps) sin(pi t / 2)."""
         t = _tensor(t)
         # 1 - sin(pi t / 2) as a square: the difference would lose a small alpha to rounding.
         clean = 2 * (HALF_PI / 2 * (1 - t)).sin().square()
         return clean + self.eps * (1 - clean)
 
     def alpha_prime(self, t: Tensor | float) -> Tensor:
-        """Return -(1 - eps) (pi / 2) cos(pi t / 2)."""
         return -(1 - self.eps) * HALF_PI * _cos_half_pi(_tensor(t))
 
     def time(self, alpha: Tensor | float) -> Tensor:
-        """Return (2 / pi) arcsin((1 - alpha) / (1 - eps))."""
         return self._masked_share(alpha).asin() / HALF_PI
 
     def nelbo_weight(self, t: Tensor | float) -> Tensor:
-        """Return (pi / 2) cot(pi t / 2), whatever eps is."""
         t = _tensor(t)
         return HALF_PI * _cos_half_pi(t) / (HALF_PI * t).sin()
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
     """Return the schedule a configuration names."""
-    match config.name:
-        case "log-linear":
-            return LogLinear(config.eps)
-        case "cosine":
-            return Cosine(config.eps)
-    raise UserError(f"schedule.name is `{config.name}`: use `log-linear` or `cosine`.")
+    kinds = {"log-linear": LogLinear, "cosine": Cosine}
+    if config.name not in kinds:
+        raise UserError(f"schedule.name is `{config.name}`: use `log-linear` or `cosine`.")
+    return kinds[config.name](config.eps)
 
 
 def _tensor(value: Tensor | float) -> Tensor:

@@ -9,13 +9,11 @@ p(x^l | z_t), which has seen z_t^l, the noisy token would be counted twice.
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from didi_instruct.process.masking import check_level, check_vectors
 
 CHUNK_ELEMENTS = 2**25
 """Logits that `nelbo_integrand` takes at a time: 128 MiB per float32 temporary."""
@@ -26,42 +24,19 @@ TABLE_SIZE = 1025
 SHIFT_LIMIT = 16.0
 """A shift beyond which alpha is 1 in float64, for any vocabulary under 10^9 tokens."""
 NEWTON_STEPS = 4
+TINY = 2.0**-53
+"""Uniform numbers are kept this far from 0 and 1, where logarithm and quantile are infinite."""
 
 
-def marginal(x: Tensor, alpha: Tensor, num_tokens: int) -> Tensor:
-    """Return the probabilities of q(z_t | x) = Cat(alpha_t x + (1 - alpha_t) / V).
+def corrupt(x: Tensor, alpha: Tensor, uniforms: Tensor, random_tokens: Tensor) -> Tensor:
+    """Draw z_t ~ q(z_t | x) = Cat(alpha_t x + (1 - alpha_t) / V).
 
-    The law that tests enumerate; `corrupt` draws from it without these vectors.
-
-    Shapes: x (B, L), alpha (B, 1) -> (B, L, V).
-    """
-    check_level("alpha", alpha, x)
-    alpha = alpha.expand(x.shape)[..., None]
-    noise = ((1 - alpha) / num_tokens).expand(*x.shape, num_tokens)
-    return noise.scatter_add(-1, x[..., None], alpha)
-
-
-def corrupt(
-    x: Tensor, alpha: Tensor, num_tokens: int, uniforms: Tensor, random_tokens: Tensor
-) -> Tensor:
-    """Draw z_t ~ q(z_t | x): a token stays where its uniform is below alpha_t, else is replaced.
-
-    The replacement is uniform over all V tokens, the clean one included.
+    A token stays where its uniform is below alpha_t; else it is replaced by a random one, which may
+    be the clean one too.
 
     Shapes: x (B, L), alpha (B, 1), uniforms (B, L) in [0, 1), random_tokens (B, L) in [0, V)
     -> (B, L).
     """
-    check_level("alpha", alpha, x)
-    for name, noise in (("uniforms", uniforms), ("random_tokens", random_tokens)):
-        if noise.shape != x.shape:
-            raise ValueError(
-                f"{name} are {tuple(noise.shape)} but x is {tuple(x.shape)}: draw one per token."
-            )
-    # Noise is drawn on the CPU as a rule; on an accelerator this look would wait for the queue.
-    if random_tokens.device.type == "cpu" and bool((random_tokens >= num_tokens).any()):
-        raise ValueError(
-            f"random_tokens reach {int(random_tokens.max())}: stay below {num_tokens}."
-        )
     return torch.where(uniforms < alpha, x, random_tokens)
 
 
@@ -78,9 +53,6 @@ def posterior(z_t: Tensor, p_x: Tensor, alpha_s: Tensor, alpha_t: Tensor) -> Ten
 
     Shapes: z_t (B, L), p_x (B, L, V), alpha_s and alpha_t (B, 1) -> (B, L, V).
     """
-    check_vectors("p_x", p_x, z_t)
-    check_level("alpha_s", alpha_s, z_t)
-    check_level("alpha_t", alpha_t, z_t)
     num_tokens = p_x.shape[-1]
     alpha_s, alpha_t = alpha_s[..., None].to(p_x.dtype), alpha_t[..., None].to(p_x.dtype)
     alpha_ts = alpha_t / alpha_s
@@ -104,7 +76,7 @@ def nelbo_integrand(
 
     (DUO prints it with all signs turned and alpha' for -alpha'.) Its mean over t ~ U(0, 1) and
     z_t ~ q(z_t | x), summed over positions, is the NELBO if alpha_1 = 0; if alpha_1 > 0 what z_1
-    tells of x is left out, as in `masking.nelbo`.
+    tells of x is left out.
 
     alpha must be inside (0, 1). Gradients flow to the logits. Positions are taken in chunks which
     the backward pass recomputes: beside the logits only their gradient is (B, L, V), and there are
@@ -113,10 +85,6 @@ def nelbo_integrand(
     Shapes: logits (B, L, V), x and z (B, L), alpha and alpha_prime (B, 1) -> (B, L), in float32 if
     the logits are of half precision.
     """
-    check_vectors("logits", logits, x)
-    check_vectors("logits", logits, z)
-    check_level("alpha", alpha, x)
-    check_level("alpha_prime", alpha_prime, x)
     alpha, alpha_prime = alpha.expand(x.shape), alpha_prime.expand(x.shape)
     count = 1 + logits.numel() // CHUNK_ELEMENTS
     chunks = zip(
@@ -167,7 +135,7 @@ def _log_ratio(k: Tensor, log_p: Tensor) -> Tensor:
     return (-k * log_p.expm1() / (1 + k * log_p.exp())).log1p()
 
 
-def gaussian_to_discrete(alpha_tilde: Tensor | float, num_tokens: int) -> Tensor:
+def gaussian_to_discrete(alpha_tilde: Tensor, num_tokens: int) -> Tensor:
     """Return alpha = T(alpha_tilde): argmax turns Gaussian into uniform-state diffusion.
 
     w = alpha_tilde x + sigma_tilde eps with eps ~ N(0, I_V) and sigma_tilde^2 = 1 - alpha_tilde^2
@@ -175,34 +143,28 @@ def gaussian_to_discrete(alpha_tilde: Tensor | float, num_tokens: int) -> Tensor
 
         alpha = V / (V - 1) * [int phi(u - alpha_tilde / sigma_tilde) Phi(u)^(V - 1) du - 1 / V].
 
-    Any shape, values in [0, 1]; computed in float64, returned in the dtype given.
+    Any shape, float64 in [0, 1].
     """
-    alpha_tilde = _checked("alpha_tilde", alpha_tilde, num_tokens)
-    exact = alpha_tilde.double()
-    shift = exact / ((1 - exact) * (1 + exact)).sqrt()
-    return _alpha_of_shift(shift, num_tokens).to(alpha_tilde.dtype)
+    shift = alpha_tilde / ((1 - alpha_tilde) * (1 + alpha_tilde)).sqrt()
+    return _alpha_of_shift(shift, num_tokens)
 
 
 @torch.no_grad()
-def discrete_to_gaussian(alpha: Tensor | float, num_tokens: int) -> Tensor:
+def discrete_to_gaussian(alpha: Tensor, num_tokens: int) -> Tensor:
     """Return alpha_tilde with T(alpha_tilde) = alpha, the inverse of `gaussian_to_discrete`.
 
-    A table brackets the answer, Newton's method inside the bracket refines it.
-
-    Any shape, values in [0, 1]; computed in float64, returned in the dtype given.
+    A table brackets the answer, and Newton's method refines it. Any shape, float64 in [0, 1].
     """
-    alpha = _checked("alpha", alpha, num_tokens)
-    target = alpha.double()
-    table = _alpha_table(num_tokens).to(target.device)
-    cell = torch.searchsorted(table, target.contiguous(), right=True).clamp(1, TABLE_SIZE - 1)
+    table = _alpha_table(num_tokens).to(alpha.device)
+    cell = torch.searchsorted(table, alpha.contiguous(), right=True).clamp(1, TABLE_SIZE - 1)
     width = SHIFT_LIMIT / (TABLE_SIZE - 1)
     low, high = (cell - 1) * width, cell * width
     shift = (low + high) / 2
     for _ in range(NEWTON_STEPS):
-        step = (_alpha_of_shift(shift, num_tokens) - target) / _alpha_slope(shift, num_tokens)
+        step = (_alpha_of_shift(shift, num_tokens) - alpha) / _alpha_slope(shift, num_tokens)
         shift = torch.minimum(torch.maximum(shift - step, low), high)
     alpha_tilde = shift / (1 + shift.square()).sqrt()
-    return torch.where(target < 1, alpha_tilde, 1.0).to(alpha.dtype)
+    return torch.where(alpha < 1, alpha_tilde, 1.0)
 
 
 def _alpha_of_shift(shift: Tensor, num_tokens: int) -> Tensor:
@@ -219,10 +181,7 @@ def _alpha_of_shift(shift: Tensor, num_tokens: int) -> Tensor:
 
 
 def _alpha_slope(shift: Tensor, num_tokens: int) -> Tensor:
-    """Return the derivative of `_alpha_of_shift`: V * integral of phi(v) phi(u) Phi(u)^(V - 2).
-
-    u = v + shift.
-    """
+    """Its derivative, V * integral of phi(v) phi(u) Phi(u)^(V - 2) dv with u = v + shift."""
     nodes, weights = _quadrature(shift.device)
     u = nodes + shift[..., None]
     log_phi = -u.square() / 2 - math.log(2 * math.pi) / 2
@@ -243,7 +202,7 @@ def _quadrature(device: torch.device) -> tuple[Tensor, Tensor]:
     return nodes, step * torch.exp(-nodes.square() / 2) / math.sqrt(2 * math.pi)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _alpha_table(num_tokens: int) -> Tensor:
     """Return alpha at TABLE_SIZE equally spaced shifts from 0 to SHIFT_LIMIT."""
     shifts = torch.linspace(0, SHIFT_LIMIT, TABLE_SIZE, dtype=torch.float64)
@@ -251,26 +210,10 @@ def _alpha_table(num_tokens: int) -> Tensor:
     return _alpha_of_shift(shifts, num_tokens).cummax(0).values
 
 
-def _checked(name: str, value: Tensor | float, num_tokens: int) -> Tensor:
-    """Return the value as a tensor, or say what is wrong with it."""
-    if num_tokens < 2:
-        raise ValueError(
-            f"num_tokens is {num_tokens}: a noisy token needs 2 or more to choose from."
-        )
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-    if not bool(((tensor >= 0) & (tensor <= 1)).all()):
-        raise ValueError(f"{name} has values outside [0, 1].")
-    return tensor
-
-
-TINY = 2.0**-53
-"""The smallest number that a uniform draw is taken for: its logarithm has to be one."""
-
-
 def state(
     x: Tensor, alpha: Tensor, num_tokens: int, uniforms: Tensor, random_others: Tensor
 ) -> Tensor:
-    """z_t = argmax w_t at level alpha_t; with the same noise at other levels, the path of a text.
+    """Draw z_t = argmax w_t at level alpha_t; the same noise at other levels gives a text's path.
 
     Let the largest other entry of eps lead that of the clean token by D, and be token J. Then z_t
     is x where D < alpha_tilde_t / sigma_tilde_t, else J. J is uniform over the V - 1 other tokens
@@ -280,20 +223,14 @@ def state(
     Shapes: x (B, L), alpha (B, 1), uniforms (B, L) in [0, 1), random_others (B, L) in [0, V - 1)
     -> (B, L).
     """
-    check_level("alpha", alpha, x)
     clean = uniforms < alpha + (1 - alpha) / num_tokens
     return torch.where(clean, x, _skip(random_others, x))
 
 
 def soft_state(
-    x: Tensor,
-    alpha: Tensor,
-    num_tokens: int,
-    temperature: float,
-    uniforms: Tensor,
-    picks: Tensor,
+    x: Tensor, alpha: Tensor, num_tokens: int, temperature: float, uniforms: Tensor, picks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest entries of softmax(w_t / temperature): the clean token's and K others.
+    """Draw the largest entries of softmax(w_t / temperature): the clean token's and K others.
 
     The others are drawn as order statistics of V - 1 Gaussians, largest first, so the state
     z_t = argmax w_t is exact (the token of the largest weight), and so are the weights if
@@ -302,7 +239,6 @@ def soft_state(
     Shapes: x (B, L), alpha (B, 1), uniforms (B, L, K + 1) and picks (B, L, K) in [0, 1), float64
     -> tokens and weights (B, L, K + 1), the clean token first.
     """
-    check_level("alpha", alpha, x)
     tilde = discrete_to_gaussian(alpha.double(), num_tokens)[..., None]
     sigma = ((1 - tilde) * (1 + tilde)).sqrt()
     uniforms = uniforms.clamp(TINY, 1 - TINY)
@@ -326,7 +262,7 @@ def _largest(uniforms: Tensor, count: int) -> Tensor:
 def _distinct(picks: Tensor, count: int) -> Tensor:
     """K different numbers below `count`, in random order: picks (..., K) in [0, 1) -> (..., K).
 
-    The k-th is the n-th of the numbers that are left, counted past those taken, in rising order.
+    A pick chooses among the numbers that are left, in rising order.
     """
     left = count - torch.arange(picks.shape[-1], device=picks.device)
     places = (picks * left).int().minimum(left.int() - 1)

@@ -1,7 +1,6 @@
 """Left-to-right sampling with a cache of keys and values."""
 
 import torch
-from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
@@ -33,9 +32,9 @@ def autoregressive(
     By `decoders` texts are written that have no prompt, as the model has them and unwatched; the
     others as without.
     """
-    _check(model, canvas, eot_id)
+    _check(canvas)
     if decoders is not None and callback is None and _can_decode(canvas, settings):
-        return _decoded(decoders, model, canvas, settings, eot_id)
+        return _decoded(decoders, canvas, settings, eot_id)
     columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
     to_write = columns[canvas.open.any(0)].tolist()
     start, end = (to_write[0], to_write[-1] + 1) if to_write else (0, 0)
@@ -54,14 +53,17 @@ def autoregressive(
         logits = model(unread[runs], cache, last_only=True)[:, -1]
         state.passes += float(runs.double().mean())
         here = masked & (columns == column)
-        if here.any():
-            log_p = law_of(logits[here.any(1)[runs]], settings)
+        writes = here.any(1)
+        if writes.any():
+            log_p = law_of(logits[writes[runs]], settings)
             token = invert(log_p, u[here])
             at = here.flatten().nonzero().squeeze(1)
             state.write(at, token, log_p.gather(-1, token[:, None]).squeeze(-1))
-            drawn += here.any(1)
-        if eot_id is not None:
-            _fill(state, here, eot_id)
+            drawn += writes
+        if eot_id is not None:  # what is left of a text that has just drawn its end
+            over = writes & (state.z[:, column] == eot_id)
+            rest = (state.masked & over[:, None]).flatten().nonzero().squeeze(1)
+            state.write(rest, torch.full_like(rest, eot_id), torch.zeros_like(rest))
         if callback is not None:
             written = (masked & ~state.masked).flatten().nonzero().squeeze(1)
             callback(state.snapshot(column - start, max(1, end - start), share, written))
@@ -72,14 +74,14 @@ def autoregressive(
 
 
 def _can_decode(canvas: Canvas, settings: DrawOptions) -> bool:
-    """Whether texts begin with nothing, and passes have the type of the weights."""
+    """True for texts that begin with nothing, if passes have the type of the weights."""
     device = canvas.tokens.device.type
     blank = canvas.tokens.numel() > 0 and bool(canvas.open.all())
     return blank and not settings.restricted and not torch.is_autocast_enabled(device)
 
 
 def _decoded(
-    decoders: Decoders, model: ARModel, canvas: Canvas, settings: DrawOptions, eot_id: int | None
+    decoders: Decoders, canvas: Canvas, settings: DrawOptions, eot_id: int | None
 ) -> Samples:
     """The same by captured passes, of texts without prompts."""
     batch, length = canvas.tokens.shape
@@ -98,24 +100,9 @@ def _decoded(
     return state.samples(nfe=int(counts.sum(1).max()))
 
 
-def _fill(state: State, here: Tensor, eot_id: int) -> None:
-    """Fill what is left of the samples that have just drawn the end of text."""
-    over = (here & (state.z == eot_id)).any(1, keepdim=True)
-    rest = (state.masked & over).flatten().nonzero().squeeze(1)
-    state.write(rest, torch.full_like(rest, eot_id), torch.zeros_like(rest, dtype=torch.float64))
-
-
-def _check(model: ARModel, canvas: Canvas, eot_id: int | None) -> None:
+def _check(canvas: Canvas) -> None:
     """Refuse rows that cannot be written from left to right."""
-    config, tokens = model.config, canvas.tokens
-    if tokens.shape[1] > config.length:
-        raise UserError(f"{tokens.shape[1]} positions, but the model reads {config.length}.")
-    for name, token in (("mask_id", canvas.mask_id), ("eot_id", eot_id)):
-        if token is not None and (0 <= token < config.num_tokens) != (name == "eot_id"):
-            raise UserError(f"{name} is {token}, and the tokens are 0..{config.num_tokens - 1}.")
-    given = (tokens != canvas.mask_id) & (tokens != PAD)
-    if bool((given & ((tokens < 0) | (tokens >= config.num_tokens))).any()):
-        raise UserError(f"A given token is not one of 0..{config.num_tokens - 1}.")
+    given = (canvas.tokens != canvas.mask_id) & (canvas.tokens != PAD)
     prompt = given.cumprod(1).bool()
     if bool((given & ~prompt).any()):
         raise UserError(

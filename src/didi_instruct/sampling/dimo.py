@@ -15,7 +15,7 @@ from torch import Tensor
 
 from didi_instruct.models.network import Mixture, Network, logits_at
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.ancestral import Draw, run
+from didi_instruct.sampling.ancestral import run
 from didi_instruct.sampling.denoiser import times_of
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens
 from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
@@ -28,8 +28,7 @@ FARTHEST = 8.5
 class Uniforms(Protocol):
     """Random numbers of some texts, as `sampling.draw.Noise` makes them."""
 
-    def uniforms(self, count: int, *stream: int) -> Tensor:
-        """(B, count) numbers in [0, 1)."""
+    def uniforms(self, count: int, *stream: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,12 @@ class Seen:
     """(B, L, d) standard normal numbers: the noise of the start. None: it has none."""
 
     def only(self, rows: Tensor) -> "Seen":
-        """Some of the texts, selected by (B,) or by their numbers (U,)."""
+        """Return some of the texts, selected by (B,) or by their numbers (U,)."""
         normals = None if self.normals is None else self.normals[rows]
         return Seen(self.tokens[rows], self.unwritten[rows], normals)
 
     def later(self, z: Tensor, mask_id: int) -> "Seen":
-        """The same once z (B, L) is written, with masks where it is not: the start shows there."""
+        """Return the same once z (B, L) is written; where it has masks, the start shows."""
         unwritten = self.unwritten & (z == mask_id)
         return Seen(torch.where(unwritten, self.tokens, z), unwritten, self.normals)
 
@@ -87,35 +86,14 @@ class Start:
 
     def logits(self, network: Network, seen: Seen, sigma: Tensor | None, at: Tensor) -> Tensor:
         """Logits (R, V) of a network that sees a start, at flat positions (R,)."""
-        reads = split_padding(seen.tokens)
-        mixture = self._mixture(network, reads, seen)
+        reads, mixture = split_padding(seen.tokens), None
+        if seen.normals is not None:
+            shown, vectors = seen.unwritten.flatten().nonzero().squeeze(1), network.vectors
+            own = torch.nn.functional.embedding(reads.tokens.flatten()[shown], vectors)
+            normals = seen.normals.flatten(0, 1)[shown]
+            scale = self.noise * vectors.detach().std()
+            mixture = Mixture(shown, math.sqrt(1 - self.noise**2) * own + scale * normals)
         return logits_at(network, reads.tokens, sigma, at, reads.attended, mixture=mixture)
-
-    def _mixture(self, network: Network, reads: Reads, seen: Seen) -> Mixture | None:
-        """Embeddings with noise where the start shows."""
-        if seen.normals is None:
-            return None
-        at, vectors = seen.unwritten.flatten().nonzero().squeeze(1), network.vectors
-        own = torch.nn.functional.embedding(reads.tokens.flatten()[at], vectors)
-        normals = seen.normals.flatten(0, 1)[at]
-        scale = self.noise * vectors.detach().std()
-        return Mixture(at, math.sqrt(1 - self.noise**2) * own + scale * normals)
-
-
-def from_start(
-    network: Network, schedule: Schedule, start: Start, begun: Seen, options: DrawOptions
-) -> Draw:
-    """Draw from the laws of a network that sees the start where nothing is written yet."""
-
-    def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
-        seen = begun.later(state.z, state.mask_id)
-        seen = seen if step.states is None else seen.only(step.states)
-        state.count(len(seen.tokens))
-        sigma = schedule.sigma(times_of(step.t, Reads(seen.tokens)))
-        logits = start.logits(network, seen, sigma, step.reads)[:, : network.config.num_tokens]
-        return draw_tokens(logits, step.u, step.row, options)
-
-    return draw
 
 
 @torch.no_grad()
@@ -138,7 +116,15 @@ def dimo(
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
     width, end_id = network.vectors.shape[1], network.config.end_id
     begun = start.begin(canvas.tokens, canvas.mask_id, width, noise, end_id)
+
+    def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
+        seen = begun.later(state.z, state.mask_id)
+        seen = seen if step.states is None else seen.only(step.states)
+        state.count(len(seen.tokens))
+        sigma = schedule.sigma(times_of(step.t, Reads(seen.tokens)))
+        logits = start.logits(network, seen, sigma, step.reads)[:, : network.config.num_tokens]
+        return draw_tokens(logits, step.u, step.row, settings)
+
     times, turn = reveal_turns(schedule, state.open, steps, grid, "random", noise)
-    plan = make_plan(state, turn, times, noise, begun=True)
-    run(plan, state, from_start(network, schedule, start, begun, settings), callback)
+    run(make_plan(state, turn, times, noise, begun=True), state, draw, callback)
     return state.samples(nfe=steps)

@@ -26,7 +26,7 @@ class Gap:
     shortest: int
     longest: int
     chosen: bool = False
-    """Whether the model chooses the number; else it is drawn evenly."""
+    """The model chooses the number; else it is drawn evenly."""
 
     def __post_init__(self) -> None:
         """Refuse gaps that cannot be."""
@@ -47,12 +47,51 @@ class Ending:
     """Of a window."""
 
     def fill(self, row: list[int]) -> list[int]:
-        """A window: the row, and ends behind it."""
+        """Return a window: the row, and ends behind it."""
         return row + [self.end_id] * (self.length - len(row))
 
 
-Template = list[list[int] | Gap]
-"""Given tokens and gaps, in turn."""
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Given tokens, and the gaps between them."""
+
+    pieces: list[list[int]]
+    """One more than gaps: the first and the last may be empty."""
+    gaps: list[Gap]
+    ending: Ending | None = None
+    """Of texts that have windows of their own."""
+
+    @property
+    def given(self) -> int:
+        """Number of given tokens."""
+        return sum(map(len, self.pieces))
+
+    def fit(self, length: int) -> "Template":
+        """Shorten what the model may choose so that any choice fits into `length` positions."""
+        room = length - self.given - sum(gap.shortest for gap in self.gaps)
+        if room < 0:
+            raise UserError(
+                f"The text has {length - room} tokens or more, the model reads {length}."
+            )
+        drawn = sum(gap.longest - gap.shortest for gap in self.gaps if not gap.chosen)
+        if drawn > room:
+            raise UserError(
+                f"The text may have {length - room + drawn} tokens, the model reads {length}: "
+                "use shorter gaps."
+            )
+        each = (room - drawn) // max(1, sum(gap.chosen for gap in self.gaps))
+        gaps = [
+            replace(gap, longest=min(gap.longest, gap.shortest + each)) if gap.chosen else gap
+            for gap in self.gaps
+        ]
+        return replace(self, gaps=gaps)
+
+    def lay_out(self, lengths: Sequence[int], mask_id: int) -> list[int]:
+        """Return the row whose gaps have these lengths."""
+        row: list[int] = []
+        for piece, length in zip(self.pieces, [*lengths, 0], strict=True):
+            row += [*piece, *[mask_id] * length]
+        return row if self.ending is None else self.ending.fill(row)
 
 
 def parse_gap(text: str) -> Gap:
@@ -78,37 +117,6 @@ def split_infill(text: str) -> list[str]:
     return pieces
 
 
-def fit(template: Template, length: int) -> Template:
-    """Shorten what the model may choose so that any choice fits into `length` positions."""
-    gaps = [part for part in template if isinstance(part, Gap)]
-    given = sum(len(part) for part in template if not isinstance(part, Gap))
-    room = length - given - sum(gap.shortest for gap in gaps)
-    if room < 0:
-        raise UserError(f"The text has {length - room} tokens or more, the model reads {length}.")
-    drawn = sum(gap.longest - gap.shortest for gap in gaps if not gap.chosen)
-    if drawn > room:
-        raise UserError(
-            f"The text may have {length - room + drawn} tokens, the model reads {length}: "
-            "use shorter gaps."
-        )
-    each = (room - drawn) // max(1, sum(gap.chosen for gap in gaps))
-    return [
-        replace(part, longest=min(part.longest, part.shortest + each))
-        if isinstance(part, Gap) and part.chosen
-        else part
-        for part in template
-    ]
-
-
-def lay_out(template: Template, lengths: Sequence[int], mask_id: int) -> list[int]:
-    """The row of a template whose gaps have these lengths."""
-    row: list[int] = []
-    gaps = iter(lengths)
-    for part in template:
-        row += [mask_id] * next(gaps) if isinstance(part, Gap) else part
-    return row
-
-
 def stack(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
     """Rows of any lengths as one batch, padded at the end: (B, longest)."""
     width = max(len(row) for row in rows)
@@ -127,7 +135,6 @@ def gap_lengths(
     samples: Tensor,
     eot_id: int | None = None,
     masks: int = 1,
-    ending: Ending | None = None,
 ) -> tuple[list[list[int]], int]:
     """Lengths of a template's gaps, for each sample, and the forward passes that took.
 
@@ -136,92 +143,52 @@ def gap_lengths(
     pass per candidate: text that comes too early or too late is improbable where it stands. After
     a last gap that token is the end of text; without one the length is drawn evenly. Where a model
     has several masks, the probability is that of their mixture. Where texts have windows of their
-    own, `ending` fills them, and how long texts are has a say in every chosen length.
+    own, no end of text is written, and how long texts are has a say in every chosen length.
     """
-    if ending is not None:
-        eot_id = None  # it is never written: the law of lengths stands for it
-    if isinstance(template[-1], Gap) or not template[-1]:
-        template = [*(part for part in template if part), [] if eot_id is None else [eot_id]]
-    gaps = [part for part in template if isinstance(part, Gap)]
-    drawn = uniforms(seed, samples, (Purpose.START,), len(gaps)).tolist()
-    device = samples.device
-    laws = [
-        _length_law(template, k, denoiser, mask_id, masks, device, ending) for k in range(len(gaps))
-    ]
-    asks = (gap.chosen and _witnesses(template, k) for k, gap in enumerate(gaps))
-    asked = [law for law, asks_it in zip(laws, asks, strict=True) if asks_it and len(law) > 1]
-    passes = masks * sum(map(len, asked))
-    result = []
-    for numbers in drawn:
-        row = []
-        for gap, law, u in zip(gaps, laws, numbers, strict=True):
-            index = int(torch.searchsorted(law, u, right=True).clamp(max=len(law) - 1))
-            row.append(gap.shortest + index)
-        result.append(row)
-    return result, passes
+    if template.ending is None and eot_id is not None and not template.pieces[-1]:
+        template = replace(template, pieces=[*template.pieces[:-1], [eot_id]])
+    drawn = uniforms(seed, samples, (Purpose.START,), len(template.gaps)).cpu()
+    lengths, passes = [], 0
+    for k, gap in enumerate(template.gaps):
+        candidates = gap.longest - gap.shortest + 1
+        scores = torch.zeros(candidates, dtype=torch.float64)
+        if gap.chosen and candidates > 1:
+            scores, used = _length_scores(template, k, denoiser, mask_id, samples.device, masks)
+            passes += used
+        law = scores.softmax(0).cumsum(0)
+        index = torch.searchsorted(law, drawn[:, k].contiguous(), right=True)
+        lengths.append(gap.shortest + index.clamp(max=candidates - 1))
+    return torch.stack(lengths, 1).tolist(), passes
 
 
-def _length_law(
+def _length_scores(
     template: Template,
     which: int,
     denoiser: Denoiser,
     mask_id: int,
-    masks: int,
     device: torch.device,
-    ending: Ending | None,
-) -> Tensor:
-    """Cumulative probabilities of the lengths of one gap, the others at their middle."""
-    gaps = [part for part in template if isinstance(part, Gap)]
-    gap = gaps[which]
-    candidates = range(gap.shortest, gap.longest + 1)
-    middle = [(g.shortest + g.longest) // 2 for g in gaps]
-    witnesses = _witnesses(template, which)
-    scores = torch.zeros(len(candidates), dtype=torch.float64)
-    if gap.chosen and ending is not None:
-        given = sum(len(part) for part in template if not isinstance(part, Gap))
-        others = sum(middle) - middle[which]
-        totals = torch.tensor([given + others + length for length in candidates])
-        scores = ending.law.log_prob(totals)
-    if gap.chosen and witnesses and len(candidates) > 1:
-        rows, selected, truth = [], [], []
-        for length in candidates:
-            lengths = [*middle[:which], length, *middle[which + 1 :]]
-            row = lay_out(template, lengths, mask_id)
-            if ending is not None:
-                row = ending.fill(row)
-            start = _end_of_gap(template, which, lengths)
-            hidden = range(start, start + witnesses)
-            truth += [row[i] for i in hidden]
-            rows.append([mask_id if i in hidden else token for i, token in enumerate(row)])
-            selected.append([i in hidden for i in range(len(row))])
-        reads = split_padding(stack(rows, device))
-        at = (stack(selected, device) == 1).flatten().nonzero().squeeze(1)
-        time = reads.masked_share(mask_id)
-        each = []
-        for code in range(masks):
-            coded = reads.with_codes(mask_id, code)
-            log_p = denoiser.logits(coded, time, at).double().log_softmax(-1).cpu()
-            each.append(log_p[range(len(truth)), truth].view(len(candidates), witnesses).sum(1))
-        scores = scores + torch.stack(each).logsumexp(0)
-    return scores.softmax(0).cumsum(0)
-
-
-def _witnesses(template: Template, which: int) -> int:
-    """How many given tokens follow a gap, up to WITNESSES."""
-    place = [i for i, part in enumerate(template) if isinstance(part, Gap)][which]
-    following = template[place + 1] if place + 1 < len(template) else []
-    return 0 if isinstance(following, Gap) else min(WITNESSES, len(following))
-
-
-def _end_of_gap(template: Template, which: int, lengths: Sequence[int]) -> int:
-    """Position after a gap."""
-    position, seen = 0, -1
-    for part in template:
-        if isinstance(part, Gap):
-            seen += 1
-            position += lengths[seen]
-            if seen == which:
-                return position
-        else:
-            position += len(part)
-    raise AssertionError("no such gap")
+    masks: int,
+) -> tuple[Tensor, int]:
+    """Log-weights (C,) of the lengths of one gap, the others at their middle, and the passes."""
+    gap, witnesses = template.gaps[which], template.pieces[which + 1][:WITNESSES]
+    middle = [(g.shortest + g.longest) // 2 for g in template.gaps]
+    lengths = torch.tensor(middle).repeat(gap.longest - gap.shortest + 1, 1)
+    lengths[:, which] = torch.arange(gap.shortest, gap.longest + 1)
+    scores = torch.zeros(len(lengths), dtype=torch.float64)
+    if template.ending is not None:
+        scores = template.ending.law.log_prob(template.given + lengths.sum(1))
+    if not witnesses:
+        return scores, 0
+    texts = stack([template.lay_out(row, mask_id) for row in lengths.tolist()])
+    start = sum(map(len, template.pieces[: which + 1])) + lengths[:, : which + 1].sum(1)
+    start += texts.shape[1] * torch.arange(len(texts))
+    at = (start[:, None] + torch.arange(len(witnesses))).flatten()
+    texts.view(-1)[at] = mask_id
+    reads, at = split_padding(texts.to(device)), at.to(device)
+    time, truth = reads.masked_share(mask_id), witnesses * len(texts)
+    each = []
+    for code in range(masks):
+        logits = denoiser.logits(reads.with_codes(mask_id, code), time, at)
+        log_p = logits.double().log_softmax(-1).cpu()
+        each.append(log_p[range(len(truth)), truth].view(len(texts), -1).sum(1))
+    return scores + torch.stack(each).logsumexp(0), masks * len(texts)

@@ -72,8 +72,8 @@ class Snapshot:
     """(B, L) positions written by this step."""
     confidence: Tensor
     """(B, L) probability that the denoiser gave to the token written last, 0 elsewhere."""
-    open: Tensor | None = None
-    """(B, L) positions that were to write; None: all."""
+    open: Tensor
+    """(B, L) positions that were to write."""
 
 
 Callback = Callable[[Snapshot], None]

@@ -6,13 +6,13 @@ sample of it into the spans of text that the HTML page and the GIF show.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain, pairwise, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
@@ -21,6 +21,7 @@ from didi_instruct.sampling.state import PAD, Snapshot
 
 FORMAT = "didi-trace-1"
 SUFFIXES = (".html", ".gif", ".json")
+TEMPLATE = Path(__file__).with_name("trace.html.j2")
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, such as `Tokenizer.decode`."""
@@ -44,14 +45,13 @@ def token_texts(ids: Sequence[int], decode: Decode, mask_id: int | None = None) 
     """
     texts = [""] * len(ids)
     shown = [i for i, token in enumerate(ids) if token not in (mask_id, PAD)]
-    if not shown:
-        return texts
-    tokens = [ids[i] for i in shown]
-    # A tokenizer may strip the space of a text's first word; after a mask it has to stay.
-    context = tokens[:1] if mask_id in ids[: shown[0]] else []
-    pieces = _split_at_tokens([*context, *tokens], decode)[len(context) :]
-    for i, piece in zip(shown, pieces, strict=True):
-        texts[i] = piece
+    if shown:
+        tokens = [ids[i] for i in shown]
+        # A tokenizer may strip the space of a text's first word; after a mask it has to stay.
+        context = tokens[:1] if mask_id in ids[: shown[0]] else []
+        pieces = _split_at_tokens([*context, *tokens], decode)[len(context) :]
+        for i, piece in zip(shown, pieces, strict=True):
+            texts[i] = piece
     return texts
 
 
@@ -122,20 +122,20 @@ class Trace:
         about: Mapping[str, str | int | float] | None = None,
     ) -> None:
         """Start empty; `about` (sampler, seed, …) is shown with the trace."""
-        if keep < 1:
-            raise UserError(f"keep is {keep}: trace 1 sample or more.")
         self.mask_id, self.eot_id, self.keep = mask_id, eot_id, keep
         self.about = dict(about or {})
         self.samples: list[list[Snapshot]] = []
         self._batch: list[list[Snapshot]] = []
 
     def __call__(self, step: Snapshot) -> None:
-        """Record one step."""
+        """Record copies of one step, a sample each, on the CPU."""
         if step.index == 0:
             self._batch = [[] for _ in step.tokens[: self.keep - len(self.samples)]]
             self.samples += self._batch
+        tables = (step.tokens, step.revealed, step.confidence, step.open)
         for i, steps in enumerate(self._batch):
-            steps.append(_select(step, i))
+            own = (table[i].to("cpu", copy=True) for table in tables)
+            steps.append(Snapshot(step.index, step.steps, step.time, *own))
 
     def as_dict(self, decode: Decode) -> dict[str, Any]:
         """Content of the JSON file, from which the pictures are made too.
@@ -157,14 +157,13 @@ class Trace:
     def _sample_as_dict(self, steps: list[Snapshot], decode: Decode) -> dict[str, Any]:
         first, final, mask_id = steps[0], steps[-1].tokens, self.mask_id
         start = first.tokens.masked_fill(first.revealed, mask_id)
-        tokens, is_open = final.tolist(), None if first.open is None else first.open.tolist()
+        tokens, is_open = final.tolist(), first.open.tolist()
         pieces = token_texts(tokens, decode, mask_id)
-        changes = []
-        for before, step in pairwise([replace(first, tokens=start), *steps]):
-            row, differs = step.tokens, step.tokens != before.tokens
-            is_mask = row == mask_id
+        before, changes = start, []
+        for step in steps:
+            row, differs, is_mask = step.tokens, step.tokens != before, step.tokens == mask_id
             at = _positions((step.revealed | differs) & ~is_mask & (row != PAD))
-            is_final = torch.equal(row[at], final[at])
+            is_final = bool((row[at] == final[at]).all())
             texts = pieces if is_final else token_texts(row.tolist(), decode, mask_id)
             changes.append(
                 {
@@ -176,6 +175,7 @@ class Trace:
                     "masked": _positions(is_mask & differs),
                 }
             )
+            before = row
         output = output_ids(tokens, self.eot_id, is_open)
         return {
             "text": decode([token for token in output if token != mask_id]),
@@ -189,38 +189,24 @@ class Trace:
 
     def write(self, path: str | Path, tokenizer: Tokenizer | None) -> None:
         """Write .html, .json or .gif (the first sample only); token ids without a tokenizer."""
-        from didi_instruct.sampling import trace_gif, trace_html
+        from didi_instruct.sampling.trace_gif import render_gif
 
         path = Path(path)
         check_path(path)
         if not self.samples:
             raise UserError(f"{path}: no step was traced, there is nothing to write.")
         trace = self.as_dict(_join_ids if tokenizer is None else tokenizer.decode)
-        match path.suffix.lower():
-            case ".html":
-                content = trace_html.render(trace)
-            case ".gif":
-                content = trace_gif.render(trace)
-            case _:
-                content = (json.dumps(trace, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+        render = {".html": render_html, ".gif": render_gif, ".json": render_json}
         with no_space_as_user_error(path.parent):
-            write_atomic(path, content)
+            write_atomic(path, render[path.suffix.lower()](trace))
 
 
 def _join_ids(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def _positions(mask: torch.Tensor) -> list[int]:
+def _positions(mask: Tensor) -> list[int]:
     return mask.nonzero().flatten().tolist()
-
-
-def _select(step: Snapshot, i: int) -> Snapshot:
-    """Copy sample `i` of a step to the CPU."""
-    tensors = (step.tokens, step.revealed, step.confidence)
-    tokens, revealed, confidence = (x[i].to("cpu", copy=True) for x in tensors)
-    is_open = None if step.open is None else step.open[i].to("cpu", copy=True)
-    return replace(step, tokens=tokens, revealed=revealed, confidence=confidence, open=is_open)
 
 
 def check_path(path: Path) -> None:
@@ -238,7 +224,7 @@ def check_path(path: Path) -> None:
         require_pillow()
 
 
-class State(IntEnum):
+class SpanState(IntEnum):
     """A span is masked, partly masked, shown with its final text or with another one."""
 
     MASKED = 0
@@ -271,12 +257,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """State and text of a span after a step that touched it."""
+    """SpanState and text of a span after a step that touched it."""
 
     step: int
     """From 1; 0 before the first step."""
     span: int
-    state: State
+    state: SpanState
     confidence: float
     """Of the least certain token."""
     text: str
@@ -313,10 +299,10 @@ def replay(trace: dict[str, Any], sample: dict[str, Any]) -> Replay:
         part = slice(spans[i].first, spans[i].last + 1)
         if mask_id in row[part]:
             hidden = {mask_id, trace["pad_id"]}.issuperset(row[part])
-            state = State.MASKED if hidden else State.PARTIAL
+            state = SpanState.MASKED if hidden else SpanState.PARTIAL
         else:
-            state = State.SHOWN if row[part] == sample["tokens"][part] else State.DRAFT
-        text = visible("".join(pieces[part])) if state == State.DRAFT else spans[i].text
+            state = SpanState.SHOWN if row[part] == sample["tokens"][part] else SpanState.DRAFT
+        text = visible("".join(pieces[part])) if state == SpanState.DRAFT else spans[i].text
         return Change(step, i, state, min(confidence[part]), text)
 
     changes = [[observe(0, i) for i in range(len(spans))]]
@@ -354,3 +340,59 @@ def _find_spans(trace: dict[str, Any], sample: dict[str, Any]) -> list[Span]:
     while spans and spans[-1].eot and spans[-1].given:
         spans.pop()  # they fill the window after a text whose length was given
     return spans
+
+
+def render_json(trace: dict[str, Any]) -> bytes:
+    """Render what `Trace.as_dict` returns as a file of one line."""
+    return (json.dumps(trace, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+
+
+def render_html(trace: dict[str, Any]) -> bytes:
+    """Render what `Trace.as_dict` returns as a page that plays it, without any other file.
+
+    The final texts are in the page itself, to be read, printed and searched without its script,
+    which only hides what is not yet written.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    replays = [replay(trace, sample) for sample in trace["samples"]]
+    about = dict(trace["about"])
+    num_steps = [len(r.changes) - 1 for r in replays]
+    num_tokens = [r.spans[-1].last + 1 for r in replays if r.spans]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=about.pop("title", "Denoising, step by step"),
+        facts=[f"{_range(num_steps)} steps", f"{_range(num_tokens)} tokens"]
+        + [f"{name} {value}" for name, value in about.items()],
+        samples=[r.spans for r in replays],
+        data=[_script_data(r) for r in replays],
+    )
+    return page.encode("utf-8", "replace")
+
+
+def _range(numbers: list[int]) -> str:
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _script_data(played: Replay) -> dict[str, Any]:
+    """Input of the page's script; a change is [span, state, confidence, text of a draft]."""
+
+    def pack(change: Change) -> list[Any]:
+        draft = [change.text.strip()] if change.text != played.spans[change.span].text else []
+        return [change.span, int(change.state), float(f"{change.confidence:.2g}"), *draft]
+
+    start, *steps = played.changes
+    return {
+        "time": round(played.times[0], 4),
+        "start": [pack(change) for change in start if change.state != SpanState.MASKED],
+        "steps": [
+            {"time": round(time, 4), "changes": [pack(change) for change in changes]}
+            for time, changes in zip(played.times[1:], steps, strict=True)
+        ],
+        "ends": played.ends,
+        "tokens": [span.last - span.first + 1 for span in played.spans],
+    }

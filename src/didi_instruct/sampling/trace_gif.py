@@ -1,8 +1,4 @@
-"""A trace as an animated GIF: one frame before the first step and one after each.
-
-`render` draws the first sample of a trace; `render_beside` those of several traces in columns that
-keep in step, so that one that needs more steps is still at work when the others are done.
-"""
+"""A trace as an animated GIF: one frame before the first step and one after each."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from didi_instruct.errors import MissingExtraError
-from didi_instruct.sampling.trace import Change, Span, State, replay
+from didi_instruct.sampling.trace import Change, Span, SpanState, replay
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,25 +49,30 @@ def require_pillow() -> None:
         raise MissingExtraError("A GIF trace", "eval")
 
 
-def render(trace: dict[str, Any]) -> bytes:
+def render_gif(trace: dict[str, Any]) -> bytes:
     """Draw the first sample of what `Trace.as_dict` returns."""
-    require_pillow()
-    return _animate([_Column(trace, ALONE)])
+    return _animate({"": trace}, ALONE)
 
 
 def render_beside(traces: Mapping[str, dict[str, Any]]) -> bytes:
-    """Draw the first samples of several traces beside each other, each under its title."""
+    """Draw the first samples of several traces beside each other, each under its title.
+
+    They keep in step: one that needs more steps is still at work when the others are done.
+    """
+    return _animate(traces, BESIDE)
+
+
+def _animate(traces: Mapping[str, dict[str, Any]], style: Style) -> bytes:
     require_pillow()
-    named = enumerate(traces.items())
-    return _animate([_Column(t, BESIDE, i * BESIDE.width, title) for i, (title, t) in named])
-
-
-def _animate(columns: list["_Column"]) -> bytes:
     from PIL import Image, ImageDraw
 
+    columns = [
+        _Column(trace, style, title, n * style.width)
+        for n, (title, trace) in enumerate(traces.items())
+    ]
     steps = max(column.steps for column in columns)
     num_drawn = min(steps, MAX_STEPS)
-    size = sum(c.style.width for c in columns), max(c.height for c in columns)
+    size = len(columns) * style.width, max(column.height for column in columns)
     palette, frames, previous = _palette(), [], 0
     for step in (round(n * steps / num_drawn) for n in range(num_drawn + 1)):
         page = Image.new("RGB", size, PAPER)
@@ -89,7 +90,9 @@ def _animate(columns: list["_Column"]) -> bytes:
 
 
 class _Column:
-    def __init__(self, trace: dict[str, Any], style: Style, x: int = 0, title: str = "") -> None:
+    """One trace, below a header that says the step."""
+
+    def __init__(self, trace: dict[str, Any], style: Style, title: str, x: int) -> None:
         self.style, self.title = style, title
         self.left, self.right = x + style.margin, x + style.width - style.margin
         self.replay = replay(trace, trace["samples"][0])
@@ -100,10 +103,10 @@ class _Column:
         self.height = style.header + lines * style.line_height + style.margin - 8
 
     def draw(self, pen: "ImageDraw", step: int, previous: int) -> None:
-        """Draw the state after `step`; what changed since the `previous` frame is highlighted."""
+        """Draw the state after `step`; what changed since step `previous` is highlighted."""
         self._draw_header(pen, min(step, self.steps))
         changes = self.replay.after(step)
-        ends = (i for i in self.replay.ends if changes[i].state == State.SHOWN)
+        ends = (i for i in self.replay.ends if changes[i].state == SpanState.SHOWN)
         end = next(ends, len(changes))
         for i, (change, box) in enumerate(zip(changes, self.boxes, strict=True)):
             colour = ACCENT if change.step > previous else DIM if i > end else INK
@@ -125,10 +128,10 @@ class _Column:
     def _draw_span(self, pen: "ImageDraw", change: Change, box: "Box", colour: str) -> None:
         size, x = self.style.size, self.left + box.x
         base = self.style.header + box.line * self.style.line_height + size + 4
-        if change.state < State.SHOWN:
+        if change.state < SpanState.SHOWN:
             block = (x + 0.5, base - size + 1, x + max(box.width, 6) - 1.5, base + size // 4 + 1)
-            pen.rounded_rectangle(block, 4, HALF if change.state == State.PARTIAL else MASK)
-        elif change.state == State.DRAFT:
+            pen.rounded_rectangle(block, 4, HALF if change.state == SpanState.PARTIAL else MASK)
+        elif change.state == SpanState.DRAFT:
             draft = change.text.strip()
             fitting = size * box.width / max(font(size).getlength(draft), 1)
             pen.text((x, base), draft, DRAFT, font(max(7, min(size, int(fitting)))), anchor="ls")

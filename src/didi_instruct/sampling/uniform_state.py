@@ -4,15 +4,13 @@ No token is ever final before the last step: each step may change any of them.
 """
 
 import torch
-from torch import Tensor
 
-from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.process.uniform import posterior
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, in_parts, invert, law_of
 from didi_instruct.sampling.plan import Grid, local_positions, time_grid
-from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
+from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 
 @torch.no_grad()
@@ -41,10 +39,8 @@ def uniform_state(
     A text can be reached along many paths: `log_prob` is None. A callback sees as revealed what a
     step has changed, and as confidence what the denoiser thinks of the tokens now there.
     """
-    num_tokens = denoiser.num_tokens
-    _check(canvas, num_tokens)
     state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    length, times = state.z.shape[1], time_grid(grid, steps)
+    num_tokens, length, times = denoiser.num_tokens, state.z.shape[1], time_grid(grid, steps)
     alphas = schedule.alpha(torch.tensor(times, dtype=torch.float64))
     alphas[-1] = 1.0  # not up to rounding
     start = (noise.uniforms(length, Purpose.START, 0) * num_tokens).long().clamp(max=num_tokens - 1)
@@ -60,47 +56,16 @@ def uniform_state(
             logits = denoiser.logits(shown, times[n], reads)
             u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
             greedy = greedy_tail and n == steps - 1
-            _reverse_step(
-                state, logits, at, u, settings, alphas[n : n + 2].to(at.device), greedy=greedy
-            )
+            alpha_t, alpha_s = alphas[n : n + 2].to(at.device).view(2, 1, 1)
+            tokens, beliefs = [], []
+            for part, z, numbers in in_parts(logits, state.z.flatten()[at], u):
+                log_p = law_of(part, settings)
+                law = posterior(z[None], log_p.exp()[None], alpha_s, alpha_t)[0]
+                token = law.argmax(-1) if greedy else invert(law.log(), numbers)
+                tokens.append(token)
+                beliefs.append(log_p.gather(-1, token[:, None]).squeeze(-1))
+            state.write(at, torch.cat(tokens), torch.cat(beliefs))
         if callback is not None:
             changed = (state.z != before).flatten().nonzero().squeeze(1)
             callback(state.snapshot(n, steps, times[n], changed))
     return state.samples(nfe=steps, exact_path=False)
-
-
-def _reverse_step(
-    state: State,
-    logits: Tensor,
-    at: Tensor,
-    u: Tensor,
-    options: DrawOptions,
-    alphas: Tensor,
-    *,
-    greedy: bool,
-) -> None:
-    """Replace the token at every open position by logits (R, V) of x; alphas (2,) of t and s."""
-    alpha_t, alpha_s = alphas.view(2, 1, 1)
-    tokens, beliefs = [], []
-    for part, z, numbers in in_parts(logits, state.z.flatten()[at], u):
-        log_p = law_of(part, options)
-        law = posterior(z[None], log_p.exp()[None], alpha_s, alpha_t)[0]
-        token = law.argmax(-1) if greedy else invert(law.log(), numbers)
-        tokens.append(token)
-        beliefs.append(log_p.gather(-1, token[:, None]).squeeze(-1))
-    state.write(at, torch.cat(tokens), torch.cat(beliefs))
-
-
-def _check(canvas: Canvas, num_tokens: int) -> None:
-    if num_tokens < 2:
-        raise UserError(f"num_tokens is {num_tokens}: noise needs 2 tokens or more.")
-    if 0 <= canvas.mask_id < num_tokens or canvas.mask_id == PAD:
-        raise UserError(
-            f"mask_id is {canvas.mask_id}, which is a token or padding: "
-            f"mark what is to be written by {num_tokens}."
-        )
-    if bool(((canvas.tokens == canvas.mask_id) & ~canvas.open).any()):
-        raise UserError(
-            "A uniform-state model has no mask to show where later blocks are: "
-            "write all positions at once."
-        )

@@ -156,13 +156,8 @@ class UniformObjective:
         """Replace tokens by random ones with probability 1 - alpha_t."""
         t, uniforms, random_tokens = noise
         length = tokens.shape[1]
-        z = uniform.corrupt(
-            tokens,
-            self.schedule.alpha(t)[:, None],
-            self.config.num_tokens,
-            uniforms[:, :length],
-            random_tokens[:, :length],
-        )
+        alpha = self.schedule.alpha(t)[:, None]
+        z = uniform.corrupt(tokens, alpha, uniforms[:, :length], random_tokens[:, :length])
         return {**self.levels(t), "x": tokens, "z": z}
 
     def levels(self, t: Tensor) -> Batch:
