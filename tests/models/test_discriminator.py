@@ -151,7 +151,6 @@ def test_checkpoints_and_files_name_the_trunk_like_a_dit(tmp_path):
     """Names that were written before a discriminator was made of two parts."""
     dit, critic = DiT(CONFIG), build_discriminator(CONFIG)
     updater = Updater(critic, OptimConfig(), 10, ema=0.9)
-    updater.prepare_to_load()
     body = [n for n, _ in dit.named_parameters() if not n.startswith("output_layer.")]
     parts = [f"output_layer.main.{n}.{name}" for n in (0, 2) for name in ("bias", "weight_orig")]
     kinds = ("model", "ema", *(f"optimizer/{k}" for k in ("step", "exp_avg", "exp_avg_sq")))

@@ -4,12 +4,12 @@ import signal
 import pytest
 
 from didi_instruct.training import loop as module
-from didi_instruct.training.loop import Interrupt
+from didi_instruct.training.loop import interruptible
 
 
 def test_signals_are_a_wish_and_repeating_them_changes_nothing():
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as interrupt:
+    with interruptible(lambda text: None) as interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -19,7 +19,7 @@ def test_signals_are_a_wish_and_repeating_them_changes_nothing():
 
 def test_a_later_ctrl_c_is_an_order(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", -1.0)
-    with Interrupt() as interrupt:
+    with interruptible(lambda text: None) as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.signal == signal.SIGINT
         os.kill(os.getpid(), signal.SIGTERM)

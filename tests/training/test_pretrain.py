@@ -16,7 +16,7 @@ from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.training.distributed import World
 from didi_instruct.training.loop import Interrupt, Loop
 from didi_instruct.training.pretrain_task import PretrainTask
-from didi_instruct.training.reporting import SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 CPU = World(torch.device("cpu"))
 
@@ -43,7 +43,7 @@ def test_eight_micro_batches_are_one_batch(recipe, kind):
         torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
 
 
-class SignalAt(SilentReporter):
+class SignalAt(Reporter):
     def __init__(self, step):
         self.step = step
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_a_number_stops_although_the_loss_is_fine(recipe)
     """The loop must not wait for the next loss: a save could come first."""
     loop_of = Loop(NanGradient(), recipe(steps=3).train, Path("unused"), CPU)
     with pytest.raises(TrainingError, match="at step 2"):
-        loop_of._run(0, Interrupt(), None)
+        loop_of._train(0, Interrupt())
 
 
 class NanGradient:
