@@ -51,6 +51,8 @@ class Task(Protocol):
         """What a checkpoint belongs to, as plain values: the data, say."""
 
 
+Stop = Callable[[], int | None]
+"""Returns the signal that asked the run to stop, if one has."""
 Tick = Callable[[], None]
 """Called now and then by an evaluation, where it may be cut off: raises to do so."""
 Evaluate = Callable[[int, Tick], Mapping[str, float]]
@@ -69,37 +71,31 @@ class Outcome:
     checkpoint: Path | None
 
 
-@dataclass
-class Interrupt:
-    """The signal that asked the run to stop, if one has."""
-
-    signal: int | None = None
-
-
 @contextmanager
-def interruptible(say: Callable[[str], None]) -> Iterator[Interrupt]:
+def interruptible(say: Callable[[str], None]) -> Iterator[Stop]:
     """Finish the current step and checkpoint on SIGINT or SIGTERM.
 
     Schedulers send SIGTERM more than once: the repetitions change nothing. Ctrl-C pressed again
     more than `PATIENCE` seconds later raises KeyboardInterrupt.
     """
-    interrupt, since = Interrupt(), 0.0
+    caught: int | None = None
+    since = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal since
+        nonlocal caught, since
         now = time.monotonic()
-        if interrupt.signal is None:
-            interrupt.signal, since = number, now
+        if caught is None:
+            caught, since = number, now
             say("Stopping soon, to save first (Ctrl-C again: quit without).")
         elif number == signal.SIGINT and now - since > PATIENCE:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
-        yield interrupt  # Python lets no other thread handle signals
+        yield lambda: None  # only the main thread may handle signals
         return
     previous = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield interrupt
+        yield lambda: caught
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -164,35 +160,35 @@ class Loop:
         self.reporter.start(start, self.config.steps)
         self._logged_at = time.monotonic()
         try:
-            with interruptible(self.reporter.say) as interrupt:
-                if again and not self._evaluate(start, interrupt):
-                    return Outcome(start, interrupt.signal, self._last_saved)
-                return self._train(start, interrupt)
+            with interruptible(self.reporter.say) as stop:
+                if again and not self._evaluate(start, stop):
+                    return Outcome(start, stop(), self._last_saved)
+                return self._train(start, stop)
         finally:
             self.reporter.stop()
             if self._log is not None:
                 self._log.close()
 
-    def _train(self, start: int, interrupt: Interrupt) -> Outcome:
+    def _train(self, start: int, stop: Stop) -> Outcome:
         for step in range(start, self.config.steps):
             self._pending.append(self.task.step(step))
             done = step + 1
             self.reporter.tick(done)
             last = done == self.config.steps
-            stop = self.world.largest(interrupt.signal or 0)
+            signalled = self.world.largest(stop() or 0)
             usual = done % self.config.save_every == 0 or done == self.first_save
-            saves = last or stop or usual
+            saves = last or signalled or usual
             if saves or done % self.config.log_every == 0:
                 self._report(done)
             if saves:
                 self._save(done)
-            if stop and not last:
-                return Outcome(done, stop, self._last_saved)
-            if self._is_evaluated(done) and not self._evaluate(done, interrupt):
+            if signalled and not last:
+                return Outcome(done, signalled, self._last_saved)
+            if self._is_evaluated(done) and not self._evaluate(done, stop):
                 if not saves:
                     self._report(done)
                     self._save(done)
-                return Outcome(done, interrupt.signal, self._last_saved)
+                return Outcome(done, stop(), self._last_saved)
         return Outcome(max(start, self.config.steps), None, self._last_saved)
 
     def _report(self, done: int) -> None:
@@ -223,14 +219,14 @@ class Loop:
         usual = done >= self.config.steps or (every > 0 and done % every == 0)
         return self.evaluate is not None and usual
 
-    def _evaluate(self, done: int, interrupt: Interrupt) -> bool:
+    def _evaluate(self, done: int, stop: Stop) -> bool:
         """Evaluate; False where a signal cut it off. Several processes must end it together."""
         assert self.evaluate is not None
         started = time.monotonic()
         self.reporter.measuring(done)
 
         def tick() -> None:
-            if interrupt.signal is not None and self.world.size == 1:
+            if stop() is not None and self.world.size == 1:
                 raise _CutOffError
 
         try:
