@@ -39,7 +39,7 @@ def test_without_a_terminal_there_are_plain_lines():
         )
         reporter.measured(500, {"path_kl": 2.0, "path_kl_se": 0.5, "entropy": 1.0})
 
-    lines = shown(TerminalReporter("pretrain", seconds_between_lines=0.0), act, width=200)
+    lines = shown(TerminalReporter("pretrain"), act, width=200)
     numbers = "loss 1.25  12,346 tokens/s  MFU 46%  lr 0.0001"
     assert re.search(rf"^pretrain: step 500/1000  {numbers}  \d+ s left$", lines, re.MULTILINE)
     assert "step 500: path_kl 2.0000 ± 0.5000  entropy 1.0000\n" in lines

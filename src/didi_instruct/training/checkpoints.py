@@ -160,7 +160,7 @@ class Checkpoints:
                     break
                 warn(f"{problem}; trying the checkpoint before it.")
                 damaged.append(folder)
-        chosen = self.world.agree(chosen)
+        chosen = self.world.largest(chosen)
         if self.world.any(chosen < 0 and bool(damaged)):
             raise UserError(f"{self.folder}: every checkpoint is damaged.")
         for folder in damaged:

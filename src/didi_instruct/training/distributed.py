@@ -76,14 +76,6 @@ class World:
         """Return True if the flag is set in any process."""
         return self.largest(int(flag)) > 0
 
-    def agree(self, number: int) -> int:
-        """Return the main process's number."""
-        if self.size == 1:
-            return number
-        shared = torch.tensor(number)
-        dist.broadcast(shared, src=0, group=self.patient)
-        return int(shared)
-
     def wait(self) -> None:
         """Return when every process has come here."""
         if self.size > 1:

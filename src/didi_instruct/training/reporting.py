@@ -74,6 +74,7 @@ def with_errors(values: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
+SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH = 20
 COUNTERS_WIDTH = 14
 """Columns of the counter and the time left, with their spaces, beside the counter's digits."""
@@ -87,13 +88,11 @@ class TerminalReporter(Reporter):
         self,
         title: str,
         *,
-        seconds_between_lines: float = 10.0,
         shown: Sequence[str] | None = None,
         summary: Callable[[Mapping[str, float]], str] = with_errors,
     ) -> None:
         """Show the numbers named in `shown`, by default all; `summary` formats an evaluation."""
-        self.title, self.seconds_between_lines = title, seconds_between_lines
-        self.shown, self.summary = shown, summary
+        self.title, self.shown, self.summary = title, shown, summary
         self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
         self._bar: Progress | None = None
         self._started = self._last_line = -float("inf")
@@ -129,7 +128,7 @@ class TerminalReporter(Reporter):
             digits = 2 * len(str(self._steps))
             used = len(self.title + EVALUATING) + BAR_WIDTH + COUNTERS_WIDTH + digits
             self._update(completed=step, numbers=readable(numbers, self.console.width - used))
-        elif now - self._last_line >= self.seconds_between_lines or step == self._steps:
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = now
             rate = (step - self._first) / max(1e-9, now - self._started)
             left = (self._steps - step) / rate if rate else float("inf")
