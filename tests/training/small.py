@@ -1,6 +1,8 @@
-"""A run of a blink, and what its log says."""
+"""A run of a blink, what its log says, and a signal that stops it."""
 
 import json
+import os
+import signal
 
 import torch
 
@@ -15,17 +17,10 @@ from didi_instruct.config.pretrain import (
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.training.distributed import World
 from didi_instruct.training.pretrain_task import PretrainTask
+from didi_instruct.training.reporting import Reporter
 
 CPU = World(torch.device("cpu"))
 STATE = "state-00000-of-00001.safetensors"
-
-RECIPE = """
-model: {layers: 2, hidden: 32, heads: 2, cond_dim: 16, length: 32, schedule: {eps: 0.0}}
-data: {source: oracle}
-optim: {lr: 1e-2, warmup: 2}
-train: {steps: 6, batch_size: 8, ema: 0.9, log_every: 1, save_every: 3, eval_sequences: 64}
-"""
-"""The same as `tiny_recipe`, for other processes."""
 
 
 def tiny_recipe(kind="mdlm", optim=None, **train):
@@ -52,3 +47,14 @@ def logged(folder, name="loss"):
     """One number of the log, wherever it is told."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [line[name] for line in lines if name in line]
+
+
+class Interrupted(Reporter):
+    """Sends SIGTERM to this process when a step is logged."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def advance(self, step, values):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)

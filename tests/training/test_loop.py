@@ -11,9 +11,8 @@ from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.errors import TrainingError
 from didi_instruct.training import loop as module
 from didi_instruct.training.loop import Loop, interruptible
-from didi_instruct.training.reporting import Reporter
 
-from .small import CPU, logged
+from .small import CPU, Interrupted, logged
 
 
 class Counting:
@@ -45,17 +44,6 @@ class Counting:
 
     def identity(self):
         return {"data": "mine"}
-
-
-class Interrupted(Reporter):
-    """Sends a signal to this process when a step is logged."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def advance(self, step, values):
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def saved(folder):

@@ -1,4 +1,3 @@
-import os
 import signal
 from dataclasses import replace
 
@@ -13,9 +12,8 @@ from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.training.distributed import World
 from didi_instruct.training.pretrain_task import PretrainTask
-from didi_instruct.training.reporting import Reporter
 
-from .small import CPU, STATE, logged, task_of, tiny_recipe
+from .small import CPU, STATE, Interrupted, logged, task_of, tiny_recipe
 
 
 def longer(config, steps):
@@ -47,22 +45,13 @@ def test_training_is_plain_once_the_curriculum_is_over():
         assert torch.equal(task.step(step)["loss"], plain.step(step)["loss"])
 
 
-class SignalAt(Reporter):
-    def __init__(self, step):
-        self.step = step
-
-    def advance(self, step, values):
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize(("kind", "dropout"), [("mdlm", 0.1), ("duo", 0.0), ("ar", 0.0)])
 def test_a_stopped_and_resumed_run_is_bit_exact(tmp_path, kind, dropout):
     """Weights, average, optimizer, noise, dropout and data position all continue."""
     config = tiny_recipe(kind)
     config = replace(config, model=replace(config.model, dropout=dropout))
     pretrain(config, out=tmp_path / "whole")
-    stopped = pretrain(config, out=tmp_path / "parts", reporter=SignalAt(4))
+    stopped = pretrain(config, out=tmp_path / "parts", reporter=Interrupted(4))
     assert not stopped.finished
     assert stopped.outcome.signal == signal.SIGTERM
     assert stopped.outcome.step < 6

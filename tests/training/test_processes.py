@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from .small import RECIPE, logged
+from didi_instruct.api.runs import write_recipe
+
+from .small import logged, tiny_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +22,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def start(out, *settings, processes=1, resume=False):
-    """Start `didi pretrain` of `RECIPE`, some settings changed."""
+    """Start `didi pretrain` of a tiny recipe, some settings changed."""
+    write_recipe(out.parent, tiny_recipe(eval_sequences=64))
     recipe = out.parent / "recipe.yaml"
-    recipe.write_text(RECIPE)
     launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
     command = [*launcher, "-m", "didi_instruct", "pretrain", str(recipe), "--out", str(out)]
     command += [part for each in settings for part in ("--set", each)] + ["--resume"] * resume
