@@ -18,7 +18,7 @@ from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.quick import oracle_judge
 from didi_instruct.evaluation.quick_uniform import UniformQuickTest
 from didi_instruct.process.schedule import LogLinear
-from didi_instruct.training.reporting import SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 
 def recipe(**changes):
@@ -51,7 +51,7 @@ def run(teacher, tmp_path, monkeypatch):
     return start
 
 
-class StopAt(SilentReporter):
+class StopAt(Reporter):
     """Sends a signal once a step is logged."""
 
     def __init__(self, step):

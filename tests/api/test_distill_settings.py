@@ -16,7 +16,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
-from didi_instruct.training.reporting import SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 METHODS = get_args(Method)
 DISTILLATIONS = [n for n in recipe_names() if not n.endswith(("-teacher", "-ar"))]
@@ -28,7 +28,7 @@ TINY = [
 ]  # fmt: skip
 
 
-class Told(SilentReporter):
+class Told(Reporter):
     """Keeps what is said."""
 
     def __init__(self):

@@ -48,11 +48,18 @@ def test_few_texts_tell_nothing():
     assert "entropy collapse" in found[3]
 
 
-def test_chance_in_the_start_leaves_nothing_to_the_entropy():
-    """So a student of DiMO is watched by the texts themselves."""
-    metrics = {name: entry.collapse_metric for name, entry in METHODS.items()}
-    assert metrics["dimo"] == "unique_4gram"
-    assert metrics["didi"] == metrics["token-matching"] == "path_entropy"
+def test_each_trouble_is_told_once():
+    lines, trouble = [], {"path_entropy": 2.0, "disc_sharpness": 0.9, "disc_accuracy": 0.5}
+    watcher = Watcher(make_task("didi"), lines.append)
+    for step in range(1, 4):
+        assert watcher(step, trouble | {"disc_waits": 0.5, "at_chance": 0.5}) is None
+    assert lines == [], "half is not mostly"
+    for step in range(4, 7):
+        assert watcher(step, trouble | {"disc_waits": 0.6, "at_chance": 0.6}) is None
+    assert [line.partition("(")[0] for line in lines] == [
+        "step 4: the discriminator is saturated ",
+        "step 4: the discriminator is at chance ",
+    ]
 
 
 def by_sets(tokens, visible, n):
@@ -75,13 +82,6 @@ def test_unique_ngrams_are_those_of_a_set(n, num, hidden):
     assert unique_ngrams(tokens, visible, n).item() == pytest.approx(by_sets(tokens, visible, n))
 
 
-def test_an_ngram_with_a_mask_does_not_count():
-    """Of 0 1 2 3 M 0 1 2 3 only the two ends are whole, and they are alike."""
-    tokens = torch.tensor([[0, 1, 2, 3, 9, 0, 1, 2, 3]])
-    assert unique_ngrams(tokens, tokens != 9).item() == 0.5
-    assert unique_ngrams(tokens, torch.ones_like(tokens, dtype=torch.bool)).item() == 5 / 6
-
-
 def test_ids_too_large_for_a_product_stay_apart():
     """Four ids below 2^20 as one number of 64 bits: the first would count modulo 16 alone."""
     tokens = torch.tensor([[0, 0, 0, 0], [16, 0, 0, 0], [0, 0, 0, 2**20 - 1]])
@@ -89,20 +89,17 @@ def test_ids_too_large_for_a_product_stay_apart():
 
 
 def test_a_running_mean_weighs_the_past_less_and_less():
-    """Weights 1, m, m², … backwards, normalised, from the first number on."""
+    """Weights 1, m, m², … backwards, normalised, from the first number on; so after a resume."""
     values, mean = [0.3, 0.9, 0.1, 0.7], RunningMean(0.8)
     for count in range(1, 5):
         weights = [0.8**age for age in range(count)][::-1]
         expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
         assert mean.add(values[count - 1]) == pytest.approx(expected, abs=1e-14)
-
-
-def test_a_running_mean_goes_on_from_its_state():
-    first, second = RunningMean(), RunningMean()
-    for value in (0.2, 0.6):
-        first.add(value)
-    second.state.copy_(first.state)
-    assert second.add(0.9) == first.add(0.9)
+    unseen = 0.8**4
+    assert mean.cautious(0.5) == pytest.approx((1 - unseen) * expected + unseen * 0.5, abs=1e-14)
+    resumed = RunningMean(0.8)
+    resumed.state.copy_(mean.state)
+    assert resumed.add(0.9) == mean.add(0.9)
 
 
 def test_totals_add_up_by_name_without_gradient():

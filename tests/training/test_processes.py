@@ -1,7 +1,7 @@
-"""Two processes on the CPU (gloo), started as people start them."""
+"""Other processes, started as people start them: two on the CPU (gloo), or one that is killed."""
 
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,50 +12,49 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-RECIPE = """
-model: {layers: 2, hidden: 32, heads: 2, cond_dim: 16, length: 32, schedule: {eps: 0.0}}
-data: {source: oracle}
-optim: {lr: 1e-2, warmup: 2}
-train: {steps: 6, batch_size: 8, ema: 0.9, log_every: 1, save_every: 3, eval_sequences: 64}
-"""
+from didi_instruct.api.runs import write_recipe
+
+from .small import logged, tiny_recipe
+
+pytestmark = pytest.mark.slow
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def run(out: Path, *settings: str, processes: int = 1, resume: bool = False) -> str:
+def start(out, *settings, processes=1, resume=False):
+    """Start `didi pretrain` of a tiny recipe, some settings changed."""
+    write_recipe(out.parent, tiny_recipe(eval_sequences=64))
     recipe = out.parent / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
-    command += ["-m", "didi_instruct", "pretrain", str(recipe), "--out", str(out)]
-    command += [part for s in settings for part in ("--set", s)] + ["--resume"] * resume
-    result = subprocess.run(
+    launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
+    command = [*launcher, "-m", "didi_instruct", "pretrain", str(recipe), "--out", str(out)]
+    command += [part for each in settings for part in ("--set", each)] + ["--resume"] * resume
+    return subprocess.Popen(
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
     )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+def run(out, *settings, **how):
+    process = start(out, *settings, **how)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    return out
 
 
-def held_out(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [line["valid_nats_per_token"] for line in lines if "valid_nats_per_token" in line]
+def latest(out):
+    """The step of the newest checkpoint."""
+    steps = [int(path.name[5:]) for path in (out / "checkpoints").glob("step-*")]
+    return max(steps, default=0)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    run(folder)
-    return folder
+    return run(tmp_path_factory.mktemp("alone") / "run")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,32 +66,19 @@ def alone(tmp_path_factory):
     ids=["ddp", "ddp-accumulated", "fsdp", "fsdp-accumulated-sharded"],
 )
 def test_two_processes_have_the_loss_curve_of_one(alone, tmp_path, settings):
-    out = tmp_path / "run"
-    run(out, *settings, processes=2)
-    torch.testing.assert_close(losses(out), losses(alone), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(held_out(out), held_out(alone), atol=1e-5, rtol=1e-5)
+    out = run(tmp_path / "run", *settings, processes=2)
+    for name in ("loss", "valid_nats_per_token"):
+        torch.testing.assert_close(logged(out, name), logged(alone, name), atol=1e-5, rtol=1e-5)
     ours, theirs = load_file(out / "model.safetensors"), load_file(alone / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_and_saves_once(alone, tmp_path):
     """SIGTERM to the second worker alone: no result is written, --resume reaches the same end."""
     out = tmp_path / "run"
-    recipe = out.parent / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    slow = ["--set", "train.steps=100000", "--set", "train.save_every=100000"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "didi_instruct", "pretrain", str(recipe)]
-    process = subprocess.Popen(
-        [*command, "--out", str(out), *slow],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = start(out, "train.steps=100000", "train.save_every=100000", processes=2)
     log = out / "log.jsonl"
     while process.poll() is None and not (log.exists() and log.stat().st_size > 2000):
         time.sleep(0.05)
@@ -104,22 +90,38 @@ def test_a_signal_to_one_process_stops_all_and_saves_once(alone, tmp_path):
     output = process.communicate(timeout=60)[0]
     assert process.returncode != 0
     assert not (out / "config.json").exists()
-    steps = [p.name for p in (out / "checkpoints").iterdir()]
-    assert len(steps) == 1, output
-    assert f"Stopped at step {int(steps[0][5:])}" in output
-    run(out, f"train.steps={int(steps[0][5:]) + 2}", resume=True)
-    torch.testing.assert_close(losses(out)[:3], losses(alone)[:3], atol=1e-3, rtol=0)
+    assert len(list((out / "checkpoints").iterdir())) == 1, output
+    step = latest(out)
+    assert f"Stopped at step {step}" in output
+    run(out, f"train.steps={step + 2}", resume=True)
+    torch.testing.assert_close(logged(out)[:3], logged(alone)[:3], atol=1e-3, rtol=0)
 
 
-@pytest.mark.slow
 def test_sharded_checkpoints_resume_in_any_number_of_processes(alone, tmp_path):
     """Two processes stop at step 3 (as if killed), one process goes on."""
-    out = tmp_path / "run"
     sharded = ["train.strategy=fsdp", "train.checkpoints=sharded"]
-    run(out, *sharded, "train.steps=6", "train.save_every=3", processes=2)
+    out = run(tmp_path / "run", *sharded, processes=2)
     (out / "model.safetensors").unlink()
-    for leftover in (out / "checkpoints" / "step-00000006").iterdir():
-        leftover.unlink()
-    (out / "checkpoints" / "step-00000006").rmdir()
+    shutil.rmtree(out / "checkpoints" / "step-00000006")
     run(out, resume=True)
-    torch.testing.assert_close(losses(out), losses(alone), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logged(out), logged(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_a_killed_run_resumes_to_the_same_end(tmp_path):
+    """Saving every step makes most kills hit a save; the end must not depend on them."""
+    settings = ["train.steps=60", "train.save_every=1", "train.log_every=5"]
+    whole = run(tmp_path / "whole", *settings)
+    out = tmp_path / "killed"
+    for wanted in (7, 23, 41):
+        process = start(out, *settings, resume=(out / "recipe.yaml").exists())
+        while process.poll() is None and latest(out) < wanted:
+            time.sleep(0.003)
+        process.kill()
+        process.communicate()
+        assert latest(out) < 60
+    run(out, *settings, resume=True)
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    steps = logged(out, "step")
+    assert sorted(set(steps)) == steps[: len(set(steps))]
+    assert steps.count(30) == 1

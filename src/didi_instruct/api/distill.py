@@ -40,7 +40,7 @@ from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Loop, Outcome
-from didi_instruct.training.reporting import Reporter, SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 CURVES = "curves.png"
 
@@ -105,7 +105,7 @@ def distill(
     with open_world(device) as world:
         check_fit(config, loaded.config, processes=world.size)
         with only_run(folder, world):
-            shown = reporter if world.is_main and reporter else SilentReporter()
+            shown = reporter if world.is_main and reporter else Reporter()
             changes = check_held(folder, config, resume, world, verb=verb)
             for line in said:
                 shown.say(line)

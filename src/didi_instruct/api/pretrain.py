@@ -28,7 +28,7 @@ from didi_instruct.process.masking import before_end, goes_on
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
 from didi_instruct.training.pretrain_task import PretrainTask
-from didi_instruct.training.reporting import Reporter, SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 ROWS_AT_ONCE = 4096
 """Rows whose lengths are counted together."""
@@ -70,7 +70,7 @@ def pretrain(
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
     with open_world(device) as world, only_run(folder, world):
         changes = check_held(folder, config, resume, world, verb="didi pretrain RECIPE")
-        shown = reporter if world.is_main and reporter else SilentReporter()
+        shown = reporter if world.is_main and reporter else Reporter()
         if nothing_to_do(folder, config.train.steps, resume, shown.say):
             outcome = Outcome(config.train.steps, None, None)
             return PretrainResult(folder, outcome, world.is_main, new=False)

@@ -1,15 +1,15 @@
 """A bank of the teacher's samples: drawn once with many steps, kept on disk, read many times.
 
-`bank.json` has the settings and is written first; `rows-00000.npy` and so on hold
-them. A shard is there whole or not at all, so a drawing that was stopped goes on with those that
-are missing. `drawn.json` has the seconds it took.
+`bank.json` has the settings and is written first; `rows-00000.npy` and so on have the rows, each
+file whole or not at all, so a drawing that was stopped goes on with the files that are missing.
+`drawn.json` has the seconds that it took.
 """
 
 import hashlib
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,13 +18,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from didi_instruct.data import files
 from didi_instruct.data.dataset import TokenDataset
-from didi_instruct.data.files import (
-    no_space_as_user_error,
-    one_at_a_time,
-    require_space,
-    write_atomic,
-)
 from didi_instruct.data.manifest import write_json
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -38,6 +33,12 @@ DRAW_ROWS = 256
 _FORMAT = "didi-bank"
 _VERSION = 1
 _REMEDY = "choose another reference.bank folder, or delete it"
+_FINGERPRINTS = {
+    "teacher": "holds samples of another teacher",
+    "prompts": "was drawn with prompts of other data",
+    "lengths": "holds texts of other lengths",
+}
+"""What a bank does whose fingerprint of that name is another."""
 _WORDS = {"num_tokens": "vocabulary size", "prompt": "prompt length"}
 
 Draw = Callable[[int, int], Tensor]
@@ -76,16 +77,6 @@ class BankSettings:
         return np.dtype("<u2" if self.num_tokens <= 1 << 16 else "<u4")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A file of the bank and the rows that are wanted of it."""
-
-    index: int
-    path: Path
-    first: int
-    rows: int
-
-
 def open_bank(
     folder: Path,
     settings: BankSettings,
@@ -103,43 +94,37 @@ def open_bank(
     something is drawn; of several processes, each takes its own share to stand for all. Runs that
     share a bank draw it once: the others wait.
     """
-    assert settings.rows > 0, "a bank has rows"
-    with one_at_a_time(folder.parent) if world.size == 1 else nullcontext():
-        return _open_bank(folder, settings, draw, tokenizer, world, seed, progress)
-
-
-def _open_bank(
-    folder: Path,
-    settings: BankSettings,
-    draw: Draw,
-    tokenizer: Tokenizer,
-    world: World,
-    seed: int,
-    progress: Progress | None,
-) -> TokenDataset:
-    # Every process looks before any writes: all see the same, so one that refuses is not alone.
-    recorded = _recorded_rows(folder, settings)
-    row_bytes = settings.length * settings.dtype.itemsize
-    there = sum(path.stat().st_size for path in folder.glob("rows-*.npy"))
-    require_space(folder, max(0, settings.rows * row_bytes - there))  # before shards are listed
-    shards = _shards(folder, settings.rows)
-    missing = [shard for shard in shards if _mapped(shard, settings) is None]
-    require_space(folder, _rows(missing) * row_bytes)
-    world.wait()
-    if world.is_main and recorded < settings.rows:
-        with no_space_as_user_error(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "version": _VERSION, **settings.to_json()}
-            write_json(folder / BANK_FILE, content)
-    world.wait()
-    started = time.monotonic()
-    if missing:
-        _draw_missing(missing, settings, draw, world, progress)
-    world.wait()
-    if missing and world.is_main:
-        seconds = (drawing_seconds(folder) or 0.0) + time.monotonic() - started
-        write_json(folder / DRAWN, {"seconds": seconds})
-    return _dataset(folder, shards, settings, tokenizer, seed)
+    with files.one_at_a_time(folder.parent) if world.size == 1 else nullcontext():
+        # Every process looks before any writes: all see the same, so one that refuses is not alone.
+        recorded = _recorded_rows(folder, settings)
+        there = sum(path.stat().st_size for path in folder.glob("rows-*.npy"))
+        row_bytes = settings.length * settings.dtype.itemsize
+        files.require_space(folder, max(0, settings.rows * row_bytes - there))
+        shards = {
+            folder / f"rows-{number:05d}.npy": range(settings.rows)[first : first + ROWS_PER_SHARD]
+            for number, first in enumerate(range(0, settings.rows, ROWS_PER_SHARD))
+        }
+        missing = {p: rows for p, rows in shards.items() if _mapped(p, rows, settings) is None}
+        world.wait()
+        if world.is_main and recorded < settings.rows:
+            with files.no_space_as_user_error(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                content = {"format": _FORMAT, "version": _VERSION, **settings.to_json()}
+                write_json(folder / BANK_FILE, content)
+        world.wait()
+        started = time.monotonic()
+        if missing:
+            _draw_missing(missing, settings, draw, world, progress)
+        world.wait()
+        if missing and world.is_main:
+            seconds = (drawing_seconds(folder) or 0.0) + time.monotonic() - started
+            write_json(folder / DRAWN, {"seconds": seconds})
+        arrays = [_opened(path, rows, settings) for path, rows in shards.items()]
+    identity = json.dumps([_FORMAT, _VERSION, seed, settings.to_json()])
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    data = TokenDataset(arrays, tokenizer, seed, str(folder), fingerprint)
+    data.num_tokens = settings.num_tokens  # a teacher's vocabulary may be larger than its tokenizer
+    return data
 
 
 def drawing_seconds(folder: Path) -> float | None:
@@ -155,14 +140,20 @@ def drawing_seconds(folder: Path) -> float | None:
 
 def _recorded_rows(folder: Path, settings: BankSettings) -> int:
     """Rows that were asked of the bank in `folder`, 0 where none is; refuse any other bank."""
-    path = folder / BANK_FILE
-    if not path.exists():
+    if not (folder / BANK_FILE).exists():
         _refuse_foreign(folder)
         return 0
-    found = _read(path, asdict(settings))
+    found = _read(folder / BANK_FILE, settings)
     for name, now in asdict(settings).items():
-        if name != "rows" and found[name] != now:
-            raise UserError(f"{folder} {_difference(name, found[name], now)}: {_REMEDY}.")
+        before = found[name]
+        if name == "rows" or before == now:
+            continue
+        if name in _FINGERPRINTS:
+            short = [f"{each[:8]}…" if each else "none" for each in (before, now)]
+            difference = f"{_FINGERPRINTS[name]} ({short[0]}, now {short[1]})"
+        else:
+            difference = f"was drawn with {_WORDS.get(name, name)} {before}, now it is {now}"
+        raise UserError(f"{folder} {difference}: {_REMEDY}.")
     return int(found["rows"])
 
 
@@ -181,8 +172,8 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Read bank.json, whose settings must have the names and types of the `wanted` ones."""
+def _read(path: Path, wanted: BankSettings) -> dict[str, Any]:
+    """Read bank.json, whose settings must have the types of the `wanted` ones."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -197,110 +188,60 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
             f"known: {_REMEDY}."
         )
     content.setdefault("lengths", "")
-    for name, value in wanted.items():
+    for name, value in asdict(wanted).items():
         if type(content.get(name)) is not type(value):
             raise UserError(f"{path} is damaged (`{name}` is missing or odd): {_REMEDY}.")
     return content
 
 
-def _difference(name: str, before: Any, now: Any) -> str:
-    """Say how a bank differs from the one that is asked for."""
-    if name == "teacher":
-        return f"holds samples of another teacher ({_short(before)}, now {_short(now)})"
-    if name == "prompts":
-        return f"was drawn with prompts of other data ({_short(before)}, now {_short(now)})"
-    if name == "lengths":
-        return f"holds texts of other lengths ({_short(before)}, now {_short(now)})"
-    return f"was drawn with {_WORDS.get(name, name)} {before}, now it is {now}"
-
-
-def _short(fingerprint: str) -> str:
-    return f"{fingerprint[:8]}…" if fingerprint else "none"
-
-
-def _shards(folder: Path, rows: int) -> list[_Shard]:
-    """Files that hold the first `rows` rows."""
-    return [
-        _Shard(index, folder / f"rows-{index:05d}.npy", first, min(ROWS_PER_SHARD, rows - first))
-        for index, first in enumerate(range(0, rows, ROWS_PER_SHARD))
-    ]
-
-
-def _rows(shards: Sequence[_Shard]) -> int:
-    return sum(shard.rows for shard in shards)
-
-
-def _mapped(shard: _Shard, settings: BankSettings) -> np.ndarray | None:
-    """Map the wanted rows of a shard into memory; None if it is missing, damaged or too short."""
+def _mapped(path: Path, rows: range, settings: BankSettings) -> np.ndarray | None:
+    """Map rows of a shard into memory; None if it is missing, damaged or too short."""
     try:
-        rows: np.ndarray = np.lib.format.open_memmap(shard.path, mode="r")
+        array: np.ndarray = np.lib.format.open_memmap(path, mode="r")
     except Exception:  # a damaged header can fail in any way
         return None
-    fits = rows.ndim == 2 and shard.rows <= len(rows) <= ROWS_PER_SHARD
-    if not fits or rows.shape[1] != settings.length or rows.dtype != settings.dtype:
-        return None
-    return rows[: shard.rows]
+    alike = array.ndim == 2 and array.shape[1] == settings.length and array.dtype == settings.dtype
+    return array[: len(rows)] if alike and len(rows) <= len(array) <= ROWS_PER_SHARD else None
+
+
+def _opened(path: Path, rows: range, settings: BankSettings) -> np.ndarray:
+    """Map rows of a shard that was drawn by now."""
+    array = _mapped(path, rows, settings)
+    if array is None:
+        raise UserError(
+            f"{path} was drawn, but cannot be read here: give all processes one "
+            "reference.bank folder that they share."
+        )
+    return array
 
 
 def _draw_missing(
-    missing: Sequence[_Shard],
+    missing: Mapping[Path, range],
     settings: BankSettings,
     draw: Draw,
     world: World,
     progress: Progress | None,
 ) -> None:
     """Draw and write this process's share of the missing shards."""
-    own = [shard for shard in missing if shard.index % world.size == world.rank]
-    before, drawn = settings.rows - _rows(missing), 0
+    own = dict(list(missing.items())[world.rank :: world.size])
+    total, own_total = (sum(map(len, shards.values())) for shards in (missing, own))
+    before, drawn = settings.rows - total, 0
     if progress is not None:
         progress(before, settings.rows)
-    for shard in own:
+    for path, rows in own.items():
         pieces = []
-        for piece in _pieces(shard, settings, draw):
-            pieces.append(piece)
+        for first in range(rows.start, rows.stop, DRAW_ROWS):
+            piece = draw(first, min(DRAW_ROWS, rows.stop - first))
+            low, high = int(piece.min()), int(piece.max())
+            assert 0 <= low <= high < settings.num_tokens, (
+                f"the teacher's sampler left ids {low} to {high} in rows {first} to "
+                f"{first + len(piece) - 1}, but real ones are below {settings.num_tokens}"
+            )
+            pieces.append(piece.numpy().astype(settings.dtype))
             drawn += len(piece)
             if progress is not None:
-                progress(before + _rows(missing) * drawn // _rows(own), settings.rows)
+                progress(before + total * drawn // own_total, settings.rows)
         buffer = io.BytesIO()
         np.save(buffer, np.concatenate(pieces), allow_pickle=False)
-        with no_space_as_user_error(shard.path.parent):
-            write_atomic(shard.path, buffer.getvalue())
-
-
-def _pieces(shard: _Shard, settings: BankSettings, draw: Draw) -> Iterator[np.ndarray]:
-    """Draw a shard's rows, a few at a time."""
-    end = shard.first + shard.rows
-    for first in range(shard.first, end, DRAW_ROWS):
-        count = min(DRAW_ROWS, end - first)
-        rows = draw(first, count)
-        assert rows.shape == (count, settings.length), f"draw gave {tuple(rows.shape)}"
-        low, high = int(rows.min()), int(rows.max())
-        assert 0 <= low <= high < settings.num_tokens, (
-            f"the teacher's sampler left ids {low} to {high} in rows {first} to "
-            f"{first + count - 1}, but real ones are below {settings.num_tokens}"
-        )
-        yield rows.numpy().astype(settings.dtype)
-
-
-def _dataset(
-    folder: Path,
-    shards: Sequence[_Shard],
-    settings: BankSettings,
-    tokenizer: Tokenizer,
-    seed: int,
-) -> TokenDataset:
-    """Open the shards, which are all there now."""
-    arrays = []
-    for shard in shards:
-        rows = _mapped(shard, settings)
-        if rows is None:
-            raise UserError(
-                f"{shard.path} was drawn, but cannot be read here: give all processes one "
-                "reference.bank folder that they share."
-            )
-        arrays.append(rows)
-    identity = json.dumps([_FORMAT, _VERSION, seed, settings.to_json()])
-    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    data = TokenDataset(arrays, tokenizer, seed, str(folder), fingerprint)
-    data.num_tokens = settings.num_tokens  # a teacher's vocabulary may be larger than its tokenizer
-    return data
+        with files.no_space_as_user_error(path.parent):
+            files.write_atomic(path, buffer.getvalue())

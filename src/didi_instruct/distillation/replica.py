@@ -168,8 +168,6 @@ class Learner:
     ) -> None:
         self.replica = Replica(network, train, world)
         self.updater = Updater(self.replica.network, optim, steps, ema)
-        # Moments exist from the start: a checkpoint may come before a network's first update.
-        self.updater.prepare_to_load()
 
     @property
     def network(self) -> Any:
@@ -196,19 +194,12 @@ class Learner:
     @contextmanager
     def averaged(self) -> Iterator[Any]:
         """The network with its averaged weights in place."""
-        if self.updater.ema is None:
+        with self.updater.averaged():
             yield self.network
-        else:
-            with self.updater.ema.applied(self.network):
-                yield self.network
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Everything that changes, by name: weights, average, moments."""
         return self.updater.tensors()
-
-    def prepare_to_load(self) -> None:
-        """Create the moments."""
-        self.updater.prepare_to_load()
 
 
 class Snapshot:
@@ -240,9 +231,6 @@ class Snapshot:
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights, by name."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
-
-    def prepare_to_load(self) -> None:
-        """There are only weights, which exist."""
 
 
 def _bytes(network: nn.Module) -> int:

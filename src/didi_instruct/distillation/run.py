@@ -361,11 +361,6 @@ class DistillTask:
             found["watch/variety_at_start"] = self.variety_at_start
         return found | dict(self.method.state)
 
-    def prepare_to_load(self) -> None:
-        """Create the moments."""
-        for learner in self.parts.values():
-            learner.prepare_to_load()
-
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint, about."""
         return sum(learner.bytes for learner in self.parts.values())

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from didi_instruct.distillation.run import DistillTask
 
 ENOUGH_TEXTS = 256
-"""Texts behind an average by which a collapse is told."""
+"""Texts behind an average from which a collapse is told."""
 MOSTLY = 0.5
 """Share of steps above which something happens mostly."""
 COLLAPSES = {
@@ -46,30 +46,21 @@ class Watcher:
                 "discriminator.lr, discriminator.steps or discriminator.trainable_blocks.",
             )
         metric = self.task.entry.collapse_metric
-        if metric is None:  # a method that draws nothing
-            return None
-        self._average(step, values[metric])
-        return self._collapse(metric, step)
+        return None if metric is None else self._collapse(step, metric, values[metric])
 
-    def _average(self, step: int, variety: float) -> None:
-        """Average over the last texts, those since the last entry included."""
-        size = self.task.config.train.batch_size
-        texts = size * (1 if self._step is None else step - self._step)
+    def _collapse(self, step: int, metric: str, value: float) -> str | None:
+        """Compare the mean over many texts with the start; over few it swings by more than half."""
+        config, start = self.task.config, float(self.task.variety_at_start)
+        texts = config.train.batch_size * (1 if self._step is None else step - self._step)
         self._step, self._texts = step, self._texts + texts
         weight = texts / min(self._texts, max(ENOUGH_TEXTS, texts))
-        self._variety += weight * (variety - self._variety)
-
-    def _collapse(self, metric: str, step: int) -> str | None:
-        """Compare averages of many texts: the entropy of a few swings by more than half."""
-        config = self.task.config
-        if self._texts < ENOUGH_TEXTS or step <= config.warmup:
+        self._variety += weight * (value - self._variety)
+        few = self._texts < ENOUGH_TEXTS or step <= config.warmup
+        if few or self._variety >= config.watch.min_entropy * start:
             return None
-        start = float(self.task.variety_at_start)
-        if self._variety >= config.watch.min_entropy * start:
-            return None
-        what, unit = COLLAPSES[metric]
+        name, unit = COLLAPSES[metric]
         return (
-            f"{what} collapse, {self._variety:.3g} {unit} where it began with {start:.3g}. Try a "
+            f"{name} collapse, {self._variety:.3g} {unit} where it began with {start:.3g}. Try a "
             f"lower optim.lr or a higher {self.task.entry.restraint}; watch.min_entropy=0 lets it "
             "go on."
         )
@@ -89,9 +80,8 @@ def unique_ngrams(tokens: Tensor, visible: Tensor, n: int = 4) -> Tensor:
     """
     if tokens.shape[1] < n:
         return torch.ones((), dtype=torch.float64, device=tokens.device)
-    windows = tokens.shape[1] - n + 1
-    columns = [tokens[:, k : k + windows].flatten() for k in range(n)]
-    whole = torch.stack([visible[:, k : k + windows] for k in range(n)]).all(0).flatten()
+    columns = [column.flatten() for column in tokens.unfold(1, n, 1).unbind(-1)]
+    whole = visible.unfold(1, n, 1).all(-1).flatten()
     # Sorted by one column after the other, the last one first, equal n-grams are neighbours, and
     # those that are not visible stand behind. A GPU is not waited for.
     order = torch.arange(len(whole), device=tokens.device)

@@ -198,7 +198,11 @@ class Modulation(nn.Linear):
         """Compute `parts` tensors: (d,) each for one row of c, else (N, 1, ..., d) of `ndim`."""
         with no_autocast(c.device):
             out = upcast(self(c.to(self.weight.dtype)))
-        out = out[0] if out.shape[0] == 1 else out.view(out.shape[0], *(1,) * (ndim - 2), out.shape[1])
+        out = (
+            out[0]
+            if out.shape[0] == 1
+            else out.view(out.shape[0], *(1,) * (ndim - 2), out.shape[1])
+        )
         return out.chunk(parts, dim=-1)
 
 

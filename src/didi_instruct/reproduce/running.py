@@ -17,7 +17,7 @@ from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce.jobs import Context, Job, content, digest
 from didi_instruct.training.distributed import pick_device
-from didi_instruct.training.reporting import SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 DONE, SPENT, RUN = "done.json", "spent.json", "run"
 Tell = Callable[[str], None]
@@ -182,7 +182,7 @@ def _write(path: Path, value: Any) -> None:
         write_atomic(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-class _StepReporter(SilentReporter):
+class _StepReporter(Reporter):
     """Tells a run's step now and then."""
 
     def __init__(self, tell: Tell) -> None:

@@ -17,23 +17,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from didi_instruct.data.files import (
-    no_space_as_user_error,
-    require_space,
-    sync_folder,
-    write_atomic,
-)
+from didi_instruct.data import files
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import FileRecord
 from didi_instruct.models.tensor_files import save_tensors
-from didi_instruct.training.distributed import World
+from didi_instruct.training.distributed import World, local, whole
 
 MANIFEST = "manifest.json"
-STEP_NAME = re.compile(r"step-(\d{8})")
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 def step_name(step: int) -> str:
@@ -48,53 +41,47 @@ class Checkpoint:
     folder: Path
     info: dict[str, Any]
 
-    def fill(self, tensors: Tensors) -> None:
-        """Copy the saved values into `tensors`, all of them or none."""
-        files: list[Any] = [
-            safe_open(p, framework="pt") for p in sorted(self.folder.glob("state-*"))
-        ]
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the saved values into `tensors`, all of them or, where one does not fit, none."""
+        paths = sorted(self.folder.glob("state-*"))
+        opened: list[Any] = [safe_open(path, framework="pt") for path in paths]
         # A sharded tensor has a part in every file, a replicated one is in the first alone.
-        names = [set(f.keys()) for f in files]
-        holders = {
-            name: [f for f, held in zip(files, names, strict=True) if name in held]
+        names = [set(file.keys()) for file in opened]
+        parts = {
+            name: [file for file, held in zip(opened, names, strict=True) if name in held]
             for name in names[0]
         }
-        self._compare(holders, tensors)
-        for name, target in tensors.items():
-            parts = [f.get_tensor(name) for f in holders[name]]
-            _assign(target, torch.cat(parts) if len(parts) > 1 else parts[0])
-
-    def _compare(self, holders: Mapping[str, list[Any]], tensors: Tensors) -> None:
-        """Refuse names or shapes that differ, before anything is copied."""
-        if odd := sorted(holders.keys() ^ tensors.keys()):
+        if odd := sorted(parts.keys() ^ tensors.keys()):
             raise UserError(
                 f"{self.folder}: state of another model, optimizer or version of didi "
                 f"({len(odd)} names differ, first `{odd[0]}`): choose another --out."
             )
         for name, target in tensors.items():
-            shapes = [f.get_slice(name).get_shape() for f in holders[name]]
-            found = [sum(s[0] for s in shapes), *shapes[0][1:]] if shapes[0] else []
+            shapes = [file.get_slice(name).get_shape() for file in parts[name]]
+            found = [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
             if found != list(target.shape):
                 raise UserError(
                     f"{self.folder}: `{name}` has shape {found}, "
                     f"but this model needs {list(target.shape)}."
                 )
+        for name, target in tensors.items():
+            saved = [file.get_tensor(name) for file in parts[name]]
+            _assign(target, torch.cat(saved) if len(saved) > 1 else saved[0])
 
 
-@torch.no_grad()
-def _assign(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a full tensor into a plain tensor, or this process's part into a sharded one."""
+def _assign(target: Tensor, saved: Tensor) -> None:
+    """Copy a whole tensor into a plain tensor, or this process's part into a sharded one."""
     if isinstance(target, DTensor):
-        local = target.to_local()
-        parts = torch.chunk(whole, target.device_mesh.size())
-        if local.numel():
-            local.copy_(parts[target.device_mesh.get_local_rank()])
+        if local(target).numel():
+            chunks = torch.chunk(saved, target.device_mesh.size())
+            local(target).copy_(chunks[target.device_mesh.get_local_rank()])
     else:
-        target.copy_(whole)
+        target.copy_(saved)
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` are kept."""
+    """The checkpoints of one run, of which the newest `keep` are kept; all processes call alike."""
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = folder, keep, world
@@ -102,28 +89,28 @@ class Checkpoints:
     def save(
         self,
         info: Mapping[str, Any],
-        tensors: Tensors,
+        tensors: Mapping[str, Tensor],
         *,
         sharded: bool = False,
         write_model: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write the checkpoint of `info["step"]`; all processes must call.
+        """Write the checkpoint of `info["step"]`.
 
         `write_model` adds the weights of the product. A `sharded` state is one file per process.
         """
         final = self.folder / step_name(info["step"])
-        partial = self.folder / f".partial-{info['step']:08d}"
+        partial = self.folder / f".partial-{final.name}"
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             for killed in self.folder.glob(".partial-*"):
                 shutil.rmtree(killed)
             size = sum(t.numel() * t.element_size() for t in tensors.values())
             # Weights of the product come on top of the state; moments dominate, so 1.5x is safe.
-            require_space(self.folder, int(1.5 * size))
+            files.require_space(self.folder, int(1.5 * size))
             partial.mkdir()
         self.world.wait()
         try:
-            with no_space_as_user_error(self.folder):
+            with files.no_space_as_user_error(self.folder):
                 self._write_state(partial, tensors, sharded)
                 if write_model is not None:
                     write_model(partial)
@@ -137,29 +124,27 @@ class Checkpoints:
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-            sync_folder(self.folder)
+            files.sync_folder(self.folder)
             for old in self.steps()[: -self.keep]:
                 shutil.rmtree(old)
         self.world.wait()
         return final
 
-    def _write_state(self, folder: Path, tensors: Tensors, sharded: bool) -> None:
+    def _write_state(self, folder: Path, tensors: Mapping[str, Tensor], sharded: bool) -> None:
         """Write this process's shards, or in the main process all tensors, gathered one by one."""
         own = {}
         for name, tensor in tensors.items():
-            local = tensor
-            if isinstance(tensor, DTensor):
-                local = tensor.to_local() if sharded else tensor.full_tensor()  # all must gather
+            value = local(tensor) if sharded else whole(tensor)  # all processes must gather
             if self.world.is_main or (sharded and isinstance(tensor, DTensor)):
-                own[name] = local.detach().to("cpu")
+                own[name] = value.detach().to("cpu")
         if sharded or self.world.is_main:
             parts = self.world.size if sharded else 1
             save_tensors(folder / f"state-{self.world.rank:05d}-of-{parts:05d}.safetensors", own)
 
     def steps(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(p for p in found if p.is_dir() and STEP_NAME.fullmatch(p.name))
+        found = self.folder.glob("step-*")
+        return sorted(p for p in found if p.is_dir() and re.fullmatch(r"step-\d{8}", p.name))
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest checkpoint that is whole, or None if there is none at all.
@@ -175,7 +160,7 @@ class Checkpoints:
                     break
                 warn(f"{problem}; trying the checkpoint before it.")
                 damaged.append(folder)
-        chosen = self.world.agree(chosen)
+        chosen = self.world.largest(chosen)
         if self.world.any(chosen < 0 and bool(damaged)):
             raise UserError(f"{self.folder}: every checkpoint is damaged.")
         for folder in damaged:
@@ -205,10 +190,10 @@ def damage(folder: Path) -> str | None:
 
 
 def _write_manifest(folder: Path, info: Mapping[str, Any]) -> None:
-    files = {path.name: asdict(FileRecord.of(path)) for path in sorted(folder.iterdir())}
-    manifest = {"format": "didi-training", "version": 1, "info": dict(info), "files": files}
+    records = {path.name: asdict(FileRecord.of(path)) for path in sorted(folder.iterdir())}
+    manifest = {"format": "didi-training", "version": 1, "info": dict(info), "files": records}
     manifest["sha256"] = _digest(manifest)
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from didi_instruct.config.pretrain import Compile, TrainConfig
@@ -25,31 +26,19 @@ from didi_instruct.models.network import Network
 
 CPU_TOKENS = 8192
 """Tokens of a forward pass on a CPU, where a recipe does not say."""
-
-
-def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
-    """Return True if forward passes run in bfloat16."""
-    return config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
-
-
-def compiles(config: TrainConfig, device: torch.device) -> bool:
-    """Return True if networks are compiled."""
-    return config.compile == "on" or (config.compile != "off" and device.type == "cuda")
-
-
 PATIENCE = timedelta(days=2)
+"""Time that other processes wait while the main one prepares a corpus."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among all of them, and its device."""
+    """This process's place among all of them, and its device; all call its methods together."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
     patient: dist.ProcessGroup | None = None
-    """For waiting and flags: on the CPU, so it never waits for a GPU, and with time enough for the
-    main process to prepare a corpus."""
+    """For waiting and flags: on the CPU, so it never waits for a GPU, and with `PATIENCE`."""
 
     @property
     def is_main(self) -> bool:
@@ -61,13 +50,13 @@ class World:
         each = count // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add up over the processes, in place."""
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """Rows of all processes, in the order of their ranks; all have as many."""
         if self.size == 1:
             return tensor
@@ -76,7 +65,7 @@ class World:
         return torch.cat(parts)
 
     def largest(self, number: int) -> int:
-        """Return the largest of all processes' numbers. All must call."""
+        """Return the largest of all processes' numbers."""
         if self.size == 1:
             return number
         shared = torch.tensor(number)
@@ -84,16 +73,8 @@ class World:
         return int(shared)
 
     def any(self, flag: bool) -> bool:
-        """Return True if the flag is set in any process. All must call."""
+        """Return True if the flag is set in any process."""
         return self.largest(int(flag)) > 0
-
-    def agree(self, number: int) -> int:
-        """Return the main process's number, everywhere."""
-        if self.size == 1:
-            return number
-        shared = torch.tensor(number)
-        dist.broadcast(shared, src=0, group=self.patient)
-        return int(shared)
 
     def wait(self) -> None:
         """Return when every process has come here."""
@@ -138,14 +119,23 @@ def open_world(device: str | None = None) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def uses_bf16(config: TrainConfig, device: torch.device) -> bool:
+    """Return True if forward passes run in bfloat16."""
+    return config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+
+
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Return True if networks are compiled."""
+    return config.compile == "on" or (config.compile != "off" and device.type == "cuda")
+
+
 def compile_network(
     model: Network | Discriminator | ARModel, how: Compile, *, sharded: bool
 ) -> None:
     """Compile in place: the trunk as one graph or, where it is sharded, every block alike.
 
     One graph fuses across blocks (65 against 68 to 71 ms per step of `small`, 32 x 1024, on an
-    H200); FSDP gathers weights block by block, which a single graph would not let it do. Blocks are
-    alike, so the compiler sees one.
+    H200), but FSDP gathers weights block by block. Blocks are alike, so they compile once.
     """
     network: Any = model.trunk if isinstance(model, Discriminator) else model
     if isinstance(network, DiT) and not sharded:
@@ -189,3 +179,13 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor from all processes; a plain tensor is whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.pretrain import OptimConfig
 from didi_instruct.models.discriminator import flat_name
+from didi_instruct.training.distributed import local, whole
 
 
 def warmed_up(decay: float, step: int) -> float:
@@ -20,27 +21,10 @@ def warmed_up(decay: float, step: int) -> float:
     return min(decay, (1 + step) / (10 + step))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a sharded tensor (DTensor), or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        if hasattr(source, "full_tensor") and not hasattr(target, "to_local"):
-            source = source.full_tensor()  # a sharded average into a whole model
-        _local(target).copy_(_local(source))
-
-
 class EMA:
-    """Shadow copies, in float32, of all parameters of a model.
-
-    The copies of sharded parameters (FSDP2) are sharded alike, and are updated shard by shard.
-    """
+    """Moving averages, in float32, of all parameters of a model; sharded (FSDP2) as they are."""
 
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay}: use 0 or more and less than 1")
         self.decay = decay
         self._model = model
         self.shadow: dict[str, Tensor] = {
@@ -49,9 +33,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the shadow towards the parameters: s ← d·s + (1 − d)·p with d of `warmed_up`."""
-        shadows = [_local(s) for s in self.shadow.values()]
-        values = [_local(p.detach()).float() for p in self._matching(self._model)]
+        """Move the averages towards the parameters: s ← d·s + (1 − d)·p with d of `warmed_up`."""
+        shadows = [local(s) for s in self.shadow.values()]
+        values = [local(p.detach()).float() for p in self._matching(self._model)]
         torch._foreach_lerp_(shadows, values, 1 - warmed_up(self.decay, step))
 
     @torch.no_grad()
@@ -79,19 +63,22 @@ class EMA:
         return [parameters[name] for name in self.shadow]
 
 
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy parameters; a sharded average may go into a whole model."""
+    for target, source in zip(targets, sources, strict=True):
+        sharded = isinstance(target, DTensor)
+        local(target).copy_(local(source) if sharded else whole(source))
+
+
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Learning rate of step `step` (from 0) out of `steps`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
-    shape = {
-        "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-    }[config.schedule]
     if config.schedule == "constant":
         return config.lr
-    return config.lr * (config.final + (1.0 - config.final) * shape)
+    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.final + (1.0 - config.final) * left)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -117,8 +104,16 @@ class Updater:
         self.model, self.config, self.steps = model, config, steps
         self.optimizer = make_optimizer(model, config)
         self.ema = EMA(model, decay=ema) if ema else None
+        # Moments exist from the start: a checkpoint may be made, or loaded, before an update.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
-    def update(self, step: int) -> torch.Tensor:
+    def update(self, step: int) -> Tensor:
         """Apply the gradients of step `step` and clear them; return their norm."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
         for group in self.optimizer.param_groups:
@@ -127,9 +122,18 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.update(step)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole(norm)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the averages, if there are any, inside the block."""
+        if self.ema is None:
+            yield
+        else:
+            with self.ema.applied(self.model):
+                yield
+
+    def tensors(self) -> dict[str, Tensor]:
         """All state by flat name: weights, average, optimizer moments."""
         named = {flat_name(name): p for name, p in self.model.named_parameters()}
         result = {f"model/{name}": p.detach() for name, p in named.items()}
@@ -140,13 +144,3 @@ class Updater:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 result[f"optimizer/{key}/{name}"] = value
         return result
-
-    def prepare_to_load(self) -> None:
-        """Create the optimizer's moments, so that `tensors` lists all there is to fill."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }

@@ -9,24 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import PretrainConfig, TrainConfig
+from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model, flops_per_token
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import (
-    CPU_TOKENS,
-    World,
-    compile_network,
-    compiles,
-    gradient_sync,
-    parallelise,
-    uses_bf16,
-)
+from didi_instruct.training import distributed
+from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import (
     Batch,
     Objective,
@@ -50,42 +42,40 @@ class LossModule(nn.Module):
 
 
 class PretrainTask:
-    """One optimizer step is one global batch of the stream under fresh noise."""
+    """Pretraining as a `training.loop.Task`: a step is one global batch under fresh noise."""
 
     def __init__(
         self, config: PretrainConfig, model_config: ModelConfig, data: TokenSource, world: World
     ) -> None:
-        self.config, self.model_config, self.data, self.world = config, model_config, data, world
-        self._check(config.train)
-        self.bf16 = uses_bf16(config.train, world.device)
-        torch.manual_seed(mix(config.train.seed, "init"))
-        self.model = build_model(model_config).to(world.device)
-        self.objective = make_objective(model_config)
-        fsdp = config.train.strategy == "fsdp" and world.size > 1
-        if compiles(config.train, world.device):
-            how = "on" if config.train.compile == "graphs" else config.train.compile
-            compile_network(self.model, how, sharded=fsdp)
-            self.objective.compile()
-        module = LossModule(self.model, self.objective)
-        self.module = parallelise(
-            module, self.model.blocks, config.train.strategy, world, bf16=self.bf16
-        )
-        self.module.train()
-        self.updater = Updater(self.model, config.optim, config.train.steps, config.train.ema)
-        self.sharded = fsdp and config.train.checkpoints == "sharded"
-
-    def _check(self, train: TrainConfig) -> None:
-        if train.batch_size % self.world.size:
+        train = config.train
+        if train.batch_size % world.size:
             raise UserError(
-                f"train.batch_size is {train.batch_size}, which {self.world.size} processes "
+                f"train.batch_size is {train.batch_size}, which {world.size} processes "
                 "cannot share equally."
             )
-        if self.data.length > self.model_config.length:
+        if data.length > model_config.length:
             raise UserError(
-                f"The data has rows of {self.data.length} tokens, but model.length is "
-                f"{self.model_config.length}: prepare it with --length {self.model_config.length} "
-                f"or set model.length={self.data.length}."
+                f"The data has rows of {data.length} tokens, but model.length is "
+                f"{model_config.length}: prepare it with --length {model_config.length} "
+                f"or set model.length={data.length}."
             )
+        self.config, self.model_config, self.data, self.world = config, model_config, data, world
+        self.bf16 = distributed.uses_bf16(train, world.device)
+        torch.manual_seed(mix(train.seed, "init"))
+        self.model = build_model(model_config).to(world.device)
+        fsdp = train.strategy == "fsdp" and world.size > 1
+        compiles = distributed.compiles(train, world.device)
+        self.objective = make_objective(model_config, compile=compiles)
+        if compiles:
+            how = "on" if train.compile == "graphs" else train.compile
+            distributed.compile_network(self.model, how, sharded=fsdp)
+        module = LossModule(self.model, self.objective)
+        self.module = distributed.parallelise(
+            module, self.model.blocks, train.strategy, world, bf16=self.bf16
+        )
+        self.module.train()
+        self.updater = Updater(self.model, config.optim, train.steps, train.ema)
+        self.sharded = fsdp and train.checkpoints == "sharded"
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Accumulate the gradients of this process's share of the batch, then update."""
@@ -100,7 +90,8 @@ class PretrainTask:
         for first in range(share.start, share.stop, size):
             rows = slice(first, min(first + size, share.stop))
             batch = self._batch(objective, step * train.batch_size, rows, noise)
-            with gradient_sync(self.module, rows.stop == share.stop), self.autocast():
+            last = rows.stop == share.stop
+            with distributed.gradient_sync(self.module, last), self.autocast():
                 loss = self.module(batch).sum() / train.batch_size
                 # DDP and FSDP average over processes; the share of each is already a sum.
                 (loss * self.world.size).backward()
@@ -119,15 +110,15 @@ class PretrainTask:
         share = len(self.world.share(self.config.train.batch_size))
         if self.world.device.type == "cuda":
             return share
-        return max(1, min(share, CPU_TOKENS // self.data.length))
+        return max(1, min(share, distributed.CPU_TOKENS // self.data.length))
 
     def objective_at(self, step: int) -> Objective:
-        """Return the objective of a step: a softer noise while a curriculum lasts."""
-        settings = self.config.curriculum
-        temperature = temperature_at(step, settings)
+        """Return the objective of a step: on softened tokens while a curriculum lasts."""
+        curriculum = self.config.curriculum
+        temperature = temperature_at(step, curriculum)
         if temperature is None:
             return self.objective
-        return SoftObjective(self.model_config, temperature, settings.tokens)
+        return SoftObjective(self.model_config, temperature, curriculum.tokens)
 
     def _batch(
         self, objective: Objective, position: int, rows: slice, noise: tuple[Tensor, ...]
@@ -170,30 +161,20 @@ class PretrainTask:
         """Weights, average and optimizer moments."""
         return self.updater.tensors()
 
-    def prepare_to_load(self) -> None:
-        """Create the optimizer's moments."""
-        self.updater.prepare_to_load()
-
     @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
-        """The network with the averaged weights in place, in evaluation mode."""
+    def averaged(self) -> Iterator[None]:
+        """Within, the network is in evaluation mode, with the averaged weights in place."""
         self.model.eval()
         try:
-            if self.updater.ema is None:
-                yield self.model
-            else:
-                with self.updater.ema.applied(self.model):
-                    yield self.model
+            with self.updater.averaged():
+                yield
         finally:
             self.model.train()
 
     def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
         """Write the averaged model in the layout that `didi.load` reads; all processes call."""
-        with self.averaged() as model:
-            state = {
-                name: t.full_tensor() if isinstance(t, DTensor) else t
-                for name, t in model.state_dict().items()
-            }
+        with self.averaged():
+            state = {n: distributed.whole(t) for n, t in self.model.state_dict().items()}
             if self.world.is_main:
                 save_model(
                     folder,

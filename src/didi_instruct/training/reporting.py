@@ -20,21 +20,21 @@ from didi_instruct.data.files import write_atomic
 
 
 class Reporter:
-    """Sees a run from outside; a method that is not overridden does nothing."""
+    """Shows how a run goes on. This one shows nothing: processes but the main one have it."""
 
     def start(self, step: int, steps: int) -> None:
-        """Training begins at `step`."""
+        """Training begins at `step` of `steps`."""
 
     def tick(self, step: int) -> None:
         """One more step is done."""
 
-    def advance(self, step: int, values: Mapping[str, Any]) -> None:
+    def advance(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of the latest logged step."""
 
     def measuring(self, step: int) -> None:
         """An evaluation begins."""
 
-    def measured(self, step: int, values: Mapping[str, Any]) -> None:
+    def measured(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of an evaluation."""
 
     def say(self, text: str) -> None:
@@ -44,29 +44,27 @@ class Reporter:
         """Training ends, however it ends."""
 
 
-class SilentReporter(Reporter):
-    """Shows nothing: for processes other than the main one, and for tests."""
+FORMATS = {
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "iterations_per_second": "{:.3g} iterations/s",
+    "mfu": "MFU {:.0%}",
+}
+"""Numbers that are not shown as `name value`."""
 
 
-def readable(values: Mapping[str, Any], room: int | None = None) -> str:
-    """Format numbers in the order given: all of them, or the first that fit into `room` columns."""
-    parts: list[str] = []
+def readable(values: Mapping[str, float], room: float = float("inf")) -> str:
+    """Format the first numbers, as many as fit into `room` columns."""
+    text = ""
     for name, value in values.items():
-        if name == "tokens_per_second":
-            parts.append(f"{value:,.0f} tokens/s")
-        elif name == "iterations_per_second":
-            parts.append(f"{value:.3g} iterations/s")
-        elif name == "mfu":
-            parts.append(f"MFU {value:.0%}")
-        elif isinstance(value, float):
-            parts.append(f"{name} {value:.4g}")
-        if room is not None and len("  ".join(parts)) > room:
-            parts.pop()
+        more = FORMATS.get(name, name + " {:.4g}").format(value)
+        longer = f"{text}  {more}" if text else more
+        if len(longer) > room:
             break
-    return "  ".join(parts)
+        text = longer
+    return text
 
 
-def with_errors(values: Mapping[str, Any]) -> str:
+def with_errors(values: Mapping[str, float]) -> str:
     """Format numbers of an evaluation, standard errors (`NAME_se`) beside what they belong to."""
     parts = []
     for name, value in values.items():
@@ -76,6 +74,7 @@ def with_errors(values: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH = 20
 COUNTERS_WIDTH = 14
 """Columns of the counter and the time left, with their spaces, beside the counter's digits."""
@@ -89,23 +88,17 @@ class TerminalReporter(Reporter):
         self,
         title: str,
         *,
-        seconds_between_lines: float = 10.0,
         shown: Sequence[str] | None = None,
-        summary: Callable[[Mapping[str, Any]], str] = with_errors,
+        summary: Callable[[Mapping[str, float]], str] = with_errors,
     ) -> None:
-        """Title of the bar; `shown` names the numbers to show, by default all.
-
-        `summary` makes the line of an evaluation.
-        """
-        self.title, self.seconds_between_lines = title, seconds_between_lines
-        self.shown, self.summary = shown, summary
+        """Show the numbers named in `shown`, by default all; `summary` formats an evaluation."""
+        self.title, self.shown, self.summary = title, shown, summary
         self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
         self._bar: Progress | None = None
         self._started = self._last_line = -float("inf")
         self._first = self._steps = 0
 
     def start(self, step: int, steps: int) -> None:
-        """Show the bar, or remember the time for the lines."""
         self._started, self._first, self._steps = time.monotonic(), step, steps
         if self.console.is_terminal:
             self._bar = Progress(
@@ -124,22 +117,18 @@ class TerminalReporter(Reporter):
             self._bar.update(self._bar.task_ids[0], **changes)
 
     def tick(self, step: int) -> None:
-        """Move the bar."""
         self._update(completed=step, description=self.title)
 
-    def advance(self, step: int, values: Mapping[str, Any]) -> None:
-        """Move the bar, or print a line when the last one is old."""
-        names = values if self.shown is None else [n for n in self.shown if n in values]
-        numbers = {name: values[name] for name in names}
+    def advance(self, step: int, values: Mapping[str, float]) -> None:
+        shown = values if self.shown is None else self.shown
+        numbers = {name: values[name] for name in shown if name in values}
+        now = time.monotonic()
         if self._bar is not None:
             # Counter and time left matter most: numbers take the room that is left.
             digits = 2 * len(str(self._steps))
             used = len(self.title + EVALUATING) + BAR_WIDTH + COUNTERS_WIDTH + digits
-            text = readable(numbers, max(0, self.console.width - used))
-            self._update(completed=step, numbers=text)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= self.seconds_between_lines or step == self._steps:
+            self._update(completed=step, numbers=readable(numbers, self.console.width - used))
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = now
             rate = (step - self._first) / max(1e-9, now - self._started)
             left = (self._steps - step) / rate if rate else float("inf")
@@ -148,19 +137,15 @@ class TerminalReporter(Reporter):
             )
 
     def measuring(self, step: int) -> None:
-        """Say beside the bar why it stands still."""
         self._update(description=self.title + EVALUATING)
 
-    def measured(self, step: int, values: Mapping[str, Any]) -> None:
-        """Print the numbers above the bar."""
+    def measured(self, step: int, values: Mapping[str, float]) -> None:
         self.say(f"step {step}: {self.summary(values)}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self.console.print(text, markup=False)
 
     def stop(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -178,13 +163,13 @@ class RunLog:
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _tensorboard(folder, resume_from)
 
-    def write(self, values: Mapping[str, Any]) -> None:
+    def write(self, values: Mapping[str, float]) -> None:
         """Append one record with its `step`."""
-        self._file.write(json.dumps(dict(values)) + "\n")
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
-                if name != "step" and isinstance(value, (int, float)):
+                if name != "step":
                     self._board.add_scalar(name, value, values["step"])
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import signal
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.training.reporting import SilentReporter
+from didi_instruct.training.reporting import Reporter
 
 METHODS = ["didi", "token-matching"]
 
@@ -26,7 +26,7 @@ def recipe(method="didi", **changes):
     return parse(DistillConfig, values, where="test")
 
 
-class Heard(SilentReporter):
+class Heard(Reporter):
     """Remembers what was said; may send a signal once a step is logged."""
 
     def __init__(self, stop_after=None):

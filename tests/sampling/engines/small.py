@@ -7,7 +7,6 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.plan import Step
-from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import Reads
 
 SCHEDULE = make_schedule(ScheduleConfig(eps=1e-3))
@@ -35,11 +34,6 @@ def questions(network, rows, length=16, seed=0):
     at = torch.randperm(rows * length, generator=generator)[: max(1, rows * length // 3)]
     u = torch.rand(len(at), generator=generator, dtype=torch.float64)
     return Reads(tokens.to(device)), t.to(device), at.to(device), u.to(device)
-
-
-def step_of(t, at, u, row=None):
-    """The step that draws at some positions."""
-    return Step(0, 0.0, t, None, at, at, u, row)
 
 
 def step_of(t, at, u, row=None):

@@ -26,7 +26,7 @@ from didi_instruct.sampling.state import PAD, Canvas
 from didi_instruct.sampling.variants import first_hitting
 
 from ..enumeration import all_masked, assert_follows, index, masked_step, p_value, texts_of  # noqa: TID252
-from .small import KINDS, SCHEDULE, Buffered, make, questions, step_of, step_of, uncompiled
+from .small import KINDS, SCHEDULE, Buffered, make, questions, step_of, uncompiled
 
 devices = pytest.mark.parametrize("device", DEVICES)
 """On a CPU the same code runs uncompiled."""
