@@ -17,7 +17,7 @@ from didi_instruct.sampling.confidence import by_confidence
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.guide import Guidance
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import PAD, Canvas
 from didi_instruct.sampling.uniform_state import uniform_state
 from didi_instruct.sampling.variants import blocks, first_hitting, remasking
 
