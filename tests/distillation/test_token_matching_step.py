@@ -10,9 +10,10 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.distillation.rollout import walk
-from didi_instruct.distillation.token_matching import make_plan, matching_loss
+from didi_instruct.distillation.rollout import as_denoiser, walk
+from didi_instruct.distillation.token_matching import matching_loss
 from didi_instruct.errors import UserError
+from didi_instruct.sampling.ancestral import plain
 
 from .small import (
     Stream,
@@ -39,7 +40,7 @@ def task_of(matching=None, changes=None, **options):
 
 
 def plan_of(task, step=0, turn=0):
-    return make_plan(task.distillation, batch_of(task, step, turn))
+    return task.method.plan(batch_of(task, step, turn))
 
 
 # The loss itself
@@ -101,8 +102,11 @@ def test_a_plan_shows_a_part_and_hides_the_rest(contexts, completion, prompt):
 def masked_after_the_walk(task, plan):
     """Positions that are masked where the step of a plan of all texts starts: (U, L)."""
     d, noise = task.distillation, batch_of(task).noise
-    denoiser, given = d.student.replica.log_probs, (plan.start, plan.owner, plan.times)
-    return walk(denoiser, d.schedule, *given, noise, MASK).z == MASK
+    draw, given = (
+        plain(as_denoiser(d.student.replica.log_probs)),
+        (plan.start, plan.owner, plan.times),
+    )
+    return walk(draw, d.schedule, *given, noise, MASK).z == MASK
 
 
 def test_the_step_of_a_plan_reveals_what_its_walk_left_masked():
@@ -206,8 +210,11 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
     d, config = task.distillation, task.config.token_matching
     size = config.contexts
     plan, walker = plan_of(task), batch_of(task).noise.of_groups(size)
-    denoiser, given = d.student.replica.log_probs, (plan.start, plan.owner, plan.times)
-    z = walk(denoiser, d.schedule, *given, walker, MASK).z
+    draw, given = (
+        plain(as_denoiser(d.student.replica.log_probs)),
+        (plan.start, plan.owner, plan.times),
+    )
+    z = walk(draw, d.schedule, *given, walker, MASK).z
     asked, teacher = [], d.teacher_log_probs
     d.teacher_log_probs = lambda *inputs: asked.append(inputs) or teacher(*inputs)
     student, auxiliary = (twin(network) for network in networks_of(task).values())

@@ -20,7 +20,6 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
 from didi_instruct.distillation.replica import Metrics, Snapshot
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
-from didi_instruct.distillation.watch import Totals
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.process.uniform import gaussian_to_discrete, level_of_gamma, state
@@ -44,13 +43,13 @@ class Duo:
         if self.rounds.begins(step):
             self.target.take(d.student, average=settings.target == "average")
         delta = settings.delta(self.rounds.of(step))
-        times, totals = draw_times(d, step, delta), Totals()
-        for batch in d.micro_batches(step):
-            t = sent(times[batch.indices], d.world.device)
-            loss, numbers = self.loss(batch, t, delta)
-            d.student.backward(loss, sync=batch.last)
-            totals.add(loss=loss, **numbers)
-        return d.summed(totals) | d.update_student(step) | {"delta": d.number(delta)}
+        times = draw_times(d, step, delta)
+
+        def loss_of(batch: MicroBatch) -> tuple[MicroBatch, Tensor, Metrics]:
+            return batch, *self.loss(batch, sent(times[batch.indices], d.world.device), delta)
+
+        metrics = d.descend(step, map(loss_of, d.micro_batches(step)))
+        return metrics | {"delta": d.number(delta)}
 
     def loss(self, batch: MicroBatch, t: Tensor, delta: float) -> tuple[Tensor, Metrics]:
         """A part's share of the divergence per position, and numbers of it; t (B,)."""

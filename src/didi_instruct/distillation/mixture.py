@@ -22,13 +22,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import Order
 from didi_instruct.distillation.replica import Metrics
 from didi_instruct.distillation.rollout import Noise, order_of, path_times, revealed_between
-from didi_instruct.distillation.run import (
-    Distillation,
-    MethodEntry,
-    MicroBatch,
-    budget_flags,
-)
-from didi_instruct.distillation.watch import Totals
+from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
@@ -97,33 +91,32 @@ class Mixture:
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts."""
-        d, codes = self.d, self.d.config.mixture.codes
-        batches = d.micro_batches(step)
+        d, settings, batches = self.d, self.d.config.mixture, self.d.micro_batches(step)
         parts = [make_part(d, batch) for batch in batches]
-        revealed = torch.stack([part.revealed.sum() for part in parts]).sum().double()
-        count = d.world.sum(revealed).clamp(min=1)
-        totals = Totals()
-        for batch, part in zip(batches, parts, strict=True):
-            if codes == 1:
+        count = d.count(part.revealed.sum() for part in parts)
+
+        def loss_of(batch: MicroBatch, part: Part) -> tuple[MicroBatch, Tensor, Metrics]:
+            if settings.codes == 1:
                 alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
-                loss = component_loss(d, part, alone, count, sync=batch.last)
-                d.student.backward(loss, sync=batch.last)
-                totals.add(loss=loss)
-                continue
+                return batch, component_loss(d, part, alone, count, sync=batch.last), {}
             each = code_log_probs(d, part)
-            code = draw_codes(each, batch.noise, d.config.mixture.learning)
+            code = draw_codes(each, batch.noise, settings.learning)
             loss = component_loss(d, part, code, count, sync=batch.last)
-            d.student.backward(loss, sync=batch.last)
-            mixture = each.logsumexp(1) - math.log(codes)
+            mixture = each.logsumexp(1) - math.log(settings.codes)
             posterior = each.log_softmax(1)
-            information = (posterior.exp() * (posterior + math.log(codes))).sum()
-            totals.add(
-                loss=-mixture.sum() / count,
-                component_loss=loss,
-                # Of log K at most: nats that the codes know of the tokens of a step.
-                code_information=information / d.config.train.batch_size,
+            information = (posterior.exp() * (posterior + math.log(settings.codes))).sum()
+            return (
+                batch,
+                loss,
+                {
+                    "loss": -mixture.sum() / count,
+                    "component_loss": loss,
+                    # Of log K at most: nats that the codes know of the tokens of a step.
+                    "code_information": information / d.config.train.batch_size,
+                },
             )
-        return d.summed(totals) | d.update_student(step)
+
+        return d.descend(step, map(loss_of, batches, parts))
 
 
 def make_part(d: Distillation, batch: MicroBatch) -> Part:
@@ -134,25 +127,23 @@ def make_part(d: Distillation, batch: MicroBatch) -> Part:
     strata = stratified_times(size, torch.Generator().manual_seed(seed))
     place = sent(strata[batch.indices], x.device)
     written = d.starts.open(x)
-    t, after, numbers = _step_of_a_path(d, d.config.order, noise, place, written)
+
+    def path_step(order: Order) -> tuple[Tensor, Tensor, Tensor]:
+        """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
+        path = path_times(settings.budgets, place, order, d.schedule)
+        numbers = order_of(order, noise, written, path.budget, settings.budgets)
+        return path.t, path.after, numbers
+
+    t, after, numbers = path_step(d.config.order)
     if settings.random:
-        t_, after_, numbers_ = _step_of_a_path(d, "random", noise, place, written)
         chosen = noise.uniforms(1, Purpose.SELECT) < settings.random
+        t_, after_, numbers_ = path_step("random")
         t = torch.where(chosen.squeeze(1), t_, t)
         after = torch.where(chosen.squeeze(1), after_, after)
         numbers = torch.where(chosen, numbers_, numbers)
     low, high = revealed_shares(d.schedule, torch.stack([t, after]))
     z = x.masked_fill((numbers >= low[:, None]) & written, d.mask_id)
     return Part(x, z, t, revealed_between(numbers, low, high) & written)
-
-
-def _step_of_a_path(
-    d: Distillation, order: Order, noise: Noise, place: Tensor, written: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
-    budgets = d.config.mixture.budgets
-    _, t, after, budget = path_times(budgets, place, order, d.schedule)
-    return t, after, order_of(order, noise, written, budget, budgets)
 
 
 @torch.no_grad()

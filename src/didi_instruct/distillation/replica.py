@@ -206,10 +206,6 @@ class Learner:
         """Everything that changes, by name: weights, average, moments."""
         return self.updater.tensors()
 
-    def prepare_to_load(self) -> None:
-        """Create the moments."""
-        self.updater.prepare_to_load()
-
 
 class Snapshot:
     """A frozen copy of the student at another time, which teaches it meanwhile."""
@@ -240,9 +236,6 @@ class Snapshot:
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights, by name."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
-
-    def prepare_to_load(self) -> None:
-        """There are only weights, which exist."""
 
 
 def _bytes(network: nn.Module) -> int:

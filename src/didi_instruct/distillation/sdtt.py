@@ -21,12 +21,11 @@ from torch import Tensor
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
 from didi_instruct.distillation.replica import Metrics, Snapshot
-from didi_instruct.distillation.rollout import Jump, LogitsAt, draw_from
+from didi_instruct.distillation.rollout import LogitsAt
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
-from didi_instruct.distillation.watch import Totals
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
@@ -83,8 +82,8 @@ def two_step_target(denoiser: LogitsAt, part: Part, mask_id: int) -> Tensor:
     active = first.any(1)
     active[0] |= ~active.any()
     early = denoiser(part.z[active], part.times[0][active], first[active])
-    everyone = torch.arange(len(first), device=first.device)
-    token, _ = draw_from(early, Jump(part.z, part.t, everyone, first), first, part.uniforms)
+    row = torch.arange(len(early), device=early.device)
+    token, _ = draw_tokens(early, part.uniforms[first], row)
     then = part.z.masked_scatter(first, token)
     late = denoiser(then, part.times[1], masked & ~first)
     target = late.new_empty(int(masked.sum()), late.shape[1])
@@ -118,32 +117,26 @@ class Sdtt:
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts; a round begins with a new teacher."""
-        d, settings, dt = self.d, self.d.config.sdtt, self.dt(step)
+        d, dt, batches = self.d, self.dt(step), self.d.micro_batches(step)
         if self.rounds.begins(step):
             self.before.take(d.student)
         teacher = self.before.replica.log_probs if self.rounds.of(step) else d.teacher_log_probs
-        batches = d.micro_batches(step)
         parts = [make_part(d, batch, dt) for batch in batches]
-        masks = torch.stack([(part.z == d.mask_id).sum() for part in parts]).sum().double()
-        count = d.world.sum(masks).clamp(min=1)
-        totals = Totals()
-        for batch, part in zip(batches, parts, strict=True):
+        count = d.count((part.z == d.mask_id).sum() for part in parts)
+
+        def loss_of(batch: MicroBatch, part: Part) -> tuple[MicroBatch, Tensor, Metrics]:
             target = two_step_target(teacher, part, d.mask_id)
             where, student = part.z == d.mask_id, d.student.replica
             log_p = student.log_probs_with_grad(part.z, part.t, where, sync=batch.last)
-            loss = distance(settings.divergence, target, log_p).sum() / count
-            d.student.backward(loss, sync=batch.last)
-            totals.add(
-                loss=loss,
-                entropy=entropy(log_p.detach()).sum() / count,
-                target_entropy=entropy(target).sum() / count,
-            )
-        return {
-            **d.summed(totals),
-            **d.update_student(step),
-            "student_steps": d.number(1 / (2 * dt)),
-            **d.start_metrics(step),
-        }
+            loss = distance(d.config.sdtt.divergence, target, log_p).sum() / count
+            entropies = {
+                "entropy": entropy(log_p.detach()).sum() / count,
+                "target_entropy": entropy(target).sum() / count,
+            }
+            return batch, loss, entropies
+
+        metrics = d.descend(step, map(loss_of, batches, parts))
+        return metrics | {"student_steps": d.number(1 / (2 * dt)), **d.start_metrics(step)}
 
     def dt(self, step: int) -> float:
         """Length of the teacher's steps in an iteration."""
