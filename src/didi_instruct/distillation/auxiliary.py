@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.replica import Learner, Metrics
+from didi_instruct.distillation.replica import Learner, Loss, Metrics
 from didi_instruct.distillation.rollout import row_index
 from didi_instruct.distillation.run import Distillation, MicroBatch
 from didi_instruct.distillation.watch import Totals, unique_ngrams
@@ -111,9 +111,7 @@ class Player(Protocol):
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
         """Walk to the states and draw the next step."""
 
-    def loss(
-        self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         """A part's share of the student's loss, and numbers of it.
 
         log_phi (R, V) at the hidden positions; counts (2,) of hidden and of revealed positions.

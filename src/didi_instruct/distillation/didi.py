@@ -17,7 +17,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation import losses
 from didi_instruct.distillation.losses import Advantages, PathScore, rewards, smooth_bce
-from didi_instruct.distillation.replica import Metrics
+from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout
 from didi_instruct.distillation.run import USUAL_STEPS, Distillation, MethodEntry, MicroBatch
 from didi_instruct.distillation.watch import RunningMean, Totals, unique_ngrams
@@ -353,17 +353,17 @@ def update_student(
     """Policy gradient with KL and entropy terms; advantage (B,) of this process's texts."""
     didi, batch = d.config.didi, d.config.train.batch_size
 
-    def loss_of(pair: Pair, advantage: Tensor) -> tuple[MicroBatch, Tensor, Metrics]:
+    def loss_of(pair: Pair, advantage: Tensor) -> Loss:
         score = path_score(d, pair)
         policy = -(time_weight(d, pair.fake.t) * advantage * score.log_prob).sum() / batch
         kl, entropy = score.kl.sum() / batch, score.entropy.sum() / batch
         loss = policy
         if didi.regularisation:
             loss = policy + didi.kl_weight * kl - didi.entropy_weight * entropy
-        return pair.batch, loss, {"policy_loss": policy, "kl": kl, "entropy": entropy}
+        return loss, {"policy_loss": policy, "kl": kl, "entropy": entropy}
 
     own = torch.split(advantage, [len(pair.fake.z) for pair in pairs])
-    return d.descend(step, map(loss_of, pairs, own))
+    return d.descend(step, [pair.batch for pair in pairs], map(loss_of, pairs, own))
 
 
 def score_texts(d: Distillation, pair: Pair) -> PathScore:
@@ -375,7 +375,7 @@ def score_texts(d: Distillation, pair: Pair) -> PathScore:
         if not didi.regularisation:
             return None
         if jump is path[0] and d.starts.shared:
-            return d.teacher_at_start()
+            return d.teacher_at_start
         return d.teacher_logits(jump.z, jump.t, jump.masked)
 
     teacher = [teacher_logits(jump) for jump in jumps]

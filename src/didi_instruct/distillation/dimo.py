@@ -32,7 +32,7 @@ from didi_instruct.distillation.auxiliary import (
     write_step,
 )
 from didi_instruct.distillation.losses import entropy, kl
-from didi_instruct.distillation.replica import Metrics
+from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import path_times, walk
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
 from didi_instruct.process.masking import revealed_shares, stratified_times
@@ -40,7 +40,6 @@ from didi_instruct.sampling.dimo import Seen, Start
 from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import State
-from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 
@@ -62,8 +61,7 @@ class Dimo:
         """Decide starts, walks and what is hidden."""
         d, settings, size = self.d, self.settings, self.d.config.train.batch_size
         noise, everyone = batch.noise.on_host, torch.arange(len(batch.indices))
-        seed = mix(d.config.train.seed, "budgets", batch.step, batch.turn)
-        generator = torch.Generator().manual_seed(seed)
+        generator = d.generator("budgets", batch.step, batch.turn)
         place, level = (stratified_times(size, generator)[batch.indices] for _ in range(2))
         path = path_times(settings.budgets, place)
         first = (batch.step * settings.aux_steps + batch.turn) * size
@@ -114,9 +112,7 @@ class Dimo:
         log_probs: Tensor = self.d.student.replica.run(forward, sync=sync)
         return log_probs
 
-    def loss(
-        self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         """The token gradient as a loss, and numbers of it."""
         log_theta = self.d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
         return student_loss(plan, drawn, log_phi, log_theta, counts[0], self.settings.beta)
@@ -142,7 +138,7 @@ def token_gradient(log_phi: Tensor, log_theta: Tensor, beta: float) -> Tensor:
 
 def student_loss(
     plan: Plan, drawn: Drawn, log_phi: Tensor, log_theta: Tensor, count: Tensor, beta: float
-) -> tuple[Tensor, Metrics]:
+) -> Loss:
     """A loss whose gradient is the token gradient, where both hidden and just written; numbers.
 
     The token gradient sums to 0, so it makes no difference that it meets log-probabilities instead

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import Order
-from didi_instruct.distillation.replica import Metrics
+from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import Noise, order_of, path_times, revealed_between
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.errors import UserError
@@ -91,40 +91,36 @@ class Mixture:
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts."""
-        d, settings, batches = self.d, self.d.config.mixture, self.d.micro_batches(step)
-        parts = [make_part(d, batch) for batch in batches]
-        count = d.count(part.revealed.sum() for part in parts)
+        batches = self.d.micro_batches(step)
+        parts = [make_part(self.d, batch) for batch in batches]
+        count = self.d.count(part.revealed.sum() for part in parts)
+        losses = (self.loss(*each, count) for each in zip(batches, parts, strict=True))
+        return self.d.descend(step, batches, losses)
 
-        def loss_of(batch: MicroBatch, part: Part) -> tuple[MicroBatch, Tensor, Metrics]:
-            if settings.codes == 1:
-                alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
-                return batch, component_loss(d, part, alone, count, sync=batch.last), {}
-            each = code_log_probs(d, part)
-            code = draw_codes(each, batch.noise, settings.learning)
-            loss = component_loss(d, part, code, count, sync=batch.last)
-            mixture = each.logsumexp(1) - math.log(settings.codes)
-            posterior = each.log_softmax(1)
-            information = (posterior.exp() * (posterior + math.log(settings.codes))).sum()
-            return (
-                batch,
-                loss,
-                {
-                    "loss": -mixture.sum() / count,
-                    "component_loss": loss,
-                    # Of log K at most: nats that the codes know of the tokens of a step.
-                    "code_information": information / d.config.train.batch_size,
-                },
-            )
-
-        return d.descend(step, map(loss_of, batches, parts))
+    def loss(self, batch: MicroBatch, part: Part, count: Tensor) -> Loss:
+        """Codes drawn from their posterior learn what the step reveals."""
+        d, settings, codes = self.d, self.d.config.mixture, self.d.config.mixture.codes
+        if codes == 1:
+            alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
+            return component_loss(d, part, alone, count, sync=batch.last), {}
+        each = code_log_probs(d, part)
+        code = draw_codes(each, batch.noise, settings.learning)
+        loss = component_loss(d, part, code, count, sync=batch.last)
+        posterior = each.log_softmax(1)
+        information = (posterior.exp() * (posterior + math.log(codes))).sum()
+        return loss, {
+            "loss": -(each.logsumexp(1) - math.log(codes)).sum() / count,
+            "component_loss": loss,
+            # Of log K at most: nats that the codes know of the tokens of a step.
+            "code_information": information / d.config.train.batch_size,
+        }
 
 
 def make_part(d: Distillation, batch: MicroBatch) -> Part:
     """Take texts, and mask them as they are before a random step of a random budget."""
     settings, size = d.config.mixture, d.config.train.batch_size
     x, noise = d.reference_texts(batch), batch.noise
-    seed = mix(d.config.train.seed, "budgets", batch.step)
-    strata = stratified_times(size, torch.Generator().manual_seed(seed))
+    strata = stratified_times(size, d.generator("budgets", batch.step))
     place = sent(strata[batch.indices], x.device)
     written = d.starts.open(x)
 

@@ -6,8 +6,9 @@ Everything random is a function of (seed, iteration, index of the text in the ba
 and passes may share a batch as they like.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,7 +23,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation import replica
 from didi_instruct.distillation.losses import terms
-from didi_instruct.distillation.replica import Learner, Metrics, Replica, Snapshot
+from didi_instruct.distillation.replica import Learner, Loss, Metrics, Replica, Snapshot
 from didi_instruct.distillation.rollout import (
     HOST,
     LogitsAt,
@@ -179,7 +180,6 @@ class Distillation:
             self.teacher_logits = lambda z, t, where: exact(z, t, sent(where, z.device))
             self.teacher_log_probs = self.teacher_logits
         self.references = references or self.teacher_texts
-        self._teacher_at_start: Tensor | None = None
 
     def _train_settings(self) -> TrainConfig:
         """Settings of training, with CUDA graphs where they pay."""
@@ -200,10 +200,10 @@ class Distillation:
         """True once the student learns: after the warm-up."""
         return step >= self.config.warmup
 
-    def descend(self, step: int, losses: Iterable[tuple[MicroBatch, Tensor, Metrics]]) -> Metrics:
+    def descend(self, step: int, batches: Sequence[MicroBatch], losses: Iterable[Loss]) -> Metrics:
         """Update the student by the losses of all passes, made one by one; sum up their numbers."""
         totals = Totals()
-        for batch, loss, numbers in losses:
+        for batch, (loss, numbers) in zip(batches, losses, strict=True):
             self.student.backward(loss, sync=batch.last)
             totals.add(**({"loss": loss} | numbers))
         return self.summed(totals) | self.update_student(step)
@@ -224,6 +224,10 @@ class Distillation:
         own = torch.stack(list(counts)).sum(0).double()
         return self.world.sum(sent(own, self.world.device)).clamp(min=1)
 
+    def generator(self, *name: int | str) -> torch.Generator:
+        """Random numbers for the whole batch of an iteration, on the host."""
+        return torch.Generator().manual_seed(mix(self.config.train.seed, *name))
+
     def number(self, value: float) -> Tensor:
         """A plain number as a metric."""
         return torch.full((), value, dtype=torch.float64, device=self.world.device)
@@ -234,15 +238,8 @@ class Distillation:
         """The passes of this process over one batch of an iteration."""
         parts = self._parts()
         return [
-            MicroBatch(
-                step,
-                turn,
-                indices,
-                self.noise(step, turn, indices),
-                first=indices is parts[0],
-                last=indices is parts[-1],
-            )
-            for indices in parts
+            MicroBatch(step, turn, own, self.noise(step, turn, own), n == 1, n == len(parts))
+            for n, own in enumerate(parts, start=1)
         ]
 
     def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
@@ -287,11 +284,10 @@ class Distillation:
 
     # Where texts start: the one state that all share, or windows that stand for all
 
+    @cached_property
     def teacher_at_start(self) -> Tensor:
         """Logits (R, V) of the teacher where all is masked: a constant of the run."""
-        if self._teacher_at_start is None:
-            self._teacher_at_start = self._at_start(self.teacher_logits)
-        return self._teacher_at_start
+        return self._at_start(self.teacher_logits)
 
     def start_metrics(self, step: int) -> Metrics:
         """`kl_start` where a usual entry of the log follows (not one for a signal's sake)."""
@@ -303,7 +299,7 @@ class Distillation:
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
         student = self._at_start(self.student.replica.logits)
-        return terms(student, self.teacher_at_start()).distance.mean()
+        return terms(student, self.teacher_at_start).distance.mean()
 
     def _at_start(self, denoiser: LogitsAt) -> Tensor:
         start = self.starts.representative(HOST)

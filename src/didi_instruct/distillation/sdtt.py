@@ -20,13 +20,12 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import Metrics, Snapshot
+from didi_instruct.distillation.replica import Loss, Metrics, Snapshot
 from didi_instruct.distillation.rollout import LogitsAt
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.draw import Purpose, draw_tokens
-from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 SMALLEST = 1e-3
@@ -124,18 +123,17 @@ class Sdtt:
         parts = [make_part(d, batch, dt) for batch in batches]
         count = d.count((part.z == d.mask_id).sum() for part in parts)
 
-        def loss_of(batch: MicroBatch, part: Part) -> tuple[MicroBatch, Tensor, Metrics]:
+        def loss_of(batch: MicroBatch, part: Part) -> Loss:
             target = two_step_target(teacher, part, d.mask_id)
             where, student = part.z == d.mask_id, d.student.replica
             log_p = student.log_probs_with_grad(part.z, part.t, where, sync=batch.last)
             loss = distance(d.config.sdtt.divergence, target, log_p).sum() / count
-            entropies = {
+            return loss, {
                 "entropy": entropy(log_p.detach()).sum() / count,
                 "target_entropy": entropy(target).sum() / count,
             }
-            return batch, loss, entropies
 
-        metrics = d.descend(step, map(loss_of, batches, parts))
+        metrics = d.descend(step, batches, map(loss_of, batches, parts))
         return metrics | {"student_steps": d.number(1 / (2 * dt)), **d.start_metrics(step)}
 
     def dt(self, step: int) -> float:
@@ -146,9 +144,8 @@ class Sdtt:
 def make_part(d: Distillation, batch: MicroBatch, dt: float) -> Part:
     """Take texts, mask them, and decide what the teacher's first step reveals."""
     x, noise = d.reference_texts(batch), batch.noise
-    generator = torch.Generator().manual_seed(mix(d.config.train.seed, "times", batch.step))
-    t = stratified_times(d.config.train.batch_size, generator).double()
-    t = sent(t[batch.indices], x.device)
+    strata = stratified_times(d.config.train.batch_size, d.generator("times", batch.step))
+    t = sent(strata[batch.indices].double(), x.device)
     shares = revealed_shares(d.schedule, t[:, None])
     visible = noise.uniforms(d.length, Purpose.REMASK) < shares
     z = x.masked_fill(d.starts.open(x) & ~visible, d.mask_id)

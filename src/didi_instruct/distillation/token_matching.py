@@ -22,7 +22,7 @@ from didi_instruct.distillation.auxiliary import (
     write_step,
 )
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
-from didi_instruct.distillation.replica import Metrics
+from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import (
     as_denoiser,
     order_of,
@@ -35,7 +35,6 @@ from didi_instruct.process.masking import revealed_shares, stratified_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.draw import Purpose
-from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 
@@ -57,10 +56,8 @@ class TokenMatching:
         d, settings, order = self.d, self.settings, self.d.config.order
         noise = batch.noise.on_host
         states = noise.of_groups(settings.contexts)
-        seed = mix(d.config.train.seed, "budgets", batch.step, batch.turn)
-        strata = stratified_times(
-            d.config.train.batch_size // settings.contexts, torch.Generator().manual_seed(seed)
-        )
+        generator = d.generator("budgets", batch.step, batch.turn)
+        strata = stratified_times(d.config.train.batch_size // settings.contexts, generator)
         path = path_times(settings.budgets, strata[states.indices], order, d.schedule)
         first = (batch.step * settings.aux_steps + batch.turn) * len(strata)
         start, owner = d.starts(states, d.prompts(first, states.indices))
@@ -100,9 +97,7 @@ class TokenMatching:
         uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.times.shape[1], Purpose.SELECT)
         return write_step(plan, z, t, log_p, uniforms, d.mask_id)
 
-    def loss(
-        self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         """Matching, anchor and completion terms of one part, and numbers of them."""
         d, log_anchor = self.d, None
         log_theta = d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
@@ -138,7 +133,7 @@ def student_loss(
     log_anchor: Tensor | None,
     counts: Tensor,
     num_tokens: int,
-) -> tuple[Tensor, Metrics]:
+) -> Loss:
     """Matching, anchor and completion terms of one part, and numbers of them.
 
     Log-probabilities (R, V): of φ and of the teacher at the hidden positions, of the teacher at the
