@@ -14,7 +14,7 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.replica import Learner, Loss, Metrics
-from didi_instruct.distillation.rollout import row_index
+from didi_instruct.distillation.rollout import PathStep, row_index
 from didi_instruct.distillation.run import Distillation, MicroBatch
 from didi_instruct.distillation.watch import Totals, unique_ngrams
 from didi_instruct.sampling.draw import draw_tokens
@@ -26,24 +26,13 @@ class Plan:
     """Everything about the texts of a part that no network decides; on the host."""
 
     batch: MicroBatch
-    start: Tensor
-    """(S, L) distinct starts."""
-    owner: Tensor
-    """(U,) the start of each state's walk."""
-    times: Tensor
-    """(U, K + 1) times of the walk; it stands still once it has arrived."""
-    order: Tensor
-    """(U, L) when positions are revealed."""
-    t: Tensor
-    """(U,) times of the states, where the step that is learned starts."""
-    revealed: Tensor
-    """(U, L) positions that this step reveals."""
-    state: Tensor
-    """(B,) the state of each context."""
-    hidden: Tensor
-    """(B, L) positions that are hidden again."""
-    t_context: Tensor
-    """(B,) noise level of the contexts."""
+    start: Tensor  # (S, L) distinct starts
+    owner: Tensor  # (U,) the start of each state's walk
+    path: PathStep  # the walk, and the step that is learned
+    revealed: Tensor  # (U, L) positions that this step writes
+    state: Tensor  # (B,) the state of each context
+    hidden: Tensor  # (B, L) positions that are hidden again
+    t_context: Tensor  # (B,) noise level of the contexts
 
     @property
     def drawn(self) -> Tensor:
@@ -65,20 +54,13 @@ class Plan:
 class Drawn:
     """The tokens of a step, where the networks are."""
 
-    z: Tensor
-    """(U, L) the states before it."""
-    t: Tensor
-    """(U,) their times."""
-    x: Tensor
-    """(B, L) the states with the step's tokens written."""
-    context: Tensor
-    """(B, L) the same with some of the text hidden again."""
-    t_context: Tensor
-    """(B,) noise level of the contexts."""
-    log_p: Tensor
-    """(R, V) the student's law at the revealed positions, with its gradient if it learns."""
-    log_prob: Tensor
-    """Log-probability of all drawn tokens, 0-d."""
+    z: Tensor  # (U, L) the states before it
+    t: Tensor  # (U,) their times
+    x: Tensor  # (B, L) the states with the step's tokens written
+    context: Tensor  # (B, L) the same with some of the text hidden again
+    t_context: Tensor  # (B,) noise level of the contexts
+    log_p: Tensor  # (R, V) the student's law at the revealed positions, with gradient if it learns
+    log_prob: Tensor  # log-probability of all drawn tokens, 0-d
 
     def at(self, where: Tensor) -> tuple[Tensor, Tensor]:
         """Text and position of what a plan selects (B, L): (R,), (R,)."""

@@ -32,13 +32,11 @@ from didi_instruct.transfer import Later, sent
 class Corrupted(NamedTuple):
     """Texts at a noise level, as the discriminator sees them."""
 
-    z: Tensor
-    """(B, L)."""
+    z: Tensor  # (B, L)
     t: Tensor
     """(B,) time of the comparison: with coupled times the stop on the student's way (in streams,
     the time drawn, which is before the next stop)."""
-    written: Tensor
-    """(B, L) positions that were not given."""
+    written: Tensor  # (B, L) positions that were not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,7 @@ class Pair:
 
     batch: MicroBatch
     rollout: Rollout
-    fake: Corrupted
-    """The student's."""
+    fake: Corrupted  # the student's
     real: Corrupted
     """The teacher's, one for each of the student's; with prompts, for each group of one prompt."""
 
@@ -199,10 +196,8 @@ class Verdict(NamedTuple):
     """What a discriminator makes of texts of one kind: means over the batch."""
 
     loss: Tensor
-    accuracy: Tensor
-    """Share of texts classified correctly."""
-    sharpness: Tensor
-    """Share of positions classified correctly, which is what its loss is of."""
+    accuracy: Tensor  # share of texts classified correctly
+    sharpness: Tensor  # share of positions classified correctly, which is what its loss is of
     reward: Tensor
 
 

@@ -33,9 +33,9 @@ from didi_instruct.distillation.auxiliary import (
 )
 from didi_instruct.distillation.losses import entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import path_times, walk
+from didi_instruct.distillation.rollout import path_step, walk
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
-from didi_instruct.process.masking import revealed_shares, stratified_times
+from didi_instruct.process.masking import stratified_times
 from didi_instruct.sampling.dimo import Seen, Start
 from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.sampling.plan import Step
@@ -63,19 +63,15 @@ class Dimo:
         noise, everyone = batch.noise.on_host, torch.arange(len(batch.indices))
         generator = d.generator("budgets", batch.step, batch.turn)
         place, level = (stratified_times(size, generator)[batch.indices] for _ in range(2))
-        path = path_times(settings.budgets, place)
         first = (batch.step * settings.aux_steps + batch.turn) * size
         start, owner = d.starts(noise, d.prompts(first, batch.indices))
         start = start[owner]
-        order = noise.uniforms(d.length, Purpose.REVEAL)
-        left = (order >= revealed_shares(d.schedule, path.t)[:, None]) & (start == d.mask_id)
+        path = path_step(settings.budgets, place, start == d.mask_id, noise, d.schedule)
         share = hidden_share(settings.remask, level.double())
         coins = noise.uniforms(d.length, Purpose.REMASK)
         hidden = (coins < share[:, None]) & (start == d.mask_id)
         t_context = d.schedule.time(1 - share)
-        return Plan(
-            batch, start, everyone, path.times, order, path.t, left, everyone, hidden, t_context
-        )
+        return Plan(batch, start, everyone, path, path.masked, everyone, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
         """Walk, and write all that is left; the student's law there is kept for learning."""
@@ -88,12 +84,15 @@ class Dimo:
             log_p = self._log_probs(seen, torch.as_tensor(step.t), sent(step.reads, device))
             return draw_tokens(log_p, step.u, step.row)
 
-        given = plan.start, plan.owner, plan.times
-        z = walk(draw, d.schedule, *given, noise, d.mask_id, plan.order).z
-        t, at = sent(plan.t, device), sent(plan.revealed.flatten().nonzero().squeeze(1), device)
+        given, order = (plan.start, plan.owner, plan.path.times), plan.path.order
+        z = walk(draw, d.schedule, *given, noise, d.mask_id, order).z
+        t, at = (
+            sent(plan.path.t, device),
+            sent(plan.revealed.flatten().nonzero().squeeze(1), device),
+        )
         with torch.set_grad_enabled(learns):
             log_p = self._log_probs(begun.later(z, d.mask_id), t, at, sync=plan.batch.last)
-        uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.times.shape[1])
+        uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.path.times.shape[1])
         return write_step(plan, z, t, log_p, uniforms, d.mask_id)
 
     def begin(self, plan: Plan) -> Seen:

@@ -60,10 +60,8 @@ class LossTerms(NamedTuple):
     """Numbers of rows of logits, (R,) each."""
 
     entropy: Tensor
-    distance: Tensor
-    """Divergence from the teacher; 0 without one."""
-    drawn: Tensor
-    """(N,) float64, log-probabilities of the drawn tokens."""
+    distance: Tensor  # divergence from the teacher; 0 without one
+    drawn: Tensor  # (N,) float64, log-probabilities of the drawn tokens
 
 
 def terms(
@@ -183,12 +181,9 @@ _fused_slopes: Fused[..., Tensor] = Fused(_slopes, "A gradient")
 class PathScore(NamedTuple):
     """Scores of texts, (B,) float64 each."""
 
-    log_prob: Tensor
-    """Of the drawn tokens, summed over jumps."""
-    kl: Tensor
-    """Divergence from the teacher, mean over the masks of a state, summed over jumps."""
-    entropy: Tensor
-    """Mean over the masks of a state and over jumps."""
+    log_prob: Tensor  # of the drawn tokens, summed over jumps
+    kl: Tensor  # divergence from the teacher, mean over the masks of a state, summed over jumps
+    entropy: Tensor  # mean over the masks of a state and over jumps
 
 
 def score_path(
@@ -259,10 +254,8 @@ def rewards(log_ratio: Tensor, masked: Tensor, written: Tensor) -> Tensor:
 class Advantages(NamedTuple):
     """Rewards compared with those of other texts."""
 
-    values: Tensor
-    """(B,)."""
-    clip_fraction: Tensor
-    """Share of them that was clipped."""
+    values: Tensor  # (B,)
+    clip_fraction: Tensor  # share of them that was clipped
 
 
 def advantages(

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.model import Order
 from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import Noise, order_of, path_times, revealed_between
+from didi_instruct.distillation.rollout import Noise, path_step
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
-from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
+from didi_instruct.process.masking import stratified_times, with_code
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
@@ -60,14 +59,10 @@ def add_masks(network: DiT, masks: int, seed: int, spread: float) -> DiT:
 class Part:
     """Texts of a pass, masked to some state of a path, and what the next step reveals."""
 
-    x: Tensor
-    """(B, L) the texts."""
-    z: Tensor
-    """(B, L) their states, with the first mask."""
-    t: Tensor
-    """(B,) the states' times."""
-    revealed: Tensor
-    """(B, L)."""
+    x: Tensor  # (B, L) the texts
+    z: Tensor  # (B, L) their states, with the first mask
+    t: Tensor  # (B,) the states' times
+    revealed: Tensor  # (B, L)
 
     def repeated(self, times: int) -> "Part":
         """Each text several times in a row: for as many codes."""
@@ -122,24 +117,15 @@ def make_part(d: Distillation, batch: MicroBatch) -> Part:
     x, noise = d.reference_texts(batch), batch.noise
     strata = stratified_times(size, d.generator("budgets", batch.step))
     place = sent(strata[batch.indices], x.device)
-    written = d.starts.open(x)
-
-    def path_step(order: Order) -> tuple[Tensor, Tensor, Tensor]:
-        """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
-        path = path_times(settings.budgets, place, order, d.schedule)
-        numbers = order_of(order, noise, written, path.budget, settings.budgets)
-        return path.t, path.after, numbers
-
-    t, after, numbers = path_step(d.config.order)
+    given = settings.budgets, place, d.starts.open(x), noise, d.schedule
+    path = path_step(*given, d.config.order)
+    t, masked, revealed = path.t, path.masked, path.revealed
     if settings.random:
-        chosen = noise.uniforms(1, Purpose.SELECT) < settings.random
-        t_, after_, numbers_ = path_step("random")
-        t = torch.where(chosen.squeeze(1), t_, t)
-        after = torch.where(chosen.squeeze(1), after_, after)
-        numbers = torch.where(chosen, numbers_, numbers)
-    low, high = revealed_shares(d.schedule, torch.stack([t, after]))
-    z = x.masked_fill((numbers >= low[:, None]) & written, d.mask_id)
-    return Part(x, z, t, revealed_between(numbers, low, high) & written)
+        chosen, other = noise.uniforms(1, Purpose.SELECT) < settings.random, path_step(*given)
+        t = torch.where(chosen.squeeze(1), other.t, t)
+        masked = torch.where(chosen, other.masked, masked)
+        revealed = torch.where(chosen, other.revealed, revealed)
+    return Part(x, x.masked_fill(masked, d.mask_id), t, revealed)
 
 
 @torch.no_grad()

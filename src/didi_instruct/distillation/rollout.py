@@ -52,10 +52,8 @@ class Noise:
     """Random numbers of some texts, each a function of (seed, index of the text, purpose)."""
 
     seed: int
-    indices: Tensor
-    """(B,) of the texts, over all processes; on the host."""
-    device: torch.device = HOST
-    """Where the numbers are made: they are the same everywhere."""
+    indices: Tensor  # (B,) of the texts, over all processes; on the host
+    device: torch.device = HOST  # where the numbers are made: they are the same everywhere
 
     def uniforms(self, count: int, *stream: int | Tensor) -> Tensor:
         """(B, count) float64 numbers in [0, 1)."""
@@ -89,8 +87,7 @@ class Starts:
     prompt: int = 0
     end_id: int | None = None
     """The id that fills a window behind its text; None: texts fill their windows."""
-    law: LengthLaw | None = None
-    """With `end_id`: how long texts are."""
+    law: LengthLaw | None = None  # with `end_id`: how long texts are
 
     @classmethod
     def of(cls, model: ModelConfig, length: int, prompt: int) -> "Starts":
@@ -161,16 +158,11 @@ class Jump:
     `state`, `writes` and `masked` are on the host if the jump is planned there.
     """
 
-    z: Tensor
-    """(U, L) distinct states."""
-    t: Tensor
-    """(U,) their times."""
-    state: Tensor
-    """(B,) index of the state that each text starts from."""
-    writes: Tensor
-    """(B, L) positions drawn."""
-    masked: Tensor
-    """(U, L) masks of the states."""
+    z: Tensor  # (U, L) distinct states
+    t: Tensor  # (U,) their times
+    state: Tensor  # (B,) index of the state that each text starts from
+    writes: Tensor  # (B, L) positions drawn
+    masked: Tensor  # (U, L) masks of the states
 
 
 def jump_step(jump: Jump, index: int, uniforms: Tensor) -> Step:
@@ -240,27 +232,20 @@ def as_denoiser(logits_at: LogitsAt, num_tokens: int = 0) -> LogitsDenoiser:
 class Walk:
     """Texts on their way."""
 
-    z: Tensor
-    """(W, L) current states."""
-    masked: Tensor
-    """(W, L) positions not written yet."""
+    z: Tensor  # (W, L) current states
+    masked: Tensor  # (W, L) positions not written yet
     jumps: tuple[Jump, ...]
-    log_prob: Tensor
-    """(W,) of the tokens drawn so far."""
+    log_prob: Tensor  # (W,) of the tokens drawn so far
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Texts, and the jumps that wrote them."""
 
-    x: Tensor
-    """(B, L)."""
-    jumps: tuple[Jump, ...]
-    """In order, the last one from z_τ to x."""
-    log_prob: Tensor
-    """(B,) float64, of all drawn tokens along the path."""
-    written: Tensor
-    """(B, L) positions that were not given."""
+    x: Tensor  # (B, L)
+    jumps: tuple[Jump, ...]  # in order, the last one from z_τ to x
+    log_prob: Tensor  # (B,) float64, of all drawn tokens along the path
+    written: Tensor  # (B, L) positions that were not given
 
 
 def walk(
@@ -388,14 +373,27 @@ def revealed_between(order: Tensor, low: Tensor, high: Tensor) -> Tensor:
 class PathStep(NamedTuple):
     """A step of a path in some number of steps, and the walk to where it starts."""
 
-    times: Tensor
-    """(U, K + 1) of the walk, K the same for all; it stands still once it has arrived."""
-    t: Tensor
-    """(U,) where the step starts."""
-    after: Tensor
-    """(U,) where it ends."""
-    budget: Tensor
-    """(U,) steps of the whole path."""
+    times: Tensor  # (U, K + 1) of the walk, K the same for all; it stands still once it arrives
+    order: Tensor  # (U, L) when positions are revealed
+    t: Tensor  # (U,) where the step starts
+    after: Tensor  # (U,) where it ends
+    masked: Tensor  # (U, L) positions not written yet where it starts
+    revealed: Tensor  # (U, L) those of them that it writes
+
+
+def path_step(
+    budgets: tuple[int, ...], place: Tensor, open: Tensor, noise: Noise, schedule: Schedule,
+    order: Order = "random",
+) -> PathStep:  # fmt: skip
+    """A random step of a random budget, chosen by `place` (U,) in [0, 1), of texts to be written.
+
+    Shapes: open (U, L), the positions to write.
+    """
+    times, t, after, budget = path_times(budgets, place, order, schedule)
+    numbers = order_of(order, noise, open, budget, budgets)
+    low, high = revealed_shares(schedule, torch.stack([t, after]))
+    revealed = revealed_between(numbers, low, high) & open
+    return PathStep(times, numbers, t, after, (numbers >= low[:, None]) & open, revealed)
 
 
 def path_times(
@@ -403,10 +401,12 @@ def path_times(
     place: Tensor,
     order: Order = "random",
     schedule: Schedule | None = None,
-) -> PathStep:
-    """A random step of a random budget, chosen by `place` (U,) in [0, 1).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Walks to a random step of a random budget, chosen by `place` (U,) in [0, 1).
 
-    Steps are equally long, or as the order asks for under the schedule.
+    Steps are equally long, or as the order asks for under the schedule. Returns the times of the
+    walks (U, K + 1), K the same for all; start and end of the step that follows, (U,) each; and the
+    budgets (U,).
     """
     scaled = place * len(budgets)
     which = scaled.long().clamp(max=len(budgets) - 1)
@@ -418,7 +418,7 @@ def path_times(
     steps = torch.arange(longest, device=place.device)
     times = table.gather(1, torch.minimum(steps, done[:, None]))
     t, after = table.gather(1, torch.stack([done, done + 1], 1)).unbind(1)
-    return PathStep(times, t, after, budget)
+    return times, t, after, budget
 
 
 def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:

@@ -55,10 +55,8 @@ class Teacher:
 
     network: Network
     tokenizer: Tokenizer | None
-    fingerprint: str
-    """Of its weights."""
-    source: str = ""
-    """The SOURCE it was opened from."""
+    fingerprint: str  # of its weights
+    source: str = ""  # the SOURCE it was opened from
     log_probs: LogitsAt | None = None
     """A denoiser to follow instead of the network: an exact one, say."""
 
@@ -125,14 +123,11 @@ class MicroBatch:
     """Texts of one pass of this process."""
 
     step: int
-    turn: int
-    """Which batch of the iteration."""
-    indices: Tensor
-    """(B,) of the texts in the batch; on the host."""
+    turn: int  # which batch of the iteration
+    indices: Tensor  # (B,) of the texts in the batch; on the host
     noise: Noise
     first: bool
-    last: bool
-    """After the last pass gradients are exchanged between processes."""
+    last: bool  # after the last pass gradients are exchanged between processes
 
 
 class Distillation:

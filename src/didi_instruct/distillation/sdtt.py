@@ -36,16 +36,11 @@ SMALLEST = 1e-3
 class Part:
     """Texts of a pass, and what the teacher will do from there."""
 
-    z: Tensor
-    """(B, L) the texts, masked."""
-    t: Tensor
-    """(B,) their times."""
-    times: tuple[Tensor, Tensor]
-    """(B,) each: when the teacher takes its first step and its second."""
-    first: Tensor
-    """(B, L) masks that its first step reveals."""
-    uniforms: Tensor
-    """(B, L) in [0, 1): which tokens it draws there."""
+    z: Tensor  # (B, L) the texts, masked
+    t: Tensor  # (B,) their times
+    times: tuple[Tensor, Tensor]  # (B,) each: when the teacher takes its first step and its second
+    first: Tensor  # (B, L) masks that its first step reveals
+    uniforms: Tensor  # (B, L) in [0, 1): which tokens it draws there
 
 
 def teacher_times(t: Tensor, dt: float, grid: str) -> tuple[Tensor, Tensor]:

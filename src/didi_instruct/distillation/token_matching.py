@@ -23,15 +23,9 @@ from didi_instruct.distillation.auxiliary import (
 )
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import (
-    as_denoiser,
-    order_of,
-    path_times,
-    revealed_between,
-    walk,
-)
+from didi_instruct.distillation.rollout import as_denoiser, path_step, walk
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
-from didi_instruct.process.masking import revealed_shares, stratified_times
+from didi_instruct.process.masking import stratified_times
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.draw import Purpose
@@ -53,30 +47,24 @@ class TokenMatching:
 
     def plan(self, batch: MicroBatch) -> Plan:
         """Decide budgets, steps, reveals and contexts of a part."""
-        d, settings, order = self.d, self.settings, self.d.config.order
-        noise = batch.noise.on_host
+        d, settings, noise = self.d, self.settings, batch.noise.on_host
         states = noise.of_groups(settings.contexts)
         generator = d.generator("budgets", batch.step, batch.turn)
         strata = stratified_times(d.config.train.batch_size // settings.contexts, generator)
-        path = path_times(settings.budgets, strata[states.indices], order, d.schedule)
         first = (batch.step * settings.aux_steps + batch.turn) * len(strata)
         start, owner = d.starts(states, d.prompts(first, states.indices))
-        opened = (start == d.mask_id)[owner]
-        numbers = order_of(order, states, opened, path.budget, settings.budgets)
-        low, high = revealed_shares(d.schedule, torch.stack([path.t, path.after]))
-        revealed = revealed_between(numbers, low, high) & opened
+        place, opened = strata[states.indices], (start == d.mask_id)[owner]
+        path = path_step(settings.budgets, place, opened, states, d.schedule, d.config.order)
         text = torch.arange(len(batch.indices))
         state = text // settings.contexts
         # Draws that the completion term compares differ in their tokens alone.
         coins, which = (states, state) if settings.completion else (noise, text)
         share = coins.uniforms(1, Purpose.SELECT, 0)
         shown = (coins.uniforms(d.length, Purpose.SELECT, 1) < share)[which]
-        hidden = revealed[state] & ~shown
+        hidden = path.revealed[state] & ~shown
         share, t, after = share[which].squeeze(1), path.t[state], path.after[state]
         t_context = _context_time(d.schedule, t, after, share)
-        return Plan(
-            batch, start, owner, path.times, numbers, path.t, revealed, state, hidden, t_context
-        )
+        return Plan(batch, start, owner, path, path.revealed, state, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
         """Walk to the states and draw the next step, with the student's law kept for learning."""
@@ -86,15 +74,15 @@ class TokenMatching:
             d.schedule,
             plan.start,
             plan.owner,
-            plan.times,
+            plan.path.times,
             noise.of_groups(self.settings.contexts),
             d.mask_id,
-            plan.order,
+            plan.path.order,
         ).z
-        t = sent(plan.t, z.device)
+        t = sent(plan.path.t, z.device)
         with torch.set_grad_enabled(learns):
             log_p = student.log_probs_with_grad(z, t, plan.revealed, sync=plan.batch.last)
-        uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.times.shape[1], Purpose.SELECT)
+        uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.path.times.shape[1], Purpose.SELECT)
         return write_step(plan, z, t, log_p, uniforms, d.mask_id)
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
