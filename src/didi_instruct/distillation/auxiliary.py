@@ -14,9 +14,10 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.replica import Learner, Loss, Metrics
-from didi_instruct.distillation.rollout import PathStep, row_index
+from didi_instruct.distillation.rollout import PathStep, row_index, walk
 from didi_instruct.distillation.run import Distillation, MicroBatch
 from didi_instruct.distillation.watch import Totals, unique_ngrams
+from didi_instruct.sampling.ancestral import Draw
 from didi_instruct.sampling.draw import draw_tokens
 from didi_instruct.transfer import sent
 
@@ -33,6 +34,11 @@ class Plan:
     state: Tensor  # (B,) the state of each context
     hidden: Tensor  # (B, L) positions that are hidden again
     t_context: Tensor  # (B,) noise level of the contexts
+
+    @property
+    def contexts(self) -> int:
+        """Contexts of each state."""
+        return len(self.state) // len(self.owner)
 
     @property
     def drawn(self) -> Tensor:
@@ -66,6 +72,13 @@ class Drawn:
         """Text and position of what a plan selects (B, L): (R,), (R,)."""
         text, position = where.nonzero(as_tuple=True)
         return sent(text, self.x.device), sent(position, self.x.device)
+
+
+def walk_to_state(d: Distillation, plan: Plan, draw: Draw) -> Tensor:
+    """States (U, L) in which the steps that are learned start."""
+    noise, path = plan.batch.noise.of_groups(plan.contexts), plan.path
+    given = plan.start, plan.owner, path.times, noise
+    return walk(draw, d.schedule, *given, d.mask_id, path.order).z
 
 
 def write_step(
@@ -110,7 +123,7 @@ def take_turns(player: Player, step: int, turns: int) -> Metrics:
         counts = d.count(torch.stack([p.hidden.sum(), p.revealed.sum()]) for p in plans)
         totals, texts = Totals(), []
         for plan in plans:
-            sync, contexts = plan.batch.last, len(plan.state) // len(plan.owner)
+            sync = plan.batch.last
             drawn = player.draw(plan, learns=learns)
             log_phi = auxiliary.replica.log_probs_with_grad(
                 drawn.context, drawn.t_context, plan.hidden, sync=sync
@@ -118,14 +131,14 @@ def take_turns(player: Player, step: int, turns: int) -> Metrics:
             truth = drawn.x[drawn.at(plan.hidden)]
             aux_loss = -log_phi.gather(-1, truth[:, None]).sum() / counts[0]  # -log p_φ(x | c)
             auxiliary.backward(aux_loss, sync=sync)
-            path_entropy = -drawn.log_prob / (counts[1] * contexts)
+            path_entropy = -drawn.log_prob / (counts[1] * plan.contexts)
             totals.add(aux_loss=aux_loss, path_entropy=path_entropy)
             if final:
                 loss, numbers = player.loss(plan, drawn, log_phi.detach(), counts)
                 totals.add(loss=loss, **numbers)
                 if learns:
                     d.student.backward(loss, sync=sync)
-                texts.append(drawn.x[::contexts])
+                texts.append(drawn.x[:: plan.contexts])
         aux_norm = auxiliary.update(step)
     metrics = d.summed(totals)
     if learns:

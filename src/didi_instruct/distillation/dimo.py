@@ -29,11 +29,12 @@ from didi_instruct.distillation.auxiliary import (
     Plan,
     auxiliary_networks,
     take_turns,
+    walk_to_state,
     write_step,
 )
 from didi_instruct.distillation.losses import entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import path_step, walk
+from didi_instruct.distillation.rollout import path_step
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.sampling.dimo import Seen, Start
@@ -54,11 +55,9 @@ class Dimo:
         self.state: dict[str, Tensor] = {}
 
     def step(self, step: int) -> Metrics:
-        """Several batches for the auxiliary denoiser; the last one is the student's too."""
         return take_turns(self, step, self.settings.aux_steps)
 
     def plan(self, batch: MicroBatch) -> Plan:
-        """Decide starts, walks and what is hidden."""
         d, settings, size = self.d, self.settings, self.d.config.train.batch_size
         noise, everyone = batch.noise.on_host, torch.arange(len(batch.indices))
         generator = d.generator("budgets", batch.step, batch.turn)
@@ -74,9 +73,7 @@ class Dimo:
         return Plan(batch, start, everyone, path, path.masked, everyone, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
-        """Walk, and write all that is left; the student's law there is kept for learning."""
-        d, noise, device = self.d, plan.batch.noise, self.d.world.device
-        begun = self.begin(plan)
+        d, device, begun = self.d, self.d.world.device, self.begin(plan)
 
         def draw(texts: State, step: Step) -> tuple[Tensor, Tensor]:
             assert step.states is not None
@@ -84,15 +81,12 @@ class Dimo:
             log_p = self._log_probs(seen, torch.as_tensor(step.t), sent(step.reads, device))
             return draw_tokens(log_p, step.u, step.row)
 
-        given, order = (plan.start, plan.owner, plan.path.times), plan.path.order
-        z = walk(draw, d.schedule, *given, noise, d.mask_id, order).z
-        t, at = (
-            sent(plan.path.t, device),
-            sent(plan.revealed.flatten().nonzero().squeeze(1), device),
-        )
+        z, t = walk_to_state(d, plan, draw), sent(plan.path.t, device)
+        at = sent(plan.revealed.flatten().nonzero().squeeze(1), device)
         with torch.set_grad_enabled(learns):
             log_p = self._log_probs(begun.later(z, d.mask_id), t, at, sync=plan.batch.last)
-        uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.path.times.shape[1])
+        stream = Purpose.TOKEN, plan.path.times.shape[1]
+        uniforms = plan.batch.noise.uniforms(d.length, *stream)
         return write_step(plan, z, t, log_p, uniforms, d.mask_id)
 
     def begin(self, plan: Plan) -> Seen:
@@ -112,7 +106,6 @@ class Dimo:
         return log_probs
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
-        """The token gradient as a loss, and numbers of it."""
         log_theta = self.d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
         return student_loss(plan, drawn, log_phi, log_theta, counts[0], self.settings.beta)
 

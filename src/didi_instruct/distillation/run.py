@@ -317,7 +317,6 @@ class DistillTask:
         """Mean of the collapse metric over the first texts, before much is learnt."""
 
     def step(self, step: int) -> Metrics:
-        """Update the networks once."""
         self.distillation.student.replica.release()
         compiled = compiles(self.config.train, self.world.device)
         with fusing(compiled), replica.iterating():
@@ -328,7 +327,6 @@ class DistillTask:
         return metrics
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
-        """Learning rate and speed."""
         d, train, rate = self.distillation, self.config.train, steps / max(seconds, 1e-9)
         lr, warmup = 0.0, self.config.warmup
         if d.learns(step):
@@ -340,7 +338,6 @@ class DistillTask:
         }
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All networks with their moments and averages, and what methods remember."""
         found = {
             f"{part}/{name}": tensor
             for part, learner in self.parts.items()
@@ -356,11 +353,9 @@ class DistillTask:
         """Nothing is left to do: moments exist from the start."""
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint, about."""
         return sum(learner.bytes for learner in self.parts.values())
 
     def identity(self) -> Mapping[str, Any]:
-        """The teacher, and the data that positions in the stream refer to."""
         data = self.distillation.data
         return {
             "teacher": self.distillation.fingerprint,
@@ -368,7 +363,7 @@ class DistillTask:
         }
 
     def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
-        """Write the averaged student, and the discriminator if there is one; all call."""
+        """Write the averaged student, and the discriminator if there is one."""
         d = self.distillation
         with d.student.averaged() as network:
             student = _whole(network)

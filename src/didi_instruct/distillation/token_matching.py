@@ -19,11 +19,12 @@ from didi_instruct.distillation.auxiliary import (
     Plan,
     auxiliary_networks,
     take_turns,
+    walk_to_state,
     write_step,
 )
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import as_denoiser, path_step, walk
+from didi_instruct.distillation.rollout import as_denoiser, path_step
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.process.schedule import Schedule
@@ -42,11 +43,9 @@ class TokenMatching:
         self.state: dict[str, Tensor] = {}
 
     def step(self, step: int) -> Metrics:
-        """Several batches for the auxiliary denoiser; the last one is the student's too."""
         return take_turns(self, step, self.settings.aux_steps) | self.d.start_metrics(step)
 
     def plan(self, batch: MicroBatch) -> Plan:
-        """Decide budgets, steps, reveals and contexts of a part."""
         d, settings, noise = self.d, self.settings, batch.noise.on_host
         states = noise.of_groups(settings.contexts)
         generator = d.generator("budgets", batch.step, batch.turn)
@@ -67,26 +66,16 @@ class TokenMatching:
         return Plan(batch, start, owner, path, path.revealed, state, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
-        """Walk to the states and draw the next step, with the student's law kept for learning."""
-        d, student, noise = self.d, self.d.student.replica, plan.batch.noise
-        z = walk(
-            plain(as_denoiser(student.logits)),
-            d.schedule,
-            plan.start,
-            plan.owner,
-            plan.path.times,
-            noise.of_groups(self.settings.contexts),
-            d.mask_id,
-            plan.path.order,
-        ).z
+        d, student = self.d, self.d.student.replica
+        z = walk_to_state(d, plan, plain(as_denoiser(student.logits)))
         t = sent(plan.path.t, z.device)
         with torch.set_grad_enabled(learns):
             log_p = student.log_probs_with_grad(z, t, plan.revealed, sync=plan.batch.last)
-        uniforms = noise.uniforms(d.length, Purpose.TOKEN, plan.path.times.shape[1], Purpose.SELECT)
+        stream = Purpose.TOKEN, plan.path.times.shape[1], Purpose.SELECT
+        uniforms = plan.batch.noise.uniforms(d.length, *stream)
         return write_step(plan, z, t, log_p, uniforms, d.mask_id)
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
-        """Matching, anchor and completion terms of one part, and numbers of them."""
         d, log_anchor = self.d, None
         log_theta = d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
         if self.settings.anchor:
