@@ -380,7 +380,7 @@ def test_walks_of_several_steps_follow_the_enumerated_law(walked, monkeypatch):
         student=small_network(1, **shape),
     )
     part = part_of(task)
-    here = (part.t - (1 - walked / 3)).abs() < 1e-9
+    here = (part.path.t - (1 - walked / 3)).abs() < 1e-9
     found = index(drawn_of(task, part).x, 2)[here]
 
     def law(times=(0, 1, 2), blind=()):
@@ -409,9 +409,9 @@ def test_several_steps_walk_to_a_state_of_the_path_and_finish_it():
     assert torch.equal(last, z == 5)
     assert torch.equal(drawn.x[~last], z[~last])
     assert (drawn.x < 5).all()
-    assert set(part.t.tolist()) == {1.0, 0.75, 0.5, 0.25}
-    for t in part.t.unique():
-        here = part.t == t
+    assert set(part.path.t.tolist()) == {1.0, 0.75, 0.5, 0.25}
+    for t in part.path.t.unique():
+        here = part.path.t == t
         share = last[here].double().mean()
         assert abs(share - t) < 5 * math.sqrt(0.25 / (here.sum() * 8))
 

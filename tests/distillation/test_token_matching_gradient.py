@@ -9,6 +9,8 @@ One side is autograd through the enumerated J, the other the expectation of what
 computes, with an exact auxiliary denoiser. Nothing is sampled; tolerances are for float64 rounding.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -102,16 +104,14 @@ def inputs(outcomes, log_p, log_phi):
         batch=None,
         start=outcomes.z,
         owner=torch.arange(len(outcomes.z)),
-        times=time[:, None],
-        order=torch.zeros_like(revealed, dtype=torch.float64),
-        t=time,
+        path=SimpleNamespace(t=time),
         revealed=revealed,
         state=state,
         hidden=(outcomes.role == HIDDEN)[state],
         t_context=time[state],
     )
     rows = log_p[state_index(outcomes.z)][revealed].detach().requires_grad_()
-    drawn = Drawn(outcomes.z, plan.t, context, context, plan.t_context, rows, torch.zeros(()))
+    drawn = Drawn(outcomes.z, time, context, context, plan.t_context, rows, torch.zeros(()))
     return plan, drawn, log_phi[state_index(context)][plan.hidden]
 
 
