@@ -83,7 +83,9 @@ class Didi:
         d, critic, settings = self.d, self.critic, self.d.config.discriminator
         for turn in range(settings.steps):
             batches = d.micro_batches(step, turn)
-            pairs = [make_pair(d, batch, self.student_texts) for batch in batches]
+            pairs = [
+                make_pair(d, batch, self.student_texts) for batch in batches
+            ]  # t, x, x', z, z'
             update = critic.update(step, pairs)  # Eq. (8)
         accuracy = critic.remember(update)
         rewarded = [critic.reward(*each) for each in zip(pairs, update.states, strict=True)]
@@ -111,11 +113,12 @@ class Didi:
 
 @torch.no_grad()
 def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -> Pair:
-    """Draw τ ~ π, x from the student and x' from the teacher; corrupt both to z and z'."""
+    """Texts of the student and of the teacher, corrupted to one time."""
     didi, noise, device = d.config.didi, batch.noise, d.world.device
-    tau = _times(didi, noise, 0)
-    reference = _references(d, batch)
-    texts = student_texts(d, batch, tau, reference if d.config.prompt else None)
+    tau = _times(didi, noise, 0)  # t ~ π
+    reference = _references(d, batch)  # x' ~ p_θ
+    prompts = reference if d.config.prompt else None
+    texts = student_texts(d, batch, tau, prompts)  # x ~ p_ν, by way of z_τ
     reference = sent(reference, device)
     time = tau if didi.coupled_time else _times(didi, noise, 1)
     # Texts that share a state are corrupted alike; those that share a prompt have one reference.

@@ -54,6 +54,7 @@ class TokenMatching:
         start, owner = d.starts(states, d.prompts(first, states.indices))
         place, opened = strata[states.indices], (start == d.mask_id)[owner]
         path = path_step(settings.budgets, place, opened, states, d.schedule, d.config.order)
+        # A random share of what the step reveals is shown, the rest hidden again.
         text = torch.arange(len(batch.indices))
         state = text // settings.contexts
         # Draws that the completion term compares differ in their tokens alone.
