@@ -8,8 +8,13 @@ from torch.distributions import Categorical, kl_divergence
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.distillation import didi as module
-from didi_instruct.distillation.critic import Critic
-from didi_instruct.distillation.didi import make_pair, score_texts, update_student, write_texts
+from didi_instruct.distillation.didi import (
+    Critic,
+    make_pair,
+    score_texts,
+    update_student,
+    write_texts,
+)
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
 from didi_instruct.process.masking import interleaved_times
@@ -147,9 +152,9 @@ def test_a_step_with_prompts(grouping, given):
     check_numbers(task.step(0))
     pair = pair_of(task)
     prompts = Stream().rows(0, BATCH // 4)[:, :3]
-    for text in (pair.rollout.x, pair.z):
+    for text in (pair.rollout.x, pair.fake.z):
         assert torch.equal(text[:, :3], prompts.repeat_interleave(4, 0))
-    assert torch.equal(pair.z_reference[:, :3], prompts)
+    assert torch.equal(pair.real.z[:, :3], prompts)
     assert torch.equal(pair.rollout.written, (torch.arange(L) >= 3).expand(BATCH, L))
     assert bool((pair.rollout.x < MASK).all())
 
@@ -176,22 +181,22 @@ def test_in_streams_texts_stop_on_the_path_and_are_compared_where_chance_says():
     didi = {"rollout_steps": 8, "score_steps": "last"}
     pair = pair_of(task_of({"didi": didi, "order": "streams"}))
     path = torch.tensor(interleaved_times(LogLinear(1e-3), 8)[:-1], dtype=torch.float64)
-    drawn = pair_of(task_of({"didi": didi})).t
-    assert torch.equal(pair.t, drawn)
+    drawn = pair_of(task_of({"didi": didi})).fake.t
+    assert torch.equal(pair.fake.t, drawn)
     gap = (stops(pair)[:, None] - path).abs().amin(1)
     assert float(gap.max()) < 1e-9
-    assert bool((stops(pair) >= pair.t).all())
+    assert bool((stops(pair) >= pair.fake.t).all())
     assert len(torch.unique(stops(pair))) > 2
     assert bool((pair.rollout.x < MASK).all())
 
 
 def test_coupled_times_are_the_same_and_uncoupled_ones_are_not():
     coupled = pair_of(task_of())
-    assert torch.equal(coupled.t, stops(coupled))
+    assert torch.equal(coupled.fake.t, stops(coupled))
     apart = pair_of(task_of({"didi": {"coupled_time": False}}))
-    assert not (apart.t == stops(apart)).any()
+    assert not (apart.fake.t == stops(apart)).any()
     assert torch.equal(stops(apart), stops(coupled))
-    assert torch.equal(apart.t_reference, apart.t)
+    assert torch.equal(apart.real.t, apart.fake.t)
 
 
 @pytest.mark.parametrize("grouping", ["batch", "tau", "state"])
@@ -207,7 +212,7 @@ def test_what_the_members_of_a_group_share(grouping):
 
     assert alike(stops(pair)) == (grouping != "batch")
     assert alike(last.z[last.state]) == (grouping == "state")
-    assert alike(pair.z == MASK) == (grouping == "state")
+    assert alike(pair.fake.z == MASK) == (grouping == "state")
     assert not alike(pair.rollout.x)
     assert len(torch.unique(stops(pair))) == (BATCH if grouping == "batch" else BATCH // 4)
 
@@ -221,8 +226,8 @@ def test_both_sides_are_corrupted_to_their_time(changes):
     task, sums = task_of(changes | {"train": {"batch_size": 1200}}), []
     pair = pair_of(task)
     for z, t, copies in (
-        (pair.z, pair.t, 4 if changes else 1),
-        (pair.z_reference, pair.t_reference, 1),
+        (pair.fake.z, pair.fake.t, 4 if changes else 1),
+        (pair.real.z, pair.real.t, 1),
     ):
         chance = (1 - task.distillation.schedule.alpha(t))[::copies]
         masked = (z == MASK).double().mean(1)[::copies]
@@ -288,7 +293,7 @@ def test_the_students_loss_and_gradient_by_hand(didi, timed):
                 kinds["jeffreys"] = (forward + backward) / 2
                 kl = kl + kinds[didi.kl].mean()
                 entropy = entropy + p.entropy()[masked].mean() / len(path)
-        weight, t_compared = 1.0, pair.t[text]
+        weight, t_compared = 1.0, pair.fake.t[text]
         if didi.omega == "schedule":
             weight = 1 / max(float(t_compared), didi.omega_min_time)
         if didi.importance_weighting:
@@ -318,7 +323,7 @@ def test_the_discriminators_loss_and_accuracy_by_hand(positions, prompt):
     pair = pair_of(task)
     critic = twin(networks_of(task)["discriminator"]).train()
     numbers = task.method.critic.update(0, [pair]).metrics
-    z, t = torch.cat([pair.z, pair.z_reference]), torch.cat([pair.t, pair.t_reference])
+    z, t = torch.cat([pair.fake.z, pair.real.z]), torch.cat([pair.fake.t, pair.real.t])
     ratio = critic(z, task.distillation.schedule.sigma(t))
     sides, right, sharp = [], [], []
     for rows, target in ((slice(0, BATCH), 0.1), (slice(BATCH, None), 0.9)):

@@ -15,15 +15,7 @@ from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.dimo import (
-    Drawn,
-    draw_texts,
-    hidden_share,
-    make_part,
-    student_loss,
-    token_gradient,
-    walk_from,
-)
+from didi_instruct.distillation.dimo import hidden_share, student_loss, token_gradient
 from didi_instruct.distillation.mixture import add_masks
 from didi_instruct.distillation.rollout import Noise
 from didi_instruct.errors import UserError
@@ -46,15 +38,15 @@ def task_of(dimo=None, changes=None, **options):
 
 
 def part_of(task, step=0):
-    return make_part(task.distillation, batch_of(task, step))
+    return task.method.plan(batch_of(task, step))
 
 
 def drawn_of(task, part):
-    return draw_texts(task.distillation, task.method.start, part, learns=False)
+    return task.method.draw(part, learns=False)
 
 
 def begun_of(task, part):
-    return walk_from(task.distillation, task.method.start, part)[1]
+    return task.method.begin(part)
 
 
 # The gradient
@@ -81,8 +73,8 @@ def test_the_token_gradient_is_that_of_the_mixed_kl(beta):
 def loss_of(x, last, hidden, log_p, log_phi, log_theta, beta):
     """The student's loss of one text, with the teacher's table (64, L, V)."""
     theta = log_theta[state_index(x.masked_fill(hidden, MASK))][hidden]
-    drawn = Drawn(x, last, log_p, torch.zeros(()))
-    return student_loss(hidden, drawn, log_phi, theta, torch.ones(()), beta)[0]
+    plan, drawn = SimpleNamespace(revealed=last, hidden=hidden), SimpleNamespace(log_p=log_p)
+    return student_loss(plan, drawn, log_phi, theta, torch.ones(()), beta)[0]
 
 
 def outcomes():
@@ -388,7 +380,7 @@ def test_walks_of_several_steps_follow_the_enumerated_law(walked, monkeypatch):
         student=small_network(1, **shape),
     )
     part = part_of(task)
-    here = (part.t - (1 - walked / 3)).abs() < 1e-9
+    here = (part.path.t - (1 - walked / 3)).abs() < 1e-9
     found = index(drawn_of(task, part).x, 2)[here]
 
     def law(times=(0, 1, 2), blind=()):
@@ -412,15 +404,15 @@ def test_several_steps_walk_to_a_state_of_the_path_and_finish_it():
     """
     task = task_of({"budgets": [4]}, {"train": {"batch_size": 2000}})
     part = part_of(task)
-    z, _ = walk_from(task.distillation, task.method.start, part)
     drawn = drawn_of(task, part)
-    assert torch.equal(drawn.last, z == 5)
-    assert torch.equal(drawn.x[~drawn.last], z[~drawn.last])
+    z, last = drawn.z, part.revealed
+    assert torch.equal(last, z == 5)
+    assert torch.equal(drawn.x[~last], z[~last])
     assert (drawn.x < 5).all()
-    assert set(part.t.tolist()) == {1.0, 0.75, 0.5, 0.25}
-    for t in part.t.unique():
-        here = part.t == t
-        share = drawn.last[here].double().mean()
+    assert set(part.path.t.tolist()) == {1.0, 0.75, 0.5, 0.25}
+    for t in part.path.t.unique():
+        here = part.path.t == t
+        share = last[here].double().mean()
         assert abs(share - t) < 5 * math.sqrt(0.25 / (here.sum() * 8))
 
 

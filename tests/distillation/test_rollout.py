@@ -17,14 +17,14 @@ from didi_instruct.distillation.rollout import (
     Jump,
     Noise,
     as_denoiser,
-    draw_from,
     jump_step,
     rollout,
+    row_index,
     texts_from,
     walk,
 )
 from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
-from didi_instruct.sampling import draw as draws
+from didi_instruct.sampling import draw as sampling_draw
 from didi_instruct.sampling.ancestral import ancestral, plain
 from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
@@ -44,6 +44,11 @@ def draw_jump(log_probs, jump, numbers):
     """Tokens and log-probabilities of a jump, as a rollout draws them."""
     texts = texts_from(jump.z[jump.state], V)
     return plain(as_denoiser(log_probs))(texts, jump_step(jump, 0, numbers))
+
+
+def draws(table):
+    """Draws from a table's laws."""
+    return plain(as_denoiser(table.log_probs))
 
 
 def share(schedule, s, t=1.0):
@@ -93,7 +98,7 @@ def test_a_walk_has_the_law_of_ancestral_sampling(schedule):
     """Both follow the enumerated law of two steps over all 27 texts."""
     table, n = Table(), 20_000
     law = texts_of(law_of(table, MASKS[0], [1.0, 0.5], [share(schedule, 0.5), 1.0]))
-    way = walk(table.log_probs, schedule, MASKS, zeros(n), times_of(n, 1, 0.5, 0), noise_of(n), V)
+    way = walk(draws(table), schedule, MASKS, zeros(n), times_of(n, 1, 0.5, 0), noise_of(n), V)
     denoiser, settings = function_denoiser(table, V), DrawOptions(seed=1)
     samples = ancestral(denoiser, schedule, Canvas.blank(n, L, V), steps=2, settings=settings)
     assert p_value(index(way.z, V), law) > FALSE_ALARM
@@ -106,14 +111,14 @@ def test_a_walk_that_stops_on_its_way_has_the_law_of_its_state(schedule):
     table, n, times = Table(seed=1), 20_000, [1.0, 0.8, 0.5, 0.2]
     chances = [share(schedule, s, t) for t, s in itertools.pairwise(times)]
     law = law_of(table, MASKS[0], times[:-1], chances)
-    way = walk(table.log_probs, schedule, MASKS, zeros(n), times_of(n, *times), noise_of(n, 3), V)
+    way = walk(draws(table), schedule, MASKS, zeros(n), times_of(n, *times), noise_of(n, 3), V)
     assert p_value(index(way.z, V + 1), law) > FALSE_ALARM
 
 
 def test_a_walk_knows_the_probability_of_its_tokens():
     table, n = Table(), 50
     times = times_of(n, 1, 0.6, 0.3, 0)
-    way = walk(table.log_probs, LogLinear(0.0), MASKS, zeros(n), times, noise_of(n), V)
+    way = walk(draws(table), LogLinear(0.0), MASKS, zeros(n), times, noise_of(n), V)
     expected = path_log_prob(table, way.jumps, way.z)
     torch.testing.assert_close(way.log_prob, expected, rtol=0, atol=1e-12)
 
@@ -122,7 +127,7 @@ def test_jumps_tell_where_each_token_was_drawn():
     """Every position once, from a state in which it was masked, at the step's time."""
     table, n = Table(), 200
     way = walk(
-        table.log_probs,
+        draws(table),
         LogLinear(0.0),
         MASKS,
         zeros(n),
@@ -145,7 +150,7 @@ def test_a_walk_that_stands_still_takes_no_step():
     table, n = Table(), 20_000
     times = times_of(n, 1, 0.5, 0.5, 0).clone()
     times[::2, 2] = 0.25
-    way = walk(table.log_probs, LogLinear(0.0), MASKS, zeros(n), times, noise_of(n, 4), V)
+    way = walk(draws(table), LogLinear(0.0), MASKS, zeros(n), times, noise_of(n, 4), V)
     assert not way.jumps[1].writes[1::2].any()
     assert way.jumps[1].writes[::2].any()
     still = texts_of(law_of(table, MASKS[0], [1.0, 0.5], [0.5, 1.0]))
@@ -306,22 +311,20 @@ def random_jump(seed, states=5, texts=11):
     t = torch.rand(states, generator=generator, dtype=torch.float64)
     owner = torch.randint(states, (texts,), generator=generator)
     where = (torch.rand(texts, L, generator=generator) < 0.5) & (z == V)[owner]
-    return Jump(z, t, owner, where), torch.rand(texts, L, generator=generator, dtype=torch.float64)
+    numbers = torch.rand(texts, L, generator=generator, dtype=torch.float64)
+    return Jump(z, t, owner, where, z == V), numbers
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_jumps_equal_a_dense_loop(seed):
-    """`reads`, `row_index` and the draws, each against text after text, position after position."""
+    """`row_index` and the draws, each against text after text, position after position."""
     table = Table(seed=seed)
     jump, numbers = random_jump(seed)
-    reads = torch.zeros_like(jump.reads)
-    for text, position in jump.writes.nonzero().tolist():
-        reads[jump.state[text], position] = True
-    assert torch.equal(jump.reads, reads)
-    for selected in (reads, jump.z == V, torch.ones_like(reads)):
+    text, position = jump.writes.nonzero(as_tuple=True)
+    for selected in (jump.masked, torch.ones_like(jump.masked)):
         cells = selected.nonzero().tolist()
         expected = [cells.index([int(jump.state[b]), i]) for b, i in jump.writes.nonzero().tolist()]
-        assert jump.row_index(selected).tolist() == expected
+        assert row_index(selected, jump.state[text], position).tolist() == expected
     dense = table(jump.z[jump.state], jump.t[jump.state])
     tokens, log_p = [], []
     for text, position in jump.writes.nonzero().tolist():
@@ -331,15 +334,13 @@ def test_jumps_equal_a_dense_loop(seed):
     drawn, reported = draw_jump(table.log_probs, jump, numbers)
     assert drawn.tolist() == tokens
     torch.testing.assert_close(reported, torch.tensor(log_p).double(), rtol=0, atol=1e-6)
-    everywhere = table(jump.z, jump.t)[jump.z == V]
-    assert torch.equal(draw_from(everywhere, jump, jump.z == V, numbers)[0], drawn)
 
 
 @pytest.mark.parametrize("elements", [1, 7, 20])
 def test_laws_made_in_pieces_are_the_same(monkeypatch, elements):
     table, (jump, numbers) = Table(), random_jump(0, texts=30)
     whole = draw_jump(table.log_probs, jump, numbers)
-    monkeypatch.setattr(draws, "LAW_ELEMENTS", elements)
+    monkeypatch.setattr(sampling_draw, "LAW_ELEMENTS", elements)
     for one, other in zip(whole, draw_jump(table.log_probs, jump, numbers), strict=True):
         assert torch.equal(one, other)
 
@@ -348,18 +349,21 @@ def test_states_from_which_nothing_is_drawn_are_not_read():
     table, (jump, numbers) = Table(), random_jump(1)
     draw_jump(table.log_probs, jump, numbers)
     ((z, t, where),) = table.calls
-    active = jump.reads.any(1)
+    reads = torch.zeros_like(jump.masked)
+    for text, position in jump.writes.nonzero().tolist():
+        reads[jump.state[text], position] = True
+    active = reads.any(1)
     assert 0 < active.sum() < len(active)
     assert torch.equal(z, jump.z[active])
     assert torch.equal(t, jump.t[active])
-    assert torch.equal(where, jump.reads[active])
+    assert torch.equal(where, reads[active])
 
 
 def test_a_step_that_reveals_nothing_still_reads_one_state():
     """Each step is one call, on all processes of a sharded network; nothing is written."""
     table, n = Table(), 5
     way = walk(
-        table.log_probs, LogLinear(0.0), MASKS, zeros(n), times_of(n, 1, 1, 1, 1), noise_of(n), V
+        draws(table), LogLinear(0.0), MASKS, zeros(n), times_of(n, 1, 1, 1, 1), noise_of(n), V
     )
     assert torch.equal(way.z, MASKS.expand(n, L))
     assert torch.equal(way.log_prob, torch.zeros(n).double())

@@ -9,25 +9,28 @@ One side is autograd through the enumerated J, the other the expectation of what
 computes, with an exact auxiliary denoiser. Nothing is sampled; tolerances are for float64 rounding.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from didi_instruct.config.distill import TokenMatchingConfig
+from didi_instruct.distillation.auxiliary import Drawn, Plan
 from didi_instruct.distillation.rollout import (
     Noise,
+    as_denoiser,
     path_times,
     revealed_between,
     revealed_shares,
     walk,
 )
 from didi_instruct.distillation.token_matching import (
-    Drawn,
-    Plan,
     completion_term,
     matching_loss,
     student_loss,
 )
 from didi_instruct.process.schedule import Cosine, LogLinear
+from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.draw import Purpose
 
 from .tables import (
@@ -98,18 +101,17 @@ def inputs(outcomes, log_p, log_phi):
     context = outcomes.context.flatten(0, 1)
     time = torch.ones(len(outcomes.z))
     plan = Plan(
+        batch=None,
         start=outcomes.z,
         owner=torch.arange(len(outcomes.z)),
-        times=time[:, None],
-        order=torch.zeros_like(revealed, dtype=torch.float64),
-        t=time,
+        path=SimpleNamespace(t=time),
         revealed=revealed,
         state=state,
-        shown=(outcomes.role == SHOWN)[state],
+        hidden=(outcomes.role == HIDDEN)[state],
         t_context=time[state],
     )
     rows = log_p[state_index(outcomes.z)][revealed].detach().requires_grad_()
-    drawn = Drawn(outcomes.z, plan.t, context, context, plan.t_context, rows, torch.zeros(()))
+    drawn = Drawn(outcomes.z, time, context, context, plan.t_context, rows, torch.zeros(()))
     return plan, drawn, log_phi[state_index(context)][plan.hidden]
 
 
@@ -334,7 +336,7 @@ def test_every_position_is_revealed_by_one_step_of_a_budget(schedule):
     turns = torch.zeros(texts, 16, dtype=torch.long)
     for k in range(budget):
         walked = walk(
-            lambda z, t, where: torch.zeros(int(where.sum()), V),
+            plain(as_denoiser(lambda z, t, where: torch.zeros(int(where.sum()), V))),
             schedule,
             start,
             torch.zeros(texts, dtype=torch.long),

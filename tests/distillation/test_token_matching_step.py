@@ -10,9 +10,10 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.distillation.rollout import walk
-from didi_instruct.distillation.token_matching import make_plan, matching_loss
+from didi_instruct.distillation.rollout import as_denoiser, walk
+from didi_instruct.distillation.token_matching import matching_loss
 from didi_instruct.errors import UserError
+from didi_instruct.sampling.ancestral import plain
 
 from .small import (
     Stream,
@@ -39,7 +40,7 @@ def task_of(matching=None, changes=None, **options):
 
 
 def plan_of(task, step=0, turn=0):
-    return make_plan(task.distillation, batch_of(task, step, turn))
+    return task.method.plan(batch_of(task, step, turn))
 
 
 # The loss itself
@@ -81,7 +82,7 @@ def test_a_plan_shows_a_part_and_hides_the_rest(contexts, completion, prompt):
     task = task_of(matching, changes, **options)
     plan = plan_of(task)
     states = texts // contexts
-    assert len(plan.t) == len(plan.revealed) == states
+    assert len(plan.path.t) == len(plan.revealed) == states
     assert torch.equal(plan.state, torch.arange(texts) // contexts)
     revealed = plan.revealed[plan.state]
     assert torch.equal(plan.shown | plan.hidden, revealed)
@@ -94,15 +95,18 @@ def test_a_plan_shows_a_part_and_hides_the_rest(contexts, completion, prompt):
     groups = plan.shown.view(states, contexts, L)
     alike = bool((groups == groups[:, :1]).all())
     assert alike == (contexts == 1 or completion > 0)
-    t = plan.t[plan.state]
+    t = plan.path.t[plan.state]
     assert bool(((plan.t_context <= t + 1e-9) & (plan.t_context >= t - 1 / 4 - 1e-9)).all())
 
 
 def masked_after_the_walk(task, plan):
     """Positions that are masked where the step of a plan of all texts starts: (U, L)."""
     d, noise = task.distillation, batch_of(task).noise
-    denoiser, given = d.student.replica.log_probs, (plan.start, plan.owner, plan.times)
-    return walk(denoiser, d.schedule, *given, noise, MASK).z == MASK
+    draw, given = (
+        plain(as_denoiser(d.student.replica.log_probs)),
+        (plan.start, plan.owner, plan.path.times),
+    )
+    return walk(draw, d.schedule, *given, noise, MASK).z == MASK
 
 
 def test_the_step_of_a_plan_reveals_what_its_walk_left_masked():
@@ -110,7 +114,7 @@ def test_the_step_of_a_plan_reveals_what_its_walk_left_masked():
     task = task_of({"budgets": [2, 4, 8]}, {"train": {"batch_size": 400}})
     plan = plan_of(task)
     left = masked_after_the_walk(task, plan)
-    first, last = plan.t == 1, plan.t <= 1 / 8
+    first, last = plan.path.t == 1, plan.path.t <= 1 / 8
     assert first.any()
     assert last.any()
     assert bool(left[first].all())
@@ -206,8 +210,11 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
     d, config = task.distillation, task.config.token_matching
     size = config.contexts
     plan, walker = plan_of(task), batch_of(task).noise.of_groups(size)
-    denoiser, given = d.student.replica.log_probs, (plan.start, plan.owner, plan.times)
-    z = walk(denoiser, d.schedule, *given, walker, MASK).z
+    draw, given = (
+        plain(as_denoiser(d.student.replica.log_probs)),
+        (plan.start, plan.owner, plan.path.times),
+    )
+    z = walk(draw, d.schedule, *given, walker, MASK).z
     asked, teacher = [], d.teacher_log_probs
     d.teacher_log_probs = lambda *inputs: asked.append(inputs) or teacher(*inputs)
     student, auxiliary = (twin(network) for network in networks_of(task).values())
@@ -221,7 +228,7 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
         return Categorical(logits=network(z[None], d.schedule.sigma(t[None]))[0])
 
     clip = config.ratio_clip or float("inf")
-    own = [law(student, z[u], plan.t[u]) for u in range(len(z))]
+    own = [law(student, z[u], plan.path.t[u]) for u in range(len(z))]
     count = int(plan.hidden.sum())
     terms, costs, kls = [], [], []
     for b in range(BATCH):
@@ -243,7 +250,7 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
         distances = [
             kl_divergence(*((p, q) if config.kl == "backward" else (q, p)))[plan.revealed[u]].sum()
             for u, p in enumerate(own)
-            for q in [law(networks[0], z[u], plan.t[u])]
+            for q in [law(networks[0], z[u], plan.path.t[u])]
         ]
         anchor = torch.stack(distances).sum() / revealed
         assert numbers["kl"].item() == pytest.approx(anchor.item(), rel=1e-4)
@@ -277,7 +284,7 @@ def test_tokens_are_drawn_from_the_students_law(contexts):
     torch.testing.assert_close(law, law[:1].expand(L, 5))
     d.teacher_log_probs = lambda *inputs: asked.append(inputs[0]) or teacher(*inputs)
     numbers = task.step(0)
-    shown = plan.shown & (plan.t == 1)[plan.state][:, None]
+    shown = plan.shown & (plan.path.t == 1)[plan.state][:, None]
     assert p_value(asked[0][shown], law[0].double()) > FALSE_ALARM
     assert int(plan.revealed.sum()) * contexts > 2000
     assert numbers["path_entropy"].item() == pytest.approx(numbers["entropy"].item(), rel=0.1)

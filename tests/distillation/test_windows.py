@@ -8,9 +8,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation.didi import make_pair, write_texts
 from didi_instruct.distillation.losses import kl
 from didi_instruct.distillation.mixture import make_part
-from didi_instruct.distillation.rollout import Noise
-from didi_instruct.distillation.starts import Starts
-from didi_instruct.distillation.token_matching import draw_step, make_plan
+from didi_instruct.distillation.rollout import Noise, Starts
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER
@@ -130,13 +128,13 @@ def test_didi_never_changes_an_end(didi, prompt):
         given = torch.zeros_like(ends)
         given[:, : task.config.prompt] = True
         assert torch.equal(part.rollout.written, ~ends & ~given)
-        for z in (part.rollout.x, part.z):
+        for z in (part.rollout.x, part.fake.z):
             assert (z[ends] == END).all()
         for jump in part.rollout.jumps:
             assert not (jump.writes & ends[:: 12 // len(jump.writes)]).any()
-        clean = before_end(part.z_reference, END)
-        assert (part.z_reference[~clean] == END).all(), "nothing follows the end of a reference"
-        assert torch.equal(part.written_reference, clean & ~given[: len(clean)])
+        clean = before_end(part.real.z, END)
+        assert (part.real.z[~clean] == END).all(), "nothing follows the end of a reference"
+        assert torch.equal(part.real.written, clean & ~given[: len(clean)])
     if not prompt:
         lengths = part.rollout.written.sum(1)
         assert lengths.unique().numel() > 1
@@ -151,12 +149,10 @@ def test_token_matching_never_changes_an_end(contexts, prompt):
     changes |= {k: PROMPT[k] for k in ("prompt", "data")} if prompt else {}
     task = task_of("token-matching", changes, data=Documents() if prompt else None)
     for step in range(4):
-        d, batch = task.distillation, batch_of(task, step)
-        plan = make_plan(d, batch)
+        plan = task.method.plan(batch_of(task, step))
         ends = behind(plan.start, plan.owner)
         assert not (plan.revealed & ends).any()
-        assert torch.equal(plan.open(MASK), plan.start[plan.owner] == MASK)
-        drawn = draw_step(d, plan, batch, learns=False)
+        drawn = task.method.draw(plan, learns=False)
         assert (drawn.z[ends] == END).all()
         for z in (drawn.x, drawn.context):
             assert (z[ends[plan.state]] == END).all()

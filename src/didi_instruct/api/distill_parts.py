@@ -20,9 +20,8 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation import methods
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
 from didi_instruct.distillation.methods import METHODS, check_fit
-from didi_instruct.distillation.rollout import Noise
+from didi_instruct.distillation.rollout import Noise, Starts
 from didi_instruct.distillation.run import DistillTask, Teacher
-from didi_instruct.distillation.starts import Starts
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel

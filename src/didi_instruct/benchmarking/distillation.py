@@ -17,8 +17,7 @@ from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.didi import DiscriminatorConfig
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import Compile, TrainConfig
-from didi_instruct.distillation.critic import Pair
-from didi_instruct.distillation.didi import mean_log_prob
+from didi_instruct.distillation.didi import Pair, mean_log_prob
 from didi_instruct.distillation.losses import PathScore, divergence, entropy
 from didi_instruct.distillation.methods import make_task
 from didi_instruct.distillation.replica import Metrics, Replica
@@ -56,11 +55,12 @@ def dense_rollout(
         alpha_s = torch.where(s > 0, d.schedule.alpha(s), 1.0)[:, None]
         law = posterior(z, log_p.exp(), alpha_s, d.schedule.alpha(t)[:, None], d.mask_id)
         drawn = draw_dense(law, generator)
-        writes = (z == d.mask_id) & (drawn < log_p.shape[-1])
+        masked = z == d.mask_id
+        writes = masked & (drawn < log_p.shape[-1])
         token = torch.where(writes, drawn, 0)
         own = log_p.gather(-1, token[..., None]).squeeze(-1)
         log_prob = log_prob + torch.where(writes, own, 0.0).sum(1)
-        jumps.append(Jump(z, t, torch.arange(len(z), device=z.device), writes))
+        jumps.append(Jump(z, t, torch.arange(len(z), device=z.device), writes, masked))
         z = torch.where(writes, token, z)
     return Rollout(z, tuple(jumps), log_prob, written)
 

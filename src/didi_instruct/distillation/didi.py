@@ -6,40 +6,49 @@ whole batch. Then the student scores the same tokens with gradient, part by part
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from didi_instruct.config.didi import DidiConfig
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.distillation.critic import Critic, Pair
-from didi_instruct.distillation.losses import (
-    Advantages,
-    PathScore,
-    advantages,
-    beta_density,
-    beta_times,
-    masks_of,
-    omega,
-    score_path,
-)
-from didi_instruct.distillation.replica import Metrics
+from didi_instruct.distillation import losses
+from didi_instruct.distillation.losses import Advantages, PathScore, rewards, smooth_bce
+from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout
-from didi_instruct.distillation.run import (
-    USUAL_STEPS,
-    Distillation,
-    MethodEntry,
-    MicroBatch,
-)
-from didi_instruct.distillation.watch import Totals, unique_ngrams
+from didi_instruct.distillation.run import USUAL_STEPS, Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.watch import RunningMean, Totals, unique_ngrams
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.process.masking import mask
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
-from didi_instruct.transfer import sent
+from didi_instruct.transfer import Later, sent
+
+
+class Corrupted(NamedTuple):
+    """Texts at a noise level, as the discriminator sees them."""
+
+    z: Tensor  # (B, L)
+    t: Tensor
+    """(B,) time of the comparison: with coupled times the stop on the student's way (in streams,
+    the time drawn, which is before the next stop)."""
+    written: Tensor  # (B, L) positions that were not given
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Student texts of a part, and reference texts, at the same noise level."""
+
+    batch: MicroBatch
+    rollout: Rollout
+    fake: Corrupted  # the student's
+    real: Corrupted
+    """The teacher's, one for each of the student's; with prompts, for each group of one prompt."""
+
 
 StudentTexts = Callable[[Distillation, MicroBatch, Tensor, Tensor | None], Rollout]
 """(distillation, part, τ (B,), rows that begin with the prompts or None) -> texts."""
@@ -74,12 +83,14 @@ class Didi:
         d, critic, settings = self.d, self.critic, self.d.config.discriminator
         for turn in range(settings.steps):
             batches = d.micro_batches(step, turn)
-            pairs = [make_pair(d, batch, self.student_texts) for batch in batches]
+            pairs = [
+                make_pair(d, batch, self.student_texts) for batch in batches
+            ]  # t, x, x', z, z'
             update = critic.update(step, pairs)  # Eq. (8)
         accuracy = critic.remember(update)
         rewarded = [critic.reward(*each) for each in zip(pairs, update.states, strict=True)]
         reward = d.world.gather(torch.cat(rewarded))  # Eq. (6)
-        advantage = normalise(d.config, reward)  # Eq. (7)
+        advantage = normalise(d.config.didi, reward)  # Eq. (7)
         at_chance = d.learns(step) and accuracy < settings.chance
         learns, metrics = d.learns(step) and not at_chance, update.metrics
         if learns:
@@ -97,42 +108,35 @@ class Didi:
         }
 
 
-# First act: texts, and the discriminator's view of them
+# First act: texts of both, at one noise level
 
 
 @torch.no_grad()
 def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -> Pair:
-    """Roll the student out, take reference texts, corrupt both to the same time."""
-    didi, noise = d.config.didi, batch.noise
-    tau = _times(d, noise, 0)  # τ ~ π
-    reference = _references(d, batch)
-    texts = student_texts(d, batch, tau, reference if d.config.prompt else None)
-    reference = sent(reference, d.world.device)
-    time = tau if didi.coupled_time else _times(d, noise, 1)
+    """Texts of the student and of the teacher, corrupted to one time."""
+    didi, noise, device = d.config.didi, batch.noise, d.world.device
+    tau = _times(didi, noise, 0)  # t ~ π
+    reference = _references(d, batch)  # x' ~ p_θ
+    prompts = reference if d.config.prompt else None
+    texts = student_texts(d, batch, tau, prompts)  # x ~ p_ν, by way of z_τ
+    reference = sent(reference, device)
+    time = tau if didi.coupled_time else _times(didi, noise, 1)
     # Texts that share a state are corrupted alike; those that share a prompt have one reference.
-    shared = didi.group_size if didi.grouping == "state" else 1
-    group = sent(torch.arange(len(tau)) // shared, d.world.device)
+    shared = _texts_per_state(didi)
+    group = sent(torch.arange(len(tau)) // shared, device)
     coins = noise.of_groups(shared).uniforms(d.length, Purpose.REMASK, 0)[group]
+    fake = _corrupt(d, texts.x, texts.written, sent(time, device), coins)
     first_of_prompt = torch.arange(len(reference)) * _texts_per_reference(d)
     of_reference = replace(noise, indices=noise.indices[first_of_prompt])
-    other = of_reference.uniforms(d.length, Purpose.REMASK, 1)
-    t, t_reference = (sent(host, d.world.device) for host in (time, time[first_of_prompt]))
-    written = d.starts.open(reference)
-    return Pair(
-        batch,
-        texts,
-        t,
-        _corrupt(d, texts.x, texts.written, t, coins),
-        t_reference,
-        _corrupt(d, reference, written, t_reference, other),
-        written,
-    )
+    coins = of_reference.uniforms(d.length, Purpose.REMASK, 1)
+    written, time = d.starts.open(reference), time[first_of_prompt]
+    return Pair(batch, texts, fake, _corrupt(d, reference, written, sent(time, device), coins))
 
 
 def write_texts(d: Distillation, batch: MicroBatch, tau: Tensor, prompts: Tensor | None) -> Rollout:
     """Texts of the student that go through z_τ."""
     didi = d.config.didi
-    shared = didi.group_size if didi.grouping == "state" else 1
+    shared = _texts_per_state(didi)
     rows = None if prompts is None else prompts.cpu()
     start, state = d.starts(batch.noise.on_host, rows, shared)
     return rollout(
@@ -149,16 +153,19 @@ def write_texts(d: Distillation, batch: MicroBatch, tau: Tensor, prompts: Tensor
     )
 
 
-def _times(d: Distillation, noise: Noise, which: int) -> Tensor:
+def _times(didi: DidiConfig, noise: Noise, which: int) -> Tensor:
     """Times ~ π (B,) for each text, or one for each group, on the host."""
-    didi, (a, b) = d.config.didi, d.config.didi.pi
+    a, b = didi.pi
     size = 1 if didi.grouping == "batch" else didi.group_size
     uniforms = noise.on_host.of_groups(size).uniforms(a + b - 1, Purpose.START, which)
-    return beta_times(a, b, uniforms).repeat_interleave(size)
+    return losses.beta_times(a, b, uniforms).repeat_interleave(size)
+
+
+def _texts_per_state(didi: DidiConfig) -> int:
+    return didi.group_size if didi.grouping == "state" else 1
 
 
 def _texts_per_reference(d: Distillation) -> int:
-    """A reference text for each text of the student; with prompts, for each group of one prompt."""
     return d.config.didi.group_size if d.config.prompt else 1
 
 
@@ -171,16 +178,161 @@ def _references(d: Distillation, batch: MicroBatch) -> Tensor:
     return d.references(first, len(batch.indices) // each)
 
 
-def _corrupt(d: Distillation, x: Tensor, written: Tensor, t: Tensor, coins: Tensor) -> Tensor:
-    """Corrupt text to time t; what was given stays."""
+def _corrupt(d: Distillation, x: Tensor, written: Tensor, t: Tensor, coins: Tensor) -> Corrupted:
+    """Corrupt text to time t, Eq. (1); what was given stays."""
     z = mask(x, d.schedule.alpha(t)[:, None], d.mask_id, coins)
-    return torch.where(written, z, x)
+    return Corrupted(torch.where(written, z, x), t, written)
 
 
-def normalise(config: DistillConfig, reward: Tensor) -> Advantages:
+def _unique(d: Distillation, pairs: Sequence[Pair]) -> Tensor:
+    """Share of distinct 4-grams of the written tokens, one text for each prompt or z_τ."""
+    each = max(_texts_per_state(d.config.didi), _texts_per_reference(d))
+    x = torch.cat([pair.rollout.x[::each] for pair in pairs])
+    written = torch.cat([pair.rollout.written[::each] for pair in pairs])
+    return unique_ngrams(d.world.gather(x), d.world.gather(written))
+
+
+# The discriminator: it learns to tell texts apart, and rewards them
+
+
+class Verdict(NamedTuple):
+    """What a discriminator makes of texts of one kind: means over the batch."""
+
+    loss: Tensor
+    accuracy: Tensor  # share of texts classified correctly
+    sharpness: Tensor  # share of positions classified correctly, which is what its loss is of
+    reward: Tensor
+
+
+class CriticUpdate(NamedTuple):
+    """An update of the discriminator, and what it saw."""
+
+    metrics: Metrics
+    accuracy: float
+    sharpness: float
+    states: Sequence[Tensor | None]
+    """States (B, L, d) of its frozen blocks on the student's texts of each part, where kept."""
+
+
+class Critic:
+    """The discriminator, log q_teacher / q_student at every position (Lemma 3.2), and its gates."""
+
+    def __init__(
+        self, d: Distillation, discriminator: Discriminator, *, keep_states: bool = True
+    ) -> None:
+        self.d, self.keep_states = d, keep_states
+        self.learner = d.learner(discriminator, d.config.discriminator.lr)
+        self.accuracy, self.sharpness = RunningMean(), RunningMean()
+
+    def update(self, step: int, pairs: Sequence[Pair]) -> CriticUpdate:
+        """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
+        d, batch = self.d, self.d.config.train.batch_size
+        count = sum(len(pair.real.z) for pair in pairs) * d.world.size
+        totals, states = Totals(), []
+        for pair in pairs:
+            ratio, ratio_real, below = self._log_ratios(pair)
+            states.append(below)
+            fake = self._judge(pair.fake, ratio, teacher=False, count=batch)
+            real = self._judge(pair.real, ratio_real, teacher=True, count=count)
+            loss = (fake.loss + real.loss) / 2
+            tokens = pair.fake.written.sum(1).clamp(min=1)
+            totals.add(
+                disc_loss=loss,
+                disc_accuracy=(fake.accuracy + real.accuracy) / 2,
+                disc_sharpness=(fake.sharpness + real.sharpness) / 2,
+                reward_student=fake.reward,
+                reward_reference=real.reward,
+                path_entropy=-(pair.rollout.log_prob / tokens).sum() / batch,
+            )
+            if pair.batch.last:  # asked for before the last gradients are computed
+                metrics = d.summed(totals)
+                found = Later(metrics["disc_accuracy"], metrics["disc_sharpness"])
+            self.learner.backward(loss, sync=pair.batch.last)
+        accuracy, sharpness = found.read()
+        saturated = self.is_saturated()
+        if saturated:  # it waits until the student has caught up
+            self.learner.drop_gradients()
+            norm = d.number(0.0)
+        else:
+            norm = self.learner.update(step)
+        metrics |= {"disc_grad_norm": norm, "disc_waits": d.number(saturated)}
+        return CriticUpdate(metrics, accuracy, sharpness, states)
+
+    def _judge(self, texts: Corrupted, log_ratio: Tensor, *, teacher: bool, count: int) -> Verdict:
+        """The share of some texts in `count` of their kind; log-ratios (B, L) with gradient."""
+        settings, written = self.d.config.discriminator, texts.written
+        masked = texts.z == self.d.mask_id
+        where = masked if settings.positions == "masked" else written
+        target = 1 - settings.label_smoothing if teacher else settings.label_smoothing
+        loss = smooth_bce(log_ratio, where, target).sum() / count
+        log_ratio = log_ratio.detach()
+        reward = rewards(log_ratio, masked, written)
+        towards, margin = (log_ratio, reward) if teacher else (-log_ratio, -reward)
+        right, sharp = num_correct(margin, written), share_correct(towards, where)
+        return Verdict(loss, right / count, sharp / count, reward.sum() / count)
+
+    def is_saturated(self) -> bool:
+        """Judge by positions, of which its loss is: whole texts are told apart long before.
+
+        And by batches before this one: to learn from those alone that it errs on were a bias. What
+        it has not seen yet counts as one half, so that a few good batches are not enough.
+        """
+        return self.sharpness.cautious(0.5) > self.d.config.discriminator.saturation
+
+    def remember(self, update: CriticUpdate) -> float:
+        """Add an update to the memory of the gates; return the running accuracy."""
+        self.sharpness.add(update.sharpness)
+        return self.accuracy.add(update.accuracy)
+
+    def _log_ratios(self, pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-ratios (B, L) of the student's texts and (R, L) of the reference texts.
+
+        And the states of frozen blocks on the student's texts, if they are kept.
+        """
+        z = torch.cat([pair.fake.z, pair.real.z])
+        sigma = self.d.schedule.sigma(torch.cat([pair.fake.t, pair.real.t]))
+
+        def forward(network: Discriminator) -> tuple[Tensor, Tensor | None]:
+            if pair.batch.first:  # a power iteration once per update, however many passes
+                network.iterate()
+            if not (self.keep_states and network.frozen):
+                return network(z, sigma).clone(), None  # a copy: FSDP mistrusts views
+            below = network.below(z, sigma)
+            return network.above(below, sigma).clone(), below
+
+        ratio, below = self.learner.replica.run(forward, sync=pair.batch.last)
+        size = len(pair.fake.z)
+        return ratio[:size], ratio[size:], None if below is None else below[:size]
+
+    @torch.no_grad()
+    def reward(self, pair: Pair, below: Tensor | None = None) -> Tensor:
+        """Rewards of the student's texts under the discriminator as it is now, Eq. (6): (B,).
+
+        `below` are the states of its frozen blocks, if they are known.
+        """
+        z, sigma = pair.fake.z, self.d.schedule.sigma(pair.fake.t)
+
+        def forward(network: Discriminator) -> Tensor:
+            return network(z, sigma) if below is None else network.above(below, sigma)
+
+        ratio = self.learner.replica.run(forward)
+        return rewards(ratio, z == self.d.mask_id, pair.fake.written)
+
+
+def num_correct(margin: Tensor, written: Tensor) -> Tensor:
+    """Correctly classified texts, margin (B,) above 0; empty ones count one half."""
+    return torch.where(written.any(1), (margin > 0).float(), 0.5).sum()
+
+
+def share_correct(log_ratio: Tensor, where: Tensor) -> Tensor:
+    """Sum over texts of the share of positions (B, L) classified correctly, log-ratio above 0."""
+    shares = (where & (log_ratio > 0)).sum(1) / where.sum(1).clamp(min=1)
+    return torch.where(where.any(1), shares, 0.5).sum()
+
+
+def normalise(didi: DidiConfig, reward: Tensor) -> Advantages:
     """Advantages of the rewards (B,) of a whole batch, Eq. (7)."""
-    didi = config.didi
-    return advantages(
+    return losses.advantages(
         reward,
         len(reward) if didi.grouping == "batch" else didi.group_size,
         baseline=didi.baseline,
@@ -198,30 +350,36 @@ def update_student(
 ) -> Metrics:
     """Policy gradient with KL and entropy terms; advantage (B,) of this process's texts."""
     didi, batch = d.config.didi, d.config.train.batch_size
-    totals = Totals()
-    for pair, own in zip(pairs, torch.split(advantage, [len(p.z) for p in pairs]), strict=True):
+
+    def loss_of(pair: Pair, advantage: Tensor) -> Loss:
         score = path_score(d, pair)
-        policy = -(time_weight(d, pair.t) * own * score.log_prob).sum() / batch
+        policy = -(time_weight(d, pair.fake.t) * advantage * score.log_prob).sum() / batch
         kl, entropy = score.kl.sum() / batch, score.entropy.sum() / batch
         loss = policy
         if didi.regularisation:
-            loss = loss + didi.kl_weight * kl - didi.entropy_weight * entropy
-        d.student.backward(loss, sync=pair.batch.last)
-        totals.add(loss=loss, policy_loss=policy, kl=kl, entropy=entropy)
-    return d.summed(totals) | d.update_student(step)
+            loss = policy + didi.kl_weight * kl - didi.entropy_weight * entropy
+        return loss, {"policy_loss": policy, "kl": kl, "entropy": entropy}
+
+    own = torch.split(advantage, [len(pair.fake.z) for pair in pairs])
+    return d.descend(step, [pair.batch for pair in pairs], map(loss_of, pairs, own))
 
 
 def score_texts(d: Distillation, pair: Pair) -> PathScore:
     """Score the student's texts along their path, or its last jump alone, Eq. (9)."""
-    didi, x = d.config.didi, pair.rollout.x
-    jumps = pair.rollout.jumps if didi.score_steps == "all" else pair.rollout.jumps[-1:]
-    teacher: list[Tensor | None] = [None] * len(jumps)
-    if didi.regularisation:
-        first = pair.rollout.jumps[0]
-        teacher = [_teacher_logits(d, jump, at_start=jump is first) for jump in jumps]
+    didi, path, x = d.config.didi, pair.rollout.jumps, pair.rollout.x
+    jumps = path if didi.score_steps == "all" else path[-1:]
+
+    def teacher_logits(jump: Jump) -> Tensor | None:
+        if not didi.regularisation:
+            return None
+        if jump is path[0] and d.starts.shared:
+            return d.teacher_at_start
+        return d.teacher_logits(jump.z, jump.t, jump.masked)
+
+    teacher = [teacher_logits(jump) for jump in jumps]
 
     def forward(network: Any) -> PathScore:
-        return score_path(network, d.schedule, jumps, x, teacher, didi.kl)
+        return losses.score_path(network, d.schedule, jumps, x, teacher, didi.kl)
 
     score: PathScore = d.student.replica.run(forward, sync=pair.batch.last)
     return mean_log_prob(score, jumps) if didi.log_prob == "mean" else score
@@ -236,25 +394,8 @@ def mean_log_prob(score: PathScore, jumps: Sequence[Jump]) -> PathScore:
 def time_weight(d: Distillation, t: Tensor) -> Tensor:
     """ω(t), or ω(t) / π(t), of the time at which a text is compared (Theorem 3.1)."""
     didi = d.config.didi
-    weight = omega(d.schedule, t, didi.omega, didi.omega_min_time)
-    return weight / beta_density(*didi.pi, t) if didi.importance_weighting else weight
-
-
-@torch.no_grad()
-def _teacher_logits(d: Distillation, jump: Jump, *, at_start: bool) -> Tensor:
-    """Teacher's logits at the masks of a jump's states; kept where all texts start."""
-    if at_start and d.starts.shared:
-        return d.teacher_at_start()
-    return d.teacher_logits(jump.z, jump.t, masks_of(jump))
-
-
-def _unique(d: Distillation, pairs: Sequence[Pair]) -> Tensor:
-    """Share of distinct 4-grams of the written tokens, one text for each prompt or z_τ."""
-    didi = d.config.didi
-    each = didi.group_size if didi.grouping == "state" or d.config.prompt else 1
-    x = torch.cat([pair.rollout.x[::each] for pair in pairs])
-    written = torch.cat([pair.rollout.written[::each] for pair in pairs])
-    return unique_ngrams(d.world.gather(x), d.world.gather(written))
+    weight = losses.omega(d.schedule, t, didi.omega, didi.omega_min_time)
+    return weight / losses.beta_density(*didi.pi, t) if didi.importance_weighting else weight
 
 
 # The method's entry

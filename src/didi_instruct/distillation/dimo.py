@@ -17,8 +17,6 @@ weights learn, and the targets of φ are not smoothed.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,58 +24,95 @@ from torch import Tensor
 
 from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.losses import entropy, kl
-from didi_instruct.distillation.replica import Learner, Metrics
-from didi_instruct.distillation.rollout import (
-    Jump,
-    draw_from,
-    jump_step,
-    path_times,
-    revealed_between,
-    texts_from,
+from didi_instruct.distillation.auxiliary import (
+    Drawn,
+    Plan,
+    auxiliary_networks,
+    take_turns,
+    walk_to_state,
+    write_step,
 )
+from didi_instruct.distillation.losses import entropy, kl
+from didi_instruct.distillation.replica import Loss, Metrics
+from didi_instruct.distillation.rollout import path_step
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
-from didi_instruct.distillation.token_matching import auxiliary_networks
-from didi_instruct.distillation.watch import RunningMean, Totals, unique_ngrams
-from didi_instruct.process.masking import revealed_shares, stratified_times
-from didi_instruct.sampling.ancestral import run
+from didi_instruct.process.masking import stratified_times
 from didi_instruct.sampling.dimo import Seen, Start
 from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import State
-from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Everything about some texts that no network decides."""
+class Dimo:
+    """Student and auxiliary denoiser, in turns."""
 
-    batch: MicroBatch
-    start: Tensor
-    """(B, L) masks where to write."""
-    times: Tensor
-    """(B, K + 1) times of the walks; they stand still once they have arrived."""
-    t: Tensor
-    """(B,) times of arrival."""
-    hidden: Tensor
-    """(B, L) positions of the finished texts that are hidden again."""
-    t_context: Tensor
-    """(B,) noise level of texts of which so much is hidden."""
+    def __init__(self, d: Distillation, auxiliary: Any) -> None:
+        self.d, self.settings = d, d.config.dimo
+        self.auxiliary = d.learner(auxiliary, self.settings.aux_lr)
+        self.start = Start(self.settings.random, self.settings.noise)
+        self.learners = {"auxiliary": self.auxiliary}
+        self.state: dict[str, Tensor] = {}
+
+    def step(self, step: int) -> Metrics:
+        return take_turns(self, step, self.settings.aux_steps)
+
+    def plan(self, batch: MicroBatch) -> Plan:
+        d, settings, size = self.d, self.settings, self.d.config.train.batch_size
+        noise, everyone = batch.noise.on_host, torch.arange(len(batch.indices))
+        generator = d.generator("budgets", batch.step, batch.turn)
+        place, level = (stratified_times(size, generator)[batch.indices] for _ in range(2))
+        first = (batch.step * settings.aux_steps + batch.turn) * size
+        start, owner = d.starts(noise, d.prompts(first, batch.indices))
+        start = start[owner]
+        path = path_step(settings.budgets, place, start == d.mask_id, noise, d.schedule)
+        share = hidden_share(settings.remask, level.double())
+        coins = noise.uniforms(d.length, Purpose.REMASK)
+        hidden = (coins < share[:, None]) & (start == d.mask_id)
+        t_context = d.schedule.time(1 - share)
+        return Plan(batch, start, everyone, path, path.masked, everyone, hidden, t_context)
+
+    def draw(self, plan: Plan, *, learns: bool) -> Drawn:
+        d, device, begun = self.d, self.d.world.device, self.begin(plan)
+
+        def draw(texts: State, step: Step) -> tuple[Tensor, Tensor]:
+            assert step.states is not None
+            seen = begun.later(texts.z, d.mask_id).only(step.states)
+            log_p = self._log_probs(seen, torch.as_tensor(step.t), sent(step.reads, device))
+            return draw_tokens(log_p, step.u, step.row)
+
+        z, t = walk_to_state(d, plan, draw), sent(plan.path.t, device)
+        at = sent(plan.revealed.flatten().nonzero().squeeze(1), device)
+        with torch.set_grad_enabled(learns):
+            log_p = self._log_probs(begun.later(z, d.mask_id), t, at, sync=plan.batch.last)
+        stream = Purpose.TOKEN, plan.path.times.shape[1]
+        uniforms = plan.batch.noise.uniforms(d.length, *stream)
+        return write_step(plan, z, t, log_p, uniforms, d.mask_id)
+
+    def begin(self, plan: Plan) -> Seen:
+        """Starts (B, L), partly random."""
+        d, model = self.d, self.d.model_config
+        start = sent(plan.start, d.world.device)
+        return self.start.begin(start, d.mask_id, model.hidden, plan.batch.noise, model.end_id)
+
+    def _log_probs(self, seen: Seen, t: Tensor, at: Tensor, *, sync: bool = True) -> Tensor:
+        """The student's log-probabilities (R, V) at flat positions (R,), given what it is shown."""
+
+        def forward(network: Any) -> Tensor:
+            logits = self.start.logits(network, seen, self.d.schedule.sigma(t), at)
+            return logits.float().log_softmax(-1)
+
+        log_probs: Tensor = self.d.student.replica.run(forward, sync=sync)
+        return log_probs
+
+    def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
+        log_theta = self.d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
+        return student_loss(plan, drawn, log_phi, log_theta, counts[0], self.settings.beta)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Texts of the student."""
-
-    x: Tensor
-    """(B, L)."""
-    last: Tensor
-    """(B, L) positions that the last step wrote."""
-    log_p: Tensor
-    """(R, V) the student's law there, with its gradient if it learns."""
-    log_prob: Tensor
-    """Log-probability of what the last step wrote, 0-d."""
+def hidden_share(kind: str, uniforms: Tensor) -> Tensor:
+    """Share of a text that is hidden again, from uniform numbers in [0, 1)."""
+    return uniforms.acos() / (math.pi / 2) if kind == "arccos" else 1 - uniforms
 
 
 def token_gradient(log_phi: Tensor, log_theta: Tensor, beta: float) -> Tensor:
@@ -93,167 +128,24 @@ def token_gradient(log_phi: Tensor, log_theta: Tensor, beta: float) -> Tensor:
     return (1 - beta) * forward + beta * reverse
 
 
-def hidden_share(kind: str, uniforms: Tensor) -> Tensor:
-    """Share of a text that is hidden again, from uniform numbers in [0, 1)."""
-    return uniforms.acos() / (math.pi / 2) if kind == "arccos" else 1 - uniforms
-
-
-class Dimo:
-    """Student and auxiliary denoiser, in turns."""
-
-    def __init__(self, d: Distillation, auxiliary: Any) -> None:
-        self.d, self.auxiliary = d, d.learner(auxiliary, d.config.dimo.aux_lr)
-        self.start = Start(d.config.dimo.random, d.config.dimo.noise)
-        self.learners = {"auxiliary": self.auxiliary}
-        self.state = {
-            "watch/accuracy": RunningMean().state
-        }  # checkpoints have it; nothing reads it
-
-    def step(self, step: int) -> Metrics:
-        """Several batches for the auxiliary denoiser; the last one is the student's too."""
-        d, settings = self.d, self.d.config.dimo
-        for turn in range(settings.aux_steps):
-            final = turn == settings.aux_steps - 1
-            learns = d.learns(step) and final
-            parts = [make_part(d, batch) for batch in d.micro_batches(step, turn)]
-            count = _sum(d, [part.hidden.sum() for part in parts]).clamp(min=1)
-            totals, draws = Totals(), []
-            for part in parts:
-                drawn = draw_texts(d, self.start, part, learns=learns)
-                context = drawn.x.masked_fill(part.hidden, d.mask_id)
-                log_phi = update_auxiliary(self.auxiliary, part, drawn, context, count, totals)
-                if final:
-                    log_theta = d.teacher_log_probs(context, part.t_context, part.hidden)
-                    loss, numbers = student_loss(
-                        part.hidden, drawn, log_phi, log_theta, count, settings.beta
-                    )
-                    totals.add(loss=loss, **numbers)
-                    if learns:
-                        d.student.backward(loss, sync=part.batch.last)
-                    draws.append(drawn)
-            aux_norm = self.auxiliary.update(step)
-        metrics = d.summed(totals) | _variety(d, draws, parts)
-        if learns:
-            metrics |= d.update_student(step)
-        return metrics | {"aux_grad_norm": aux_norm}
-
-
-def make_part(d: Distillation, batch: MicroBatch) -> Part:
-    """Decide starts, walks and what is hidden; nothing depends on tokens."""
-    settings, size, noise = d.config.dimo, d.config.train.batch_size, batch.noise
-    seed = mix(d.config.train.seed, "budgets", batch.step, batch.turn)
-    generator = torch.Generator().manual_seed(seed)
-    strata, levels = (
-        sent(stratified_times(size, generator)[batch.indices], d.world.device) for _ in range(2)
-    )
-    times, t, *_ = path_times(settings.budgets, strata)
-    first = (batch.step * settings.aux_steps + batch.turn) * size
-    start, state = d.starts(noise.on_host, d.prompts(first, batch.indices))
-    start = sent(start[state], d.world.device)
-    share = hidden_share(settings.remask, levels.double())
-    coins = noise.uniforms(d.length, Purpose.REMASK)
-    hidden = (coins < share[:, None]) & (start == d.mask_id)
-    return Part(batch, start, times, t, hidden, d.schedule.time(1 - share))
-
-
-def draw_texts(d: Distillation, start: Start, part: Part, *, learns: bool) -> Drawn:
-    """Walk, and write all that is left; the student's law there is kept for learning."""
-    z, begun = walk_from(d, start, part)
-    last, batch = z == d.mask_id, part.batch
-    with torch.set_grad_enabled(learns):
-        seen = begun.later(z, d.mask_id)
-        at = last.flatten().nonzero().squeeze(1)
-        log_p = _log_probs(d, start, seen, part.t, at, sync=batch.last)
-    jump = Jump(z, part.t, torch.arange(len(z), device=z.device), last)
-    uniforms = batch.noise.uniforms(d.length, Purpose.TOKEN, part.times.shape[1])
-    token, log_prob = draw_from(log_p.detach(), jump, last, uniforms)
-    return Drawn(z.masked_scatter(last, token), last, log_p, log_prob.sum())
-
-
-@torch.no_grad()
-def walk_from(d: Distillation, start: Start, part: Part) -> tuple[Tensor, Seen]:
-    """States (B, L) from which the texts are finished, and the starts they left from."""
-    z, noise = part.start, part.batch.noise
-    everyone = torch.arange(len(z), device=z.device)
-    width, end_id = d.model_config.hidden, d.model_config.end_id
-    begun = start.begin(z, d.mask_id, width, noise, end_id)
-    order = noise.uniforms(d.length, Purpose.REVEAL)
-    shares = revealed_shares(d.schedule, part.times)
-    plan = []
-    for k in range(part.times.shape[1] - 1):
-        writes = revealed_between(order, shares[:, k], shares[:, k + 1]) & begun.unwritten
-        jump = Jump(z, part.times[:, k], everyone, writes)
-        plan.append(jump_step(jump, k, noise.uniforms(d.length, Purpose.TOKEN, k)))
-
-    def draw(texts: State, step: Step) -> tuple[Tensor, Tensor]:
-        assert step.states is not None
-        assert isinstance(step.t, Tensor)
-        seen = begun.later(texts.z, d.mask_id).only(step.states)
-        log_p = _log_probs(d, start, seen, step.t, step.reads)
-        return draw_tokens(log_p, step.u, step.row)
-
-    texts = texts_from(z, d.mask_id)
-    run(plan, texts, draw)
-    return texts.z, begun
-
-
-def _log_probs(
-    d: Distillation, start: Start, seen: Seen, t: Tensor, at: Tensor, *, sync: bool = True
-) -> Tensor:
-    """The student's log-probabilities (R, V) at flat positions (R,), given what it is shown."""
-
-    def forward(network: Any) -> Tensor:
-        logits = start.logits(network, seen, d.schedule.sigma(t), at)
-        return logits.float().log_softmax(-1)
-
-    log_probs: Tensor = d.student.replica.run(forward, sync=sync)
-    return log_probs
-
-
-def update_auxiliary(
-    auxiliary: Learner, part: Part, drawn: Drawn, context: Tensor, count: Tensor, totals: Totals
-) -> Tensor:
-    """Accumulate gradients of -log p_φ(x | c); return log p_φ (R, V) at the hidden positions."""
-    log_phi = auxiliary.replica.log_probs_with_grad(
-        context, part.t_context, part.hidden, sync=part.batch.last
-    )
-    loss = -log_phi.gather(-1, drawn.x[part.hidden][:, None]).sum() / count
-    auxiliary.backward(loss, sync=part.batch.last)
-    totals.add(aux_loss=loss)
-    return log_phi.detach()
-
-
 def student_loss(
-    hidden: Tensor, drawn: Drawn, log_phi: Tensor, log_theta: Tensor, count: Tensor, beta: float
-) -> tuple[Tensor, Metrics]:
+    plan: Plan, drawn: Drawn, log_phi: Tensor, log_theta: Tensor, count: Tensor, beta: float
+) -> Loss:
     """A loss whose gradient is the token gradient, where both hidden and just written; numbers.
 
     The token gradient sums to 0, so it makes no difference that it meets log-probabilities instead
-    of logits. Shapes: hidden (B, L), log_phi and log_theta (R, V) there.
+    of logits. Shapes: log_phi and log_theta (R, V) at the hidden positions.
     """
+    device, revealed, hidden = log_phi.device, plan.revealed, plan.hidden
+    learned = drawn.log_p[sent(hidden[revealed].nonzero().squeeze(1), device)]
     gradient = token_gradient(log_phi, log_theta, beta)
-    learned = drawn.log_p[hidden[drawn.last]]
-    loss = (gradient[drawn.last[hidden]] * learned).sum() / count
+    gradient = gradient[sent(revealed[hidden].nonzero().squeeze(1), device)]
+    loss = (gradient * learned).sum() / count
     return loss, {
         "aux_kl": kl(log_phi, log_theta).sum() / count,
         "tv": (log_phi.exp() - log_theta.exp()).abs().sum() / (2 * count),
         "entropy": entropy(learned.detach()).sum() / count,
     }
-
-
-def _variety(d: Distillation, draws: Sequence[Drawn], parts: Sequence[Part]) -> Metrics:
-    """Entropy and distinct 4-grams of the texts of all processes."""
-    x = torch.cat([drawn.x for drawn in draws])
-    written = torch.cat([part.start for part in parts]) == d.mask_id
-    log_prob = _sum(d, [drawn.log_prob for drawn in draws])
-    count = _sum(d, [drawn.last.sum() for drawn in draws]).clamp(min=1)
-    unique = unique_ngrams(d.world.gather(x), d.world.gather(written))
-    return {"path_entropy": -log_prob / count, "unique_4gram": unique}
-
-
-def _sum(d: Distillation, numbers: Sequence[Tensor]) -> Tensor:
-    """A sum over parts and processes, float64."""
-    return d.world.sum(torch.stack(list(numbers)).sum().double())
 
 
 def _sampling_flags(config: DistillConfig) -> str:

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import Metrics, Snapshot
+from didi_instruct.distillation.replica import Loss, Metrics, Snapshot
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
-from didi_instruct.distillation.watch import Totals
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.process.uniform import gaussian_to_discrete, level_of_gamma, state
 from didi_instruct.sampling.draw import Purpose
-from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
 
 
@@ -43,16 +41,13 @@ class Duo:
         d, settings = self.d, self.d.config.duo
         if self.rounds.begins(step):
             self.target.take(d.student, average=settings.target == "average")
-        delta = settings.delta(self.rounds.of(step))
-        times, totals = draw_times(d, step, delta), Totals()
-        for batch in d.micro_batches(step):
-            t = sent(times[batch.indices], d.world.device)
-            loss, numbers = self.loss(batch, t, delta)
-            d.student.backward(loss, sync=batch.last)
-            totals.add(loss=loss, **numbers)
-        return d.summed(totals) | d.update_student(step) | {"delta": d.number(delta)}
+        delta, batches = settings.delta(self.rounds.of(step)), d.micro_batches(step)
+        times = draw_times(d, step, delta)
+        own = (sent(times[batch.indices], d.world.device) for batch in batches)
+        losses = (self.loss(batch, t, delta) for batch, t in zip(batches, own, strict=True))
+        return d.descend(step, batches, losses) | {"delta": d.number(delta)}
 
-    def loss(self, batch: MicroBatch, t: Tensor, delta: float) -> tuple[Tensor, Metrics]:
+    def loss(self, batch: MicroBatch, t: Tensor, delta: float) -> Loss:
         """A part's share of the divergence per position, and numbers of it; t (B,)."""
         d, num_tokens = self.d, self.d.model_config.num_tokens
         x, noise = d.reference_texts(batch), batch.noise
@@ -80,8 +75,7 @@ class Duo:
 
 def draw_times(d: Distillation, step: int, delta: float) -> Tensor:
     """Times of the whole batch, Δ or more; a share Δ of them is 1, where samplers begin."""
-    generator = torch.Generator().manual_seed(mix(d.config.train.seed, "times", step))
-    times = stratified_times(d.config.train.batch_size, generator).double()
+    times = stratified_times(d.config.train.batch_size, d.generator("times", step)).double()
     return (times + delta).clamp(max=1)
 
 

@@ -6,7 +6,6 @@ One sign everywhere: a log-ratio is teacher over student, so the student maximis
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +60,8 @@ class LossTerms(NamedTuple):
     """Numbers of rows of logits, (R,) each."""
 
     entropy: Tensor
-    distance: Tensor
-    """Divergence from the teacher; 0 without one."""
-    drawn: Tensor
-    """(N,) float64, log-probabilities of the drawn tokens."""
+    distance: Tensor  # divergence from the teacher; 0 without one
+    drawn: Tensor  # (N,) float64, log-probabilities of the drawn tokens
 
 
 def terms(
@@ -140,37 +137,16 @@ def _values(
     return log_sum, own, teacher_logsumexp, distance, backward_kl
 
 
-def _slopes(
-    logits: Tensor,
-    teacher: Tensor | None,
-    kind: str,
-    log_sum: Tensor,
-    own: Tensor,
-    teacher_logsumexp: Tensor,
-    backward_kl: Tensor,
-    g_sum: Tensor,
-    g_entropy: Tensor,
-    g_distance: Tensor,
-) -> Tensor:
+def _slopes(logits: Tensor, teacher: Tensor | None, kind: str, *rows: Tensor) -> Tensor:
     """Gradient with respect to logits: of rows (R, V) in their type, of single ones (N,) in full.
 
     Of the log-sum p, of the entropy -p (log p + H), of KL(q ‖ p) p - q, of KL(p ‖ q)
-    p (log p - log q - KL(p ‖ q)).
+    p (log p - log q - KL(p ‖ q)). `rows` are values of each row and the slopes of their sums.
     """
     whole = logits.ndim > 1
     if whole:
-        log_sum, own, teacher_logsumexp, backward_kl, g_sum, g_entropy, g_distance = (
-            value[:, None]
-            for value in (
-                log_sum,
-                own,
-                teacher_logsumexp,
-                backward_kl,
-                g_sum,
-                g_entropy,
-                g_distance,
-            )
-        )
+        rows = tuple(value[:, None] for value in rows)
+    log_sum, own, teacher_logsumexp, backward_kl, g_sum, g_entropy, g_distance = rows
     log_p = upcast(logits) - log_sum
     p = log_p.exp()
     slopes = p * (g_sum - g_entropy * (log_p + own))
@@ -205,12 +181,9 @@ _fused_slopes: Fused[..., Tensor] = Fused(_slopes, "A gradient")
 class PathScore(NamedTuple):
     """Scores of texts, (B,) float64 each."""
 
-    log_prob: Tensor
-    """Of the drawn tokens, summed over jumps."""
-    kl: Tensor
-    """Divergence from the teacher, mean over the masks of a state, summed over jumps."""
-    entropy: Tensor
-    """Mean over the masks of a state and over jumps."""
+    log_prob: Tensor  # of the drawn tokens, summed over jumps
+    kl: Tensor  # divergence from the teacher, mean over the masks of a state, summed over jumps
+    entropy: Tensor  # mean over the masks of a state and over jumps
 
 
 def score_path(
@@ -226,24 +199,22 @@ def score_path(
     The distinct states of all jumps are read in one pass. `teacher_logits` are those at the masks
     of each jump's states, or all None.
     """
-    device, masks = x.device, torch.cat([masks_of(jump) for jump in jumps])
-    at, count = flat_positions(masks, device)
-    mask_counts = masks.sum(1).clamp(min=1)
-    first = [0, *itertools.accumulate(len(jump.z) for jump in jumps)]
-    states = [offset + jump.state for jump, offset in zip(jumps, first, strict=False)]
-    drawn = [(s[j.host_index[0]], j.host_index[1]) for s, j in zip(states, jumps, strict=True)]
-    row = row_index(masks, *(torch.cat(each) for each in zip(*drawn, strict=True)))
-    plans = mask_counts, row, torch.stack(states)
-    mask_counts, row, state = (sent(plan, device) for plan in plans)
-    text, position = (torch.cat(each) for each in zip(*(j.index for j in jumps), strict=True))
+    device, length = x.device, x.shape[1]
     z, t = torch.cat([jump.z for jump in jumps]), torch.cat([jump.t for jump in jumps])
+    masked = torch.cat([jump.masked for jump in jumps])
+    before = itertools.accumulate((len(jump.z) for jump in jumps), initial=0)
+    state = torch.stack([jump.state + n for jump, n in zip(jumps, before, strict=False)])
+    jump, text, position = torch.stack([jump.writes for jump in jumps]).nonzero(as_tuple=True)
+    row = row_index(masked, state[jump, text], position)
+    at, count = flat_positions(masked, device)
+    plan = masked.sum(1).clamp(min=1), state, row, text, position
+    mask_counts, state, row, text, position = (sent(each, device) for each in plan)
     known = [logits for logits in teacher_logits if logits is not None]
     padding = [each.new_zeros(len(at) - count, each.shape[1]) for each in known[:1]]
     teacher = torch.cat(known + padding) if known else None
     logits = logits_at(network, z, schedule.sigma(t), at)
     found = terms(logits, teacher, kind, (row, x[text, position]))
-    zeros = torch.zeros(len(x), dtype=torch.float64, device=device)
-    state_of_mask = at[:count] // x.shape[1]
+    state_of_mask = at[:count] // length
 
     def mean_of_states(values: Tensor) -> Tensor:
         sums = torch.zeros(len(z), dtype=torch.float64, device=device)
@@ -251,16 +222,10 @@ def score_path(
         return means[state]
 
     return PathScore(
-        zeros.index_add(0, text, found.drawn),
+        torch.zeros(len(x), dtype=torch.float64, device=device).index_add(0, text, found.drawn),
         mean_of_states(found.distance).sum(0),
         mean_of_states(found.entropy).mean(0),
     )
-
-
-def masks_of(jump: Jump) -> Tensor:
-    """Masks (U, L) of a jump's states."""
-    assert jump.masked is not None, "a rollout knows its masks"
-    return jump.masked
 
 
 # The discriminator's loss, and its log-ratios as rewards and advantages
@@ -286,14 +251,11 @@ def rewards(log_ratio: Tensor, masked: Tensor, written: Tensor) -> Tensor:
     return torch.where(where, log_ratio, 0.0).sum(1) / where.sum(1).clamp(min=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Advantages:
+class Advantages(NamedTuple):
     """Rewards compared with those of other texts."""
 
-    values: Tensor
-    """(B,)."""
-    clip_fraction: Tensor
-    """Share of them that was clipped."""
+    values: Tensor  # (B,)
+    clip_fraction: Tensor  # share of them that was clipped
 
 
 def advantages(

@@ -19,19 +19,12 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.model import Order
-from didi_instruct.distillation.replica import Metrics
-from didi_instruct.distillation.rollout import Noise, order_of, path_times, revealed_between
-from didi_instruct.distillation.run import (
-    Distillation,
-    MethodEntry,
-    MicroBatch,
-    budget_flags,
-)
-from didi_instruct.distillation.watch import Totals
+from didi_instruct.distillation.replica import Loss, Metrics
+from didi_instruct.distillation.rollout import Noise, path_step
+from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.errors import UserError
 from didi_instruct.models.network import Network
-from didi_instruct.process.masking import revealed_shares, stratified_times, with_code
+from didi_instruct.process.masking import stratified_times, with_code
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.seeding import mix
 from didi_instruct.transfer import sent
@@ -56,14 +49,10 @@ def add_masks(network: Network, masks: int, seed: int, spread: float) -> Network
 class Part:
     """Texts of a pass, masked to some state of a path, and what the next step reveals."""
 
-    x: Tensor
-    """(B, L) the texts."""
-    z: Tensor
-    """(B, L) their states, with the first mask."""
-    t: Tensor
-    """(B,) the states' times."""
-    revealed: Tensor
-    """(B, L)."""
+    x: Tensor  # (B, L) the texts
+    z: Tensor  # (B, L) their states, with the first mask
+    t: Tensor  # (B,) the states' times
+    revealed: Tensor  # (B, L)
 
     def repeated(self, times: int) -> "Part":
         """Each text several times in a row: for as many codes."""
@@ -87,62 +76,46 @@ class Mixture:
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts."""
-        d, codes = self.d, self.d.config.mixture.codes
-        batches = d.micro_batches(step)
-        parts = [make_part(d, batch) for batch in batches]
-        revealed = torch.stack([part.revealed.sum() for part in parts]).sum().double()
-        count = d.world.sum(revealed).clamp(min=1)
-        totals = Totals()
-        for batch, part in zip(batches, parts, strict=True):
-            if codes == 1:
-                alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
-                loss = component_loss(d, part, alone, count, sync=batch.last)
-                d.student.backward(loss, sync=batch.last)
-                totals.add(loss=loss)
-                continue
-            each = code_log_probs(d, part)
-            code = draw_codes(each, batch.noise, d.config.mixture.learning)
-            loss = component_loss(d, part, code, count, sync=batch.last)
-            d.student.backward(loss, sync=batch.last)
-            mixture = each.logsumexp(1) - math.log(codes)
-            posterior = each.log_softmax(1)
-            information = (posterior.exp() * (posterior + math.log(codes))).sum()
-            totals.add(
-                loss=-mixture.sum() / count,
-                component_loss=loss,
-                # Of log K at most: nats that the codes know of the tokens of a step.
-                code_information=information / d.config.train.batch_size,
-            )
-        return d.summed(totals) | d.update_student(step)
+        batches = self.d.micro_batches(step)
+        parts = [make_part(self.d, batch) for batch in batches]
+        count = self.d.count(part.revealed.sum() for part in parts)
+        losses = (self.loss(*each, count) for each in zip(batches, parts, strict=True))
+        return self.d.descend(step, batches, losses)
+
+    def loss(self, batch: MicroBatch, part: Part, count: Tensor) -> Loss:
+        """Codes drawn from their posterior learn what the step reveals."""
+        d, settings, codes = self.d, self.d.config.mixture, self.d.config.mixture.codes
+        if codes == 1:
+            alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
+            return component_loss(d, part, alone, count, sync=batch.last), {}
+        each = code_log_probs(d, part)
+        code = draw_codes(each, batch.noise, settings.learning)
+        loss = component_loss(d, part, code, count, sync=batch.last)
+        posterior = each.log_softmax(1)
+        information = (posterior.exp() * (posterior + math.log(codes))).sum()
+        return loss, {
+            "loss": -(each.logsumexp(1) - math.log(codes)).sum() / count,
+            "component_loss": loss,
+            # Of log K at most: nats that the codes know of the tokens of a step.
+            "code_information": information / d.config.train.batch_size,
+        }
 
 
 def make_part(d: Distillation, batch: MicroBatch) -> Part:
     """Take texts, and mask them as they are before a random step of a random budget."""
     settings, size = d.config.mixture, d.config.train.batch_size
     x, noise = d.reference_texts(batch), batch.noise
-    seed = mix(d.config.train.seed, "budgets", batch.step)
-    strata = stratified_times(size, torch.Generator().manual_seed(seed))
+    strata = stratified_times(size, d.generator("budgets", batch.step))
     place = sent(strata[batch.indices], x.device)
-    written = d.starts.open(x)
-    t, after, numbers = _step_of_a_path(d, d.config.order, noise, place, written)
+    given = settings.budgets, place, d.starts.open(x), noise, d.schedule
+    path = path_step(*given, d.config.order)
+    t, masked, revealed = path.t, path.masked, path.revealed
     if settings.random:
-        t_, after_, numbers_ = _step_of_a_path(d, "random", noise, place, written)
-        chosen = noise.uniforms(1, Purpose.SELECT) < settings.random
-        t = torch.where(chosen.squeeze(1), t_, t)
-        after = torch.where(chosen.squeeze(1), after_, after)
-        numbers = torch.where(chosen, numbers_, numbers)
-    low, high = revealed_shares(d.schedule, torch.stack([t, after]))
-    z = x.masked_fill((numbers >= low[:, None]) & written, d.mask_id)
-    return Part(x, z, t, revealed_between(numbers, low, high) & written)
-
-
-def _step_of_a_path(
-    d: Distillation, order: Order, noise: Noise, place: Tensor, written: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A step of a path in some order: its times (B,), (B,), and the order's numbers (B, L)."""
-    budgets = d.config.mixture.budgets
-    _, t, after, budget = path_times(budgets, place, order, d.schedule)
-    return t, after, order_of(order, noise, written, budget, budgets)
+        chosen, other = noise.uniforms(1, Purpose.SELECT) < settings.random, path_step(*given)
+        t = torch.where(chosen.squeeze(1), other.t, t)
+        masked = torch.where(chosen, other.masked, masked)
+        revealed = torch.where(chosen, other.revealed, revealed)
+    return Part(x, x.masked_fill(masked, d.mask_id), t, revealed)
 
 
 @torch.no_grad()

@@ -25,6 +25,8 @@ from didi_instruct.transfer import sent
 
 Metrics = dict[str, Tensor]
 """Numbers by name, 0-d each."""
+Loss = tuple[Tensor, Metrics]
+"""A pass's share of a loss, 0-d, and of numbers for the log."""
 
 ROWS = 512
 """Numbers of rows of a matrix are filled up to a multiple of this: a GPU chooses a kernel by them,
@@ -83,7 +85,6 @@ class Replica:
     """
 
     def __init__(self, network: Any, train: TrainConfig, world: World) -> None:
-        """Move a `Network` or a discriminator to its device and wrap it."""
         self.network = network.to(world.device).eval()
         self.schedule = make_schedule(network.config.schedule)
         self.device, self.bf16 = world.device, uses_bf16(train, world.device)
@@ -103,7 +104,7 @@ class Replica:
     def run(self, function: Callable[[Any], Any], *, sync: bool = True) -> Any:
         """Call a function of the network that returns tensors; every pass goes through here.
 
-        `sync`: whether the backward pass of its result exchanges gradients (the last one does).
+        `sync`: the backward pass of its result exchanges gradients (the last one does).
         """
         if not _iterating.get():  # an evaluation, which keeps nothing of a pass
             self.release()
@@ -122,7 +123,6 @@ class Replica:
             (loss * self._processes).backward()  # type: ignore[no-untyped-call]
 
     def autocast(self) -> torch.autocast:
-        """The precision of passes."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     # A denoiser at some positions (`LogitsAt`): z (U, L), t (U,), where (U, L) -> (R, V)
@@ -167,12 +167,8 @@ class Learner:
         ema: float = 0.0,
     ) -> None:
         self.replica = Replica(network, train, world)
-        self.updater = Updater(self.replica.network, optim, steps, ema)
-
-    @property
-    def network(self) -> Any:
-        """The network itself."""
-        return self.replica.network
+        self.network = self.replica.network
+        self.updater = Updater(self.network, optim, steps, ema)
 
     @property
     def bytes(self) -> int:
@@ -180,7 +176,6 @@ class Learner:
         return 5 * _bytes(self.network)
 
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        """Accumulate the gradients of this process's share of a loss."""
         self.replica.backward(loss, sync=sync)
 
     def update(self, step: int) -> Tensor:
@@ -188,7 +183,6 @@ class Learner:
         return self.updater.update(step)
 
     def drop_gradients(self) -> None:
-        """Clear the gradients without an update."""
         self.updater.optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
@@ -207,11 +201,7 @@ class Snapshot:
 
     def __init__(self, network: Any, train: TrainConfig, world: World) -> None:
         self.replica = Replica(network.requires_grad_(False), train, world)
-
-    @property
-    def network(self) -> Any:
-        """The network itself."""
-        return self.replica.network
+        self.network = self.replica.network
 
     @property
     def bytes(self) -> int:
@@ -229,7 +219,6 @@ class Snapshot:
             parameter.copy_(own[name])
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The weights, by name."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
 

@@ -5,27 +5,29 @@ fixes the whole order beforehand: a position is revealed by the time s at which 
 below (alpha_s - alpha_1) / (1 - alpha_1), the share of masks revealed until s.
 
 Texts often start a step from the same state: all of them from all masks, the members of a group
-from one prompt or one z_τ. A `Jump` keeps the distinct states, so the network reads each one once,
-in drawing and in scoring, gradient included; the result is that of reading every copy.
+from one prompt or one z_τ. The network reads each distinct state once, in drawing and in scoring,
+gradient included; the result is that of reading every copy.
 
 Starts, times, orders and masks are planned on the host, states are where the networks are: so the
 host never waits for a GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from didi_instruct.config.model import Order
-from didi_instruct.process.masking import interleaved_numbers, interleaved_times, revealed_shares
+from didi_instruct.config.model import ModelConfig, Order
+from didi_instruct.process import masking
+from didi_instruct.process.masking import LengthLaw, revealed_shares
 from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling import draw as sampling
 from didi_instruct.sampling.ancestral import Draw, plain, run
 from didi_instruct.sampling.denoiser import LogitsDenoiser
-from didi_instruct.sampling.draw import Purpose, draw_tokens
-from didi_instruct.sampling.draw import uniforms as hashed_uniforms
+from didi_instruct.sampling.draw import Purpose
 from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import Canvas, Reads, State
 from didi_instruct.transfer import sent
@@ -33,6 +35,8 @@ from didi_instruct.transfer import sent
 HOST = torch.device("cpu")
 READ_ALL_THRESHOLD = 0.75
 """Share of states that are drawn from, from which on all are read."""
+REPRESENTATIVE_LENGTHS = 8
+"""Lengths of windows that stand for all in a number of the log."""
 
 LogitsAt = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A denoiser at some positions: (z (U, L), t (U,), where (U, L)) -> logits (R, V), in order.
@@ -48,20 +52,16 @@ class Noise:
     """Random numbers of some texts, each a function of (seed, index of the text, purpose)."""
 
     seed: int
-    indices: Tensor
-    """(B,) of the texts, over all processes; on the host."""
-    device: torch.device = HOST
-    """Where the numbers are made: they are the same everywhere."""
+    indices: Tensor  # (B,) of the texts, over all processes; on the host
+    device: torch.device = HOST  # where the numbers are made: they are the same everywhere
 
     def uniforms(self, count: int, *stream: int | Tensor) -> Tensor:
         """(B, count) float64 numbers in [0, 1)."""
-        return hashed_uniforms(self.seed, self._device_indices, stream, count)
+        return sampling.uniforms(self.seed, self._device_indices, stream, count)
 
     def of_groups(self, size: int) -> "Noise":
         """The noise of groups of consecutive texts, one index for each."""
-        if size == 1:
-            return self
-        return Noise(self.seed, self.indices[::size] // size, self.device)
+        return Noise(self.seed, self.indices[::size] // size, self.device) if size > 1 else self
 
     @property
     def on_host(self) -> "Noise":
@@ -73,137 +73,96 @@ class Noise:
         return sent(self.indices, self.device)
 
 
-def row_index(selected: Tensor, state: Tensor, position: Tensor) -> Tensor:
-    """Row of each token among the positions `selected` (U, L) of the states, in order.
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Where texts start: what they are given, and what is left to write.
 
-    Shapes: state, position (R,), where the tokens are -> (R,).
+    Usually nothing is given, one row of masks for all. A prompt gives the first tokens. Where each
+    text has a window of its own, its end is given too: that of the text whose prompt it continues,
+    or one of a length drawn from the teacher's law.
     """
-    row = (selected.flatten().cumsum(0) - 1).view_as(selected)
-    return row[state, position]
+
+    mask_id: int
+    length: int
+    prompt: int = 0
+    end_id: int | None = None
+    """The id that fills a window behind its text; None: texts fill their windows."""
+    law: LengthLaw | None = None  # with `end_id`: how long texts are
+
+    @classmethod
+    def of(cls, model: ModelConfig, length: int, prompt: int) -> "Starts":
+        """Starts of a model's texts; where it has no mask, the id V marks what is to be written."""
+        law = None if model.end_id is None else LengthLaw(model.lengths)
+        return cls(model.num_tokens, length, prompt, model.end_id, law)
+
+    @property
+    def shared(self) -> bool:
+        """True where all texts start from one row."""
+        return not self.prompt and self.law is None
+
+    def open(self, rows: Tensor) -> Tensor:
+        """Positions of texts (B, L) that are written, not given: after the prompt, before the end.
+
+        None, where a text is no longer than its prompt.
+        """
+        after = torch.arange(self.length, device=rows.device) >= self.prompt
+        if self.end_id is None:
+            return after.expand(rows.shape)
+        return after & masking.before_end(rows, self.end_id)
+
+    def __call__(
+        self, noise: Noise, rows: Tensor | None = None, group: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Distinct starts (U, L) of the texts of some noise, and the start of each text: (B,).
+
+        `rows` (R, L) are the texts whose prompts are continued, each by B / R in turn. Of drawn
+        lengths, each `group` of texts has one.
+        """
+        text = torch.arange(len(noise.indices), device=noise.device)
+        if self.prompt:
+            assert rows is not None, "prompts come from texts"
+            starts = torch.where(self.open(rows), self.mask_id, rows)
+            return starts, text // (len(text) // len(rows))
+        if self.law is None:
+            return self.representative(text.device), torch.zeros_like(text)
+        drawn = self.law.draw(noise.of_groups(group).uniforms(1, Purpose.LENGTH).squeeze(1))
+        lengths, which = torch.unique(drawn, return_inverse=True)
+        return self._windows(lengths), which[text // group]
+
+    def log_prob(self, start: Tensor) -> Tensor:
+        """Log-probability of drawing the starts (B, L): (B,) float64, 0 without a law."""
+        if self.law is None or self.prompt:
+            return torch.zeros(len(start), dtype=torch.float64, device=start.device)
+        return self.law.log_prob((start == self.mask_id).sum(1))
+
+    def representative(self, device: torch.device) -> Tensor:
+        """Starts without a prompt that stand for all: one row, or windows from short to long."""
+        if self.law is None:
+            return torch.full((1, self.length), self.mask_id, device=device)
+        count = REPRESENTATIVE_LENGTHS
+        middle = torch.arange(count, dtype=torch.float64, device=device) + 0.5
+        return self._windows(self.law.draw(middle / count))
+
+    def _windows(self, lengths: Tensor) -> Tensor:
+        assert self.end_id is not None
+        return masking.window(self.length, self.mask_id, self.end_id, lengths)
 
 
-@dataclass(frozen=True)
+# Steps
+
+
+@dataclass(frozen=True, slots=True)
 class Jump:
-    """Tokens that are drawn at once: where, and from which states.
+    """Tokens drawn at once, as they are scored: `Step` has what drawing them needs.
 
     `state`, `writes` and `masked` are on the host if the jump is planned there.
     """
 
-    z: Tensor
-    """(U, L) distinct states."""
-    t: Tensor
-    """(U,) their times."""
-    state: Tensor
-    """(B,) index of the state that each text starts from."""
-    writes: Tensor
-    """(B, L) positions drawn."""
-    masked: Tensor | None = None
-    """(U, L) masks of the states, where a whole rollout is planned."""
-
-    @cached_property
-    def host_index(self) -> tuple[Tensor, Tensor]:
-        """Text and position of each drawn token, (R,) both, where the jump is planned."""
-        text, position = self.writes.nonzero(as_tuple=True)
-        return text, position
-
-    @cached_property
-    def index(self) -> tuple[Tensor, Tensor]:
-        """The same where the states are."""
-        text, position = (sent(index, self.z.device) for index in self.host_index)
-        return text, position
-
-    @cached_property
-    def reads(self) -> Tensor:
-        """(U, L) positions of the states that some text draws."""
-        count = torch.zeros(self.z.shape, dtype=torch.int32, device=self.writes.device)
-        return count.index_add_(0, self.state, self.writes.int()) > 0
-
-    def row_index(self, selected: Tensor) -> Tensor:
-        """Row of each drawn token among the positions `selected` (U, L) of the states: (R,)."""
-        text, position = self.host_index
-        return sent(row_index(selected, self.state[text], position), self.z.device)
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """Texts, and the jumps that wrote them."""
-
-    x: Tensor
-    """(B, L)."""
-    jumps: tuple[Jump, ...]
-    """In order, the last one from z_τ to x."""
-    log_prob: Tensor
-    """(B,) float64, of all drawn tokens along the path."""
-    written: Tensor
-    """(B, L) positions that were not given."""
-
-
-@torch.no_grad()
-def draw_from(
-    logits: Tensor, jump: Jump, selected: Tensor, uniforms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw a jump's tokens from logits (R', V) of the positions `selected` (U, L) of its states.
-
-    A row is normalised once, however many texts draw from it.
-    """
-    return draw_tokens(logits, uniforms[jump.index], jump.row_index(selected))
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """Texts on their way."""
-
-    z: Tensor
-    """(W, L) current states."""
-    masked: Tensor
-    """(W, L) positions not written yet."""
-    jumps: tuple[Jump, ...]
-    log_prob: Tensor
-    """(W,) of the tokens drawn so far."""
-
-
-def walk(
-    denoiser: LogitsAt,
-    schedule: Schedule,
-    start: Tensor,
-    state: Tensor,
-    times: Tensor,
-    noise: Noise,
-    mask_id: int,
-    order: Tensor | None = None,
-) -> Walk:
-    """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
-
-    A text whose time stands still takes no step. `order` (W, L) tells when each position is
-    revealed (`order_of`); by default chance does. All inputs are on the host, states are where the
-    noise is. Shapes: start (U, L), state (W,) in 0..U-1, times (W, K + 1) float64 falling from 1.
-    """
-    masked, everyone = (start == mask_id)[state], torch.arange(len(state))
-    if order is None:
-        order = noise.on_host.uniforms(start.shape[1], Purpose.REVEAL)
-    shares = revealed_shares(schedule, times)
-    begin, t = sent(start, noise.device), sent(times, noise.device)
-    z = begin[sent(state, noise.device)]
-    steps, planned = [], []
-    for k in range(times.shape[1] - 1):
-        writes = revealed_between(order, shares[:, k], shares[:, k + 1]) & masked
-        jump = Jump(z, t[:, k], everyone, writes, masked)
-        if k == 0:
-            jump = Jump(begin, t.new_ones(len(begin)), state, writes, start == mask_id)
-        uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, k)
-        steps.append(jump_step(jump, k, uniforms))
-        planned.append(jump)
-        masked = masked & ~writes
-    texts = texts_from(z, mask_id)
-    jumps: list[Jump] = []
-    run(steps, texts, _recorded(planned, jumps, plain(as_denoiser(denoiser))))
-    return Walk(texts.z, masked, tuple(jumps), texts.costs.sum(1))
-
-
-def texts_from(z: Tensor, mask_id: int) -> State:
-    """Texts z (B, L) on their way; states that were read are kept."""
-    canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
-    return State(canvas, watched=True, padded=False)
+    z: Tensor  # (U, L) distinct states
+    t: Tensor  # (U,) their times
+    state: Tensor  # (B,) index of the state that each text starts from
+    writes: Tensor  # (B, L) positions drawn
+    masked: Tensor  # (U, L) masks of the states
 
 
 def jump_step(jump: Jump, index: int, uniforms: Tensor) -> Step:
@@ -213,37 +172,45 @@ def jump_step(jump: Jump, index: int, uniforms: Tensor) -> Step:
     most passes have one size. One state is always read, so that all processes of a sharded network
     make the same calls.
     """
-    device, length = jump.z.device, jump.writes.shape[1]
-    reads, (text, position) = jump.reads, jump.host_index
-    rows = _first_texts(jump.state, len(reads))
+    device, (count, length) = jump.z.device, jump.z.shape
+    text, position = jump.writes.nonzero(as_tuple=True)
+    reads = torch.zeros(count, length, dtype=torch.int32, device=text.device)
+    reads = reads.index_add_(0, jump.state, jump.writes.int()) > 0
+    row = row_index(reads, jump.state[text], position)
+    first_text = torch.zeros(count, dtype=torch.long, device=text.device).scatter_reduce(
+        0, jump.state, torch.arange(len(jump.state), device=text.device), "amin", include_self=False
+    )
     active, t = reads.any(1), jump.t
-    if int(active.sum()) < READ_ALL_THRESHOLD * len(active):
+    if int(active.sum()) < READ_ALL_THRESHOLD * count:
         active[0] |= ~active.any()
         which = active.nonzero().squeeze(1)
-        reads, rows, t = reads[which], rows[which], t[sent(which, device)]
-    row = jump.row_index(jump.reads)
-    at = reads.flatten().nonzero().squeeze(1)
-    writes, states = sent(text * length + position, device), sent(rows, device)
-    return Step(index, 0.0, t, states, at, writes, uniforms.view(-1)[writes], row)
-
-
-def _first_texts(state: Tensor, count: int) -> Tensor:
-    """The first text (count,) of each state."""
-    texts = torch.arange(len(state), device=state.device)
-    return torch.zeros(count, dtype=torch.long, device=state.device).scatter_reduce(
-        0, state, texts, "amin", include_self=False
+        reads, first_text, t = reads[which], first_text[which], t[sent(which, device)]
+    writes = sent(text * length + position, device)
+    return Step(
+        index=index,
+        time=0.0,
+        t=t,
+        states=sent(first_text, device),
+        reads=reads.flatten().nonzero().squeeze(1),
+        writes=writes,
+        u=uniforms.view(-1)[writes],
+        row=sent(row, device),
     )
 
 
-def _recorded(planned: Sequence[Jump], jumps: list[Jump], draw: Draw) -> Draw:
-    """Keep the jumps that are taken, with the states that they were taken from."""
+def row_index(selected: Tensor, state: Tensor, position: Tensor) -> Tensor:
+    """Row of each token among the positions `selected` (U, L) of the states, in order.
 
-    def recorded(state: State, step: Step) -> tuple[Tensor, Tensor]:
-        jump = planned[step.index]
-        jumps.append(jump if step.index == 0 else replace(jump, z=state.z))
-        return draw(state, step)
+    Shapes: state, position (R,), where the tokens are -> (R,).
+    """
+    row = (selected.flatten().cumsum(0) - 1).view_as(selected)
+    return row[state, position]
 
-    return recorded
+
+def texts_from(z: Tensor, mask_id: int) -> State:
+    """Texts z (B, L) on their way; states that were read are kept."""
+    canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
+    return State(canvas, watched=True, padded=False)
 
 
 def as_denoiser(logits_at: LogitsAt, num_tokens: int = 0) -> LogitsDenoiser:
@@ -258,22 +225,69 @@ def as_denoiser(logits_at: LogitsAt, num_tokens: int = 0) -> LogitsDenoiser:
     return LogitsDenoiser(logits, num_tokens)
 
 
-def order_of(
-    order: Order, noise: Noise, open: Tensor, steps: Tensor, budgets: tuple[int, ...]
-) -> Tensor:
-    """Numbers (B, L) in [0, 1): a position is revealed once a larger share of all is.
+# Walks and rollouts
 
-    `open` (B, L) are the positions to write, `steps` (B,) those of the path that a text is on, each
-    one of the budgets.
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Texts on their way."""
+
+    z: Tensor  # (W, L) current states
+    masked: Tensor  # (W, L) positions not written yet
+    jumps: tuple[Jump, ...]
+    log_prob: Tensor  # (W,) of the tokens drawn so far
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Texts, and the jumps that wrote them."""
+
+    x: Tensor  # (B, L)
+    jumps: tuple[Jump, ...]  # in order, the last one from z_τ to x
+    log_prob: Tensor  # (B,) float64, of all drawn tokens along the path
+    written: Tensor  # (B, L) positions that were not given
+
+
+def walk(
+    draw: Draw,
+    schedule: Schedule,
+    start: Tensor,
+    state: Tensor,
+    times: Tensor,
+    noise: Noise,
+    mask_id: int,
+    order: Tensor | None = None,
+) -> Walk:
+    """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
+
+    A text whose time stands still takes no step. `order` (W, L) tells when each position is
+    revealed (`order_of`); by default chance does. All inputs are on the host, states are where the
+    noise is. Shapes: start (U, L), state (W,) in 0..U-1, times (W, K + 1) float64 falling from 1.
     """
-    if order == "streams":
-        return interleaved_numbers(open, steps, budgets)
-    return noise.uniforms(open.shape[1], Purpose.REVEAL)
+    length, everyone = start.shape[1], torch.arange(len(state))
+    if order is None:
+        order = noise.on_host.uniforms(length, Purpose.REVEAL)
+    shares = revealed_shares(schedule, times)
+    begin, t = sent(start, noise.device), sent(times, noise.device)
+    texts = texts_from(begin[sent(state, noise.device)], mask_id)
+    masked, planned, plan = (start == mask_id)[state], [], []
+    for k in range(times.shape[1] - 1):
+        writes = revealed_between(order, shares[:, k], shares[:, k + 1]) & masked
+        jump = Jump(texts.z, t[:, k], everyone, writes, masked)  # from states not known yet
+        if k == 0:
+            jump = Jump(begin, t.new_ones(len(begin)), state, writes, start == mask_id)
+        planned.append(jump)
+        plan.append(jump_step(jump, k, noise.uniforms(length, Purpose.TOKEN, k)))
+        masked = masked & ~writes
+    jumps: list[Jump] = []
 
+    def recorded(texts: State, step: Step) -> tuple[Tensor, Tensor]:
+        jump = planned[step.index]
+        jumps.append(replace(jump, z=texts.z) if step.index else jump)
+        return draw(texts, step)
 
-def revealed_between(order: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Positions (W, L) whose number lies in [low, high): both (W,)."""
-    return (order >= low[:, None]) & (order < high[:, None])
+    run(plan, texts, recorded)
+    return Walk(texts.z, masked, tuple(jumps), texts.costs.sum(1))
 
 
 def rollout(
@@ -300,7 +314,7 @@ def rollout(
     Shapes: start (U, L), state (B,), tau (B,) float64, the same within a shared group; all of them
     on the host.
     """
-    device = noise.device
+    device, draw = noise.device, plain(as_denoiser(denoiser))
     written = (start == mask_id)[state]
     if tau is None:
         z = sent(start, device)
@@ -310,32 +324,76 @@ def rollout(
     else:
         own = noise.of_groups(shared)
         times, turn = _way_to(tau[::shared], steps, order, schedule, own.on_host, written[::shared])
-        path = walk(denoiser, schedule, start, state[::shared], times, own, mask_id, turn)
+        way = walk(draw, schedule, start, state[::shared], times, own, mask_id, turn)
         group = torch.arange(len(state)) // shared
-        last = Jump(path.z, sent(times[:, -1], device), group, path.masked[group], path.masked)
-        before, log_prob = path.jumps, path.log_prob.repeat_interleave(shared)
+        last = Jump(way.z, sent(times[:, -1], device), group, way.masked[group], way.masked)
+        before, log_prob = way.jumps, way.log_prob.repeat_interleave(shared)
     uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
     texts = texts_from(last.z[sent(last.state, device)], mask_id)
-    run([jump_step(last, steps, uniforms)], texts, plain(as_denoiser(denoiser)))
+    run([jump_step(last, steps, uniforms)], texts, draw)
     log_prob = log_prob + texts.costs.sum(1)
     return Rollout(texts.z, (*before, last), log_prob, sent(written, device))
+
+
+# Times and orders
 
 
 def _way_to(
     tau: Tensor, steps: int, order: Order, schedule: Schedule, noise: Noise, open: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Times of the walks to τ (W,), one row each, and when each position has its turn (W, L)."""
-    count = torch.full((len(tau),), steps, device=tau.device)
-    turn = order_of(order, noise, open, count, (steps,))
+    turn = order_of(order, noise, open, torch.full((len(tau),), steps), (steps,))
     if order == "streams":
-        stops = torch.tensor(
-            interleaved_times(schedule, steps)[:-1], dtype=torch.float64, device=tau.device
-        )
+        stops = torch.tensor(masking.interleaved_times(schedule, steps)[:-1], dtype=torch.float64)
         passed = (stops >= tau[:, None]).sum(1, keepdim=True).clamp(min=1)
         # A walk stands still once it has arrived.
         return torch.maximum(stops, stops[passed - 1].view(-1, 1)), turn
-    fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=tau.device)
+    fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     return 1 + (tau[:, None] - 1) * fractions, turn
+
+
+def order_of(
+    order: Order, noise: Noise, open: Tensor, steps: Tensor, budgets: tuple[int, ...]
+) -> Tensor:
+    """Numbers (B, L) in [0, 1): a position is revealed once a larger share of all is.
+
+    `open` (B, L) are the positions to write, `steps` (B,) those of the path that a text is on, each
+    one of the budgets.
+    """
+    if order == "streams":
+        return masking.interleaved_numbers(open, steps, budgets)
+    return noise.uniforms(open.shape[1], Purpose.REVEAL)
+
+
+def revealed_between(order: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Positions (W, L) whose number lies in [low, high): both (W,)."""
+    return (order >= low[:, None]) & (order < high[:, None])
+
+
+class PathStep(NamedTuple):
+    """A step of a path in some number of steps, and the walk to where it starts."""
+
+    times: Tensor  # (U, K + 1) of the walk, K the same for all; it stands still once it arrives
+    order: Tensor  # (U, L) when positions are revealed
+    t: Tensor  # (U,) where the step starts
+    after: Tensor  # (U,) where it ends
+    masked: Tensor  # (U, L) positions not written yet where it starts
+    revealed: Tensor  # (U, L) those of them that it writes
+
+
+def path_step(
+    budgets: tuple[int, ...], place: Tensor, open: Tensor, noise: Noise, schedule: Schedule,
+    order: Order = "random",
+) -> PathStep:  # fmt: skip
+    """A random step of a random budget, chosen by `place` (U,) in [0, 1), of texts to be written.
+
+    Shapes: open (U, L), the positions to write.
+    """
+    times, t, after, budget = path_times(budgets, place, order, schedule)
+    numbers = order_of(order, noise, open, budget, budgets)
+    low, high = revealed_shares(schedule, torch.stack([t, after]))
+    revealed = revealed_between(numbers, low, high) & open
+    return PathStep(times, numbers, t, after, (numbers >= low[:, None]) & open, revealed)
 
 
 def path_times(
@@ -354,11 +412,10 @@ def path_times(
     which = scaled.long().clamp(max=len(budgets) - 1)
     budget = torch.tensor(budgets, device=place.device)[which]
     done = ((scaled - which) * budget).long().clamp(max=budget - 1)
-    steps = torch.arange(max(budgets), device=place.device)
-    size = max(budgets) + 1
-    rows = [_times(count, order, schedule) for count in budgets]
-    padded = [row + [0.0] * (size - len(row)) for row in rows]
-    table = torch.tensor(padded, dtype=torch.float64, device=place.device)[which]
+    longest = max(budgets)
+    rows = [_times(count, order, schedule) + [0.0] * (longest - count) for count in budgets]
+    table = torch.tensor(rows, dtype=torch.float64, device=place.device)[which]
+    steps = torch.arange(longest, device=place.device)
     times = table.gather(1, torch.minimum(steps, done[:, None]))
     t, after = table.gather(1, torch.stack([done, done + 1], 1)).unbind(1)
     return times, t, after, budget
@@ -368,5 +425,5 @@ def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:
     """Times of a path in as many steps, from 1 to 0."""
     if order == "streams":
         assert schedule is not None, "how much is masked at a time depends on the schedule"
-        return interleaved_times(schedule, steps)
+        return masking.interleaved_times(schedule, steps)
     return [1 - n / steps for n in range(steps + 1)]

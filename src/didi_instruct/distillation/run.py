@@ -6,9 +6,9 @@ Everything random is a function of (seed, iteration, index of the text in the ba
 and passes may share a batch as they like.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,23 +21,25 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.distillation import replica
 from didi_instruct.distillation.losses import terms
-from didi_instruct.distillation.replica import (
-    Learner,
-    Metrics,
-    Replica,
-    Snapshot,
-    iterating,
-    pays_to_pad,
+from didi_instruct.distillation.replica import Learner, Loss, Metrics, Replica, Snapshot
+from didi_instruct.distillation.rollout import (
+    HOST,
+    LogitsAt,
+    Noise,
+    References,
+    Starts,
+    as_denoiser,
+    walk,
 )
-from didi_instruct.distillation.rollout import HOST, LogitsAt, Noise, References, walk
-from didi_instruct.distillation.starts import Starts
 from didi_instruct.distillation.watch import ENOUGH_TEXTS, Totals
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.models.network import Network
 from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.ancestral import plain
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import CPU_TOKENS, World, compiles
 from didi_instruct.training.optim import learning_rate
@@ -53,10 +55,8 @@ class Teacher:
 
     network: Network
     tokenizer: Tokenizer | None
-    fingerprint: str
-    """Of its weights."""
-    source: str = ""
-    """The SOURCE it was opened from."""
+    fingerprint: str  # of its weights
+    source: str = ""  # the SOURCE it was opened from
     log_probs: LogitsAt | None = None
     """A denoiser to follow instead of the network: an exact one, say."""
 
@@ -123,14 +123,11 @@ class MicroBatch:
     """Texts of one pass of this process."""
 
     step: int
-    turn: int
-    """Which batch of the iteration."""
-    indices: Tensor
-    """(B,) of the texts in the batch; on the host."""
+    turn: int  # which batch of the iteration
+    indices: Tensor  # (B,) of the texts in the batch; on the host
     noise: Noise
     first: bool
-    last: bool
-    """After the last pass gradients are exchanged between processes."""
+    last: bool  # after the last pass gradients are exchanged between processes
 
 
 class Distillation:
@@ -161,27 +158,23 @@ class Distillation:
         self.starts = Starts.of(network.config, self.length, config.prompt)
         self.mask_id = self.starts.mask_id
         self.schedule = make_schedule(own.config.schedule)
-        pads = entry.pads and teacher.log_probs is None and pays_to_pad(world.device)
+        pads = entry.pads and teacher.log_probs is None and replica.pays_to_pad(world.device)
         self.align = ALIGN if pads else 1
         if pads:
             own.align = network.align = ALIGN
         self.train = self._train_settings()
+        own.requires_grad_(True)
         steps = self.train.steps - config.warmup
         self.student = Learner(
-            own.requires_grad_(True),
-            config.optim,
-            self.train,
-            world,
-            steps=steps,
-            ema=self.train.ema,
+            own, config.optim, self.train, world, steps=steps, ema=self.train.ema
         )
         self.teacher = Replica(network.requires_grad_(False), self.train, world)
         self.teacher_logits: LogitsAt = self.teacher.logits
         self.teacher_log_probs: LogitsAt = self.teacher.log_probs
-        if teacher.log_probs is not None:
-            self.teacher_logits = self.teacher_log_probs = _move_mask(teacher.log_probs)
+        if (exact := teacher.log_probs) is not None:
+            self.teacher_logits = lambda z, t, where: exact(z, t, sent(where, z.device))
+            self.teacher_log_probs = self.teacher_logits
         self.references = references or self.teacher_texts
-        self._teacher_at_start: Tensor | None = None
 
     def _train_settings(self) -> TrainConfig:
         """Settings of training, with CUDA graphs where they pay."""
@@ -196,16 +189,43 @@ class Distillation:
         """A second network that learns at a constant rate from what the student draws."""
         network.align = self.align
         optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=0)
-        steps = self.train.steps
-        return Learner(network, optim, self.train, self.world, steps=steps)
+        return Learner(network, optim, self.train, self.world, steps=self.train.steps)
 
     def learns(self, step: int) -> bool:
         """True once the student learns: after the warm-up."""
         return step >= self.config.warmup
 
+    def descend(self, step: int, batches: Sequence[MicroBatch], losses: Iterable[Loss]) -> Metrics:
+        """Update the student by the losses of all passes, made one by one; sum up their numbers."""
+        totals = Totals()
+        for batch, (loss, numbers) in zip(batches, losses, strict=True):
+            self.student.backward(loss, sync=batch.last)
+            totals.add(**({"loss": loss} | numbers))
+        return self.summed(totals) | self.update_student(step)
+
     def update_student(self, step: int) -> Metrics:
         """Apply the student's gradients of an iteration."""
         return {"grad_norm": self.student.update(step - self.config.warmup)}
+
+    # Numbers
+
+    def summed(self, totals: Totals) -> Metrics:
+        """Sums over the processes, of all numbers together."""
+        names, values = totals.stacked()
+        return dict(zip(names, self.world.sum(values), strict=True))
+
+    def count(self, counts: Iterable[Tensor]) -> Tensor:
+        """Sum of counts over all passes and processes, 1 at least: float64."""
+        own = torch.stack(list(counts)).sum(0).double()
+        return self.world.sum(sent(own, self.world.device)).clamp(min=1)
+
+    def generator(self, *name: int | str) -> torch.Generator:
+        """Random numbers for the whole batch of an iteration, on the host."""
+        return torch.Generator().manual_seed(mix(self.config.train.seed, *name))
+
+    def number(self, value: float) -> Tensor:
+        """A plain number as a metric."""
+        return torch.full((), value, dtype=torch.float64, device=self.world.device)
 
     # The batch
 
@@ -213,41 +233,23 @@ class Distillation:
         """The passes of this process over one batch of an iteration."""
         parts = self._parts()
         return [
-            MicroBatch(
-                step,
-                turn,
-                indices,
-                self.noise(step, turn, indices),
-                indices is parts[0],
-                indices is parts[-1],
-            )
-            for indices in parts
+            MicroBatch(step, turn, own, self.noise(step, turn, own), n == 1, n == len(parts))
+            for n, own in enumerate(parts, start=1)
         ]
-
-    def _parts(self) -> list[Tensor]:
-        """Indices of the texts of each pass of this process: whole groups, as many as fit."""
-        share = self.world.share(self.config.train.batch_size)
-        group, size = self.config.group_size, self.config.train.micro_batch
-        if size is None and self.world.device.type == "cuda":
-            size = len(share)
-        elif size is None:
-            size = CPU_TOKENS // self.length
-        size = max(group, size // group * group)
-        return list(torch.split(torch.arange(share.start, share.stop), size))
 
     def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
         """Random numbers of some texts of an iteration's batch."""
         seed = mix(self.config.train.seed, self.config.method, step, turn)
         return Noise(seed, indices, self.world.device)
 
-    def summed(self, totals: Totals) -> Metrics:
-        """Sums over the processes, of all numbers together."""
-        names, values = totals.stacked()
-        return dict(zip(names, self.world.sum(values), strict=True))
-
-    def number(self, value: float) -> Tensor:
-        """A plain number as a metric."""
-        return torch.full((), value, dtype=torch.float64, device=self.world.device)
+    def _parts(self) -> list[Tensor]:
+        """Indices of the texts of each pass of this process: whole groups, as many as fit."""
+        share = self.world.share(self.config.train.batch_size)
+        group, size = self.config.group_size, self.config.train.micro_batch
+        if size is None:
+            size = len(share) if self.world.device.type == "cuda" else CPU_TOKENS // self.length
+        size = max(group, size // group * group)
+        return list(torch.split(torch.arange(share.start, share.stop), size))
 
     # Texts
 
@@ -272,30 +274,27 @@ class Distillation:
         noise = Noise(mix(self.config.train.seed, "teacher"), indices, self.world.device)
         begin, state = self.starts(noise.on_host, self.prompts(0, indices))
         times = torch.linspace(1, 0, self.config.reference.steps + 1, dtype=torch.float64)
-        times = times.expand(count, -1)
-        denoiser, schedule = self.teacher_logits, self.schedule
-        return walk(denoiser, schedule, begin, state, times, noise, self.mask_id).z
+        times, draw = times.expand(count, -1), plain(as_denoiser(self.teacher_logits))
+        return walk(draw, self.schedule, begin, state, times, noise, self.mask_id).z
 
     # Where texts start: the one state that all share, or windows that stand for all
 
+    @cached_property
     def teacher_at_start(self) -> Tensor:
         """Logits (R, V) of the teacher where all is masked: a constant of the run."""
-        if self._teacher_at_start is None:
-            self._teacher_at_start = self._at_start(self.teacher_logits)
-        return self._teacher_at_start
+        return self._at_start(self.teacher_logits)
 
     def start_metrics(self, step: int) -> Metrics:
         """`kl_start` where a usual entry of the log follows (not one for a signal's sake)."""
         done, train = step + 1, self.config.train
-        every = (train.log_every, train.save_every)
-        logs = done == train.steps or any(done % each == 0 for each in every)
+        logs = done % train.log_every == 0 or done % train.save_every == 0 or done == train.steps
         return {"kl_start": self.kl_at_start()} if logs else {}
 
     @torch.no_grad()
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
         student = self._at_start(self.student.replica.logits)
-        return terms(student, self.teacher_at_start()).distance.mean()
+        return terms(student, self.teacher_at_start).distance.mean()
 
     def _at_start(self, denoiser: LogitsAt) -> Tensor:
         start = self.starts.representative(HOST)
@@ -304,17 +303,11 @@ class Distillation:
         return denoiser(z, t, start == self.mask_id)
 
 
-def _move_mask(denoiser: LogitsAt) -> LogitsAt:
-    """A denoiser whose `where` is moved to the device of the states."""
-    return lambda z, t, where: denoiser(z, t, sent(where, z.device))
-
-
 class DistillTask:
     """A method of distillation as a task of the training loop (`training.loop.Task`)."""
 
     def __init__(self, distillation: Distillation, method: Method) -> None:
-        self.distillation, self.method = distillation, method
-        d = distillation
+        self.distillation, self.method, d = distillation, method, distillation
         self.config, self.entry, self.world = d.config, d.entry, d.world
         self.parts: dict[str, Learner | Snapshot] = {"student": d.student, **method.learners}
         self.sharded = (
@@ -324,22 +317,16 @@ class DistillTask:
         """Mean of the collapse metric over the first texts, before much is learnt."""
 
     def step(self, step: int) -> Metrics:
-        """Update the networks once."""
         self.distillation.student.replica.release()
         compiled = compiles(self.config.train, self.world.device)
-        with fusing(compiled), iterating():
+        with fusing(compiled), replica.iterating():
             metrics = self.method.step(step)
-        self._track_variety(step, metrics)
-        return metrics
-
-    def _track_variety(self, step: int, metrics: Metrics) -> None:
-        """Average the collapse metric over the iterations of the first `ENOUGH_TEXTS` texts."""
         metric = self.entry.collapse_metric
         if metric is not None and step * self.config.train.batch_size < ENOUGH_TEXTS:
             self.variety_at_start.lerp_(metrics[metric].double(), 1 / (step + 1))
+        return metrics
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
-        """Learning rate and speed."""
         d, train, rate = self.distillation, self.config.train, steps / max(seconds, 1e-9)
         lr, warmup = 0.0, self.config.warmup
         if d.learns(step):
@@ -351,7 +338,6 @@ class DistillTask:
         }
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All networks with their moments and averages, and what methods remember."""
         found = {
             f"{part}/{name}": tensor
             for part, learner in self.parts.items()
@@ -359,29 +345,24 @@ class DistillTask:
         }
         if self.entry.collapse_metric is not None:
             found["watch/variety_at_start"] = self.variety_at_start
+            # Checkpoints of all methods that draw have it, even without a discriminator.
+            found["watch/accuracy"] = torch.zeros(2, dtype=torch.float64)
         return found | dict(self.method.state)
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint, about."""
         return sum(learner.bytes for learner in self.parts.values())
 
     def identity(self) -> Mapping[str, Any]:
-        """The teacher, and the data that positions in the stream refer to."""
         data = self.distillation.data
         return {
             "teacher": self.distillation.fingerprint,
             "data": None if data is None else data.fingerprint,
         }
 
-    @contextmanager
-    def averaged(self) -> Iterator[Network]:
-        """The student with its averaged weights in place."""
-        with self.distillation.student.averaged() as network:
-            yield network
-
     def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
-        """Write the averaged student, and the discriminator if there is one; all call."""
-        with self.averaged() as network:
+        """Write the averaged student, and the discriminator if there is one."""
+        d = self.distillation
+        with d.student.averaged() as network:
             student = _whole(network)
         critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
         discriminator = None if critic is None else _whole(critic)
@@ -389,8 +370,8 @@ class DistillTask:
             save_model(
                 folder,
                 student,
-                self.distillation.model_config,
-                tokenizer=self.distillation.tokenizer,
+                d.model_config,
+                tokenizer=d.tokenizer,
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
                 discriminator_config=None if critic is None else critic.config,

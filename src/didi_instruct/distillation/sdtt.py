@@ -20,14 +20,12 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import Metrics, Snapshot
-from didi_instruct.distillation.rollout import Jump, LogitsAt, draw_from
+from didi_instruct.distillation.replica import Loss, Metrics, Snapshot
+from didi_instruct.distillation.rollout import LogitsAt
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
-from didi_instruct.distillation.watch import Totals
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.draw import Purpose
-from didi_instruct.seeding import mix
+from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.transfer import sent
 
 SMALLEST = 1e-3
@@ -38,16 +36,11 @@ SMALLEST = 1e-3
 class Part:
     """Texts of a pass, and what the teacher will do from there."""
 
-    z: Tensor
-    """(B, L) the texts, masked."""
-    t: Tensor
-    """(B,) their times."""
-    times: tuple[Tensor, Tensor]
-    """(B,) each: when the teacher takes its first step and its second."""
-    first: Tensor
-    """(B, L) masks that its first step reveals."""
-    uniforms: Tensor
-    """(B, L) in [0, 1): which tokens it draws there."""
+    z: Tensor  # (B, L) the texts, masked
+    t: Tensor  # (B,) their times
+    times: tuple[Tensor, Tensor]  # (B,) each: when the teacher takes its first step and its second
+    first: Tensor  # (B, L) masks that its first step reveals
+    uniforms: Tensor  # (B, L) in [0, 1): which tokens it draws there
 
 
 def teacher_times(t: Tensor, dt: float, grid: str) -> tuple[Tensor, Tensor]:
@@ -83,8 +76,8 @@ def two_step_target(denoiser: LogitsAt, part: Part, mask_id: int) -> Tensor:
     active = first.any(1)
     active[0] |= ~active.any()
     early = denoiser(part.z[active], part.times[0][active], first[active])
-    everyone = torch.arange(len(first), device=first.device)
-    token, _ = draw_from(early, Jump(part.z, part.t, everyone, first), first, part.uniforms)
+    row = torch.arange(len(early), device=early.device)
+    token, _ = draw_tokens(early, part.uniforms[first], row)
     then = part.z.masked_scatter(first, token)
     late = denoiser(then, part.times[1], masked & ~first)
     target = late.new_empty(int(masked.sum()), late.shape[1])
@@ -118,32 +111,25 @@ class Sdtt:
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts; a round begins with a new teacher."""
-        d, settings, dt = self.d, self.d.config.sdtt, self.dt(step)
+        d, dt, batches = self.d, self.dt(step), self.d.micro_batches(step)
         if self.rounds.begins(step):
             self.before.take(d.student)
         teacher = self.before.replica.log_probs if self.rounds.of(step) else d.teacher_log_probs
-        batches = d.micro_batches(step)
         parts = [make_part(d, batch, dt) for batch in batches]
-        masks = torch.stack([(part.z == d.mask_id).sum() for part in parts]).sum().double()
-        count = d.world.sum(masks).clamp(min=1)
-        totals = Totals()
-        for batch, part in zip(batches, parts, strict=True):
+        count = d.count((part.z == d.mask_id).sum() for part in parts)
+
+        def loss_of(batch: MicroBatch, part: Part) -> Loss:
             target = two_step_target(teacher, part, d.mask_id)
             where, student = part.z == d.mask_id, d.student.replica
             log_p = student.log_probs_with_grad(part.z, part.t, where, sync=batch.last)
-            loss = distance(settings.divergence, target, log_p).sum() / count
-            d.student.backward(loss, sync=batch.last)
-            totals.add(
-                loss=loss,
-                entropy=entropy(log_p.detach()).sum() / count,
-                target_entropy=entropy(target).sum() / count,
-            )
-        return {
-            **d.summed(totals),
-            **d.update_student(step),
-            "student_steps": d.number(1 / (2 * dt)),
-            **d.start_metrics(step),
-        }
+            loss = distance(d.config.sdtt.divergence, target, log_p).sum() / count
+            return loss, {
+                "entropy": entropy(log_p.detach()).sum() / count,
+                "target_entropy": entropy(target).sum() / count,
+            }
+
+        metrics = d.descend(step, batches, map(loss_of, batches, parts))
+        return metrics | {"student_steps": d.number(1 / (2 * dt)), **d.start_metrics(step)}
 
     def dt(self, step: int) -> float:
         """Length of the teacher's steps in an iteration."""
@@ -153,9 +139,8 @@ class Sdtt:
 def make_part(d: Distillation, batch: MicroBatch, dt: float) -> Part:
     """Take texts, mask them, and decide what the teacher's first step reveals."""
     x, noise = d.reference_texts(batch), batch.noise
-    generator = torch.Generator().manual_seed(mix(d.config.train.seed, "times", batch.step))
-    t = stratified_times(d.config.train.batch_size, generator).double()
-    t = sent(t[batch.indices], x.device)
+    strata = stratified_times(d.config.train.batch_size, d.generator("times", batch.step))
+    t = sent(strata[batch.indices].double(), x.device)
     shares = revealed_shares(d.schedule, t[:, None])
     visible = noise.uniforms(d.length, Purpose.REMASK) < shares
     z = x.masked_fill(d.starts.open(x) & ~visible, d.mask_id)

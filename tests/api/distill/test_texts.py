@@ -85,23 +85,23 @@ def test_didi_continues_the_prompts_of_the_data(run, tmp_path, monkeypatch, sour
     for part in seen:
         assert not part.rollout.written[:, :8].any()
         assert part.rollout.written[:, 8:].all()
-        given = part.z_reference[:, :8].repeat_interleave(2, 0)
+        given = part.real.z[:, :8].repeat_interleave(2, 0)
         assert torch.equal(part.rollout.x[:, :8], given)
-        assert torch.equal(part.z[:, :8], given)
+        assert torch.equal(part.fake.z[:, :8], given)
     assert len({tuple(row) for row in texts.tolist()}) == len(texts)
     assert "path_entropy_2" in entries(tmp_path / "run")[-1]
     assert "path_kl_2" not in entries(tmp_path / "run")[-1]
 
 
 def test_token_matching_continues_the_prompts_of_the_data(run, monkeypatch):
-    texts, draw = [], token_matching.draw_step
+    texts, draw = [], token_matching.TokenMatching.draw
 
     def watched(*given, **options):
         drawn = draw(*given, **options)
         texts.append(drawn.x)
         return drawn
 
-    monkeypatch.setattr(token_matching, "draw_step", watched)
+    monkeypatch.setattr(token_matching.TokenMatching, "draw", watched)
     matching = {"contexts": 2, "aux_steps": 2}
     run(recipe("token-matching", prompt=8, data={"source": "oracle"}, token_matching=matching))
     # A prompt for each state, two contexts of each; every one is used once.
