@@ -15,6 +15,7 @@ from didi_instruct.distillation import methods
 from didi_instruct.distillation.run import MicroBatch, Teacher
 from didi_instruct.models.discriminator import flat_name
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.layers import NEVER
 from didi_instruct.training.distributed import World
 
 ALONE = World(torch.device("cpu"))
@@ -52,6 +53,41 @@ class Stream:
         return (row * 7 + torch.arange(self.length) * (1 + row % 4)) % 5
 
     ordered = rows
+
+
+# Texts with windows of their own
+
+END, WINDOW = 0, 6
+LENGTHS = (0, 10**12, 0, 10**12, 0, 10**12, 0)
+"""Texts have 1, 3 or 5 tokens; others have a chance of 1e-12."""
+
+
+class Documents:
+    """Texts of 1, 3 or 5 tokens, which the first two of them tell, and ends behind: a TokenSource.
+
+    `longest`: no text has more tokens.
+    """
+
+    num_tokens, num_sequences, fingerprint, tokenizer, length = 5, None, "documents", None, WINDOW
+
+    def __init__(self, longest=WINDOW):
+        self.longest = longest
+
+    def rows(self, start, count):
+        row, place = torch.arange(start, start + count)[:, None], torch.arange(WINDOW)
+        text = 1 + (row * 7 + place * (1 + row % 3)) % 4
+        return torch.where(place < (1 + 2 * (row % 3)).clamp(max=self.longest), text, END)
+
+    ordered = rows
+
+
+def windowed_network(seed, *, ends=True, **changes):
+    """A small network that never writes an end, whether it knows of ends or not."""
+    own = {"length": WINDOW, "end_id": END, "lengths": LENGTHS} if ends else {}
+    found = small_network(seed, **(own | changes))
+    with torch.no_grad():
+        found.output_layer.linear.bias[END] = NEVER
+    return found
 
 
 def settings(method, changes):
