@@ -196,13 +196,6 @@ def spy(owner, name):
     return calls
 
 
-def read_states(task):
-    """States (U, L) that each network reads from now on, by its name."""
-    networks = {"frozen": task.distillation.teacher.network, **networks_of(task)}
-    return {name: spy(getattr(n, "trunk", n) if name == "discriminator" else n, "embed")
-            for name, n in networks.items()}  # fmt: skip
-
-
 def steps_law(budgets, length):
     """Law of (step of a path, masks before it, masks that it reveals): as cells (K, ...), (K,).
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.distributions import Beta, Categorical, kl_divergence
 
 from didi_instruct.distillation.didi import make_pair, score_texts, write_texts
-from didi_instruct.distillation.losses import advantages, beta_times
+from didi_instruct.distillation.losses import advantages, beta_times, rewards
 from didi_instruct.models import discriminator
 from didi_instruct.process.masking import interleaved_times, revealed_shares
 from didi_instruct.process.schedule import LogLinear
@@ -92,6 +92,48 @@ CASES = {
 }  # fmt: skip
 
 
+def critic_by_hand(critic, d, found):
+    """Loss, accuracy and sharpness of a discriminator on both sides, text by text."""
+    settings, loss = d.config.discriminator, 0.0
+    right, sharp = [], []
+    written = torch.arange(L) >= d.config.prompt
+    fake = found.z, found.t, settings.label_smoothing
+    real = found.z_reference, found.t_reference, 1 - settings.label_smoothing
+    for z, t, target in (fake, real):
+        ratio, masked = critic(z, d.schedule.sigma(t)), z == MASK
+        cross = -(target * F.logsigmoid(ratio) + (1 - target) * F.logsigmoid(-ratio))
+        for own, each, m in zip(cross, ratio.detach(), masked, strict=True):
+            where = m if settings.positions == "masked" else written
+            loss = loss + own[where].sum() / max(1, int(where.sum())) / len(z) / 2
+            correct = ((each[where] > 0) == (target > 0.5)).double()
+            sharp.append(float(correct.mean() if where.any() else 0.5) / len(z) / 2)
+            reward = each[m if m.any() else written].mean()
+            right.append(float((reward > 0) == (target > 0.5)) / len(z) / 2)
+    return loss, sum(right), sum(sharp)
+
+
+def score_by_hand(student, teacher, d, found, path):
+    """Log P / tokens (or the sum), the mean KL and the mean entropy of texts along their path."""
+    didi, (times, states) = d.config.didi, path
+    steps = list(zip(times, states, states[1:], strict=False))
+    if didi.score_steps == "last":
+        steps = steps[-1:]
+    log_prob = kl = entropy = tokens = 0.0
+    for t, z, after in steps:
+        sigma = d.schedule.sigma(torch.as_tensor(t, dtype=torch.float64).expand(BATCH))
+        p, q = (Categorical(logits=network(z, sigma)) for network in (student, teacher))
+        masked, drawn = z == MASK, (z == MASK) & (after != MASK)
+        tokens = tokens + drawn.sum(1)
+        log_prob = log_prob + (p.log_prob(found.rollout.x) * drawn).sum(1)
+        forward, backward = kl_divergence(q, p), kl_divergence(p, q)
+        kinds = {"forward": forward, "backward": backward, "jeffreys": (forward + backward) / 2}
+        count = masked.sum(1).clamp(min=1)
+        kl = kl + ((kinds[didi.kl] * masked).sum(1) / count).mean()
+        entropy = entropy + ((p.entropy() * masked).sum(1) / count).mean() / len(steps)
+    mean = log_prob if didi.log_prob == "sum" else log_prob / tokens.clamp(min=1)
+    return mean, kl, entropy
+
+
 @pytest.mark.parametrize("timed", [False, True], ids=["constant", "timed"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_iteration_by_hand(name, timed):
@@ -102,85 +144,53 @@ def test_an_iteration_by_hand(name, timed):
     The student: -E[w A log P / tokens] + λ KL - μ H, with rewards of the updated discriminator, and
     w of the time at which texts are compared, whether the student passed through it or not.
     """
-    changes = CASES[name] | {"didi": {"kl_weight": 0.4, "entropy_weight": 0.3}
-                             | CASES[name].get("didi", {})}  # fmt: skip
-    networks, seen = pair(time_conditioning=timed), []
-    data = Stream() if "prompt" in changes else None
-    task = task_of(changes, data=data, **networks,
-                   path_score=lambda d, found: seen.append(found) or score_texts(d, found))  # fmt: skip
-    d, didi, settings = task.distillation, task.config.didi, task.config.discriminator
-    student, critics = twin(networks["student"]), []
-    learner = task.parts["discriminator"]
-    update = learner.update
+    own = {"kl_weight": 0.4, "entropy_weight": 0.3} | CASES[name].get("didi", {})
+    networks, seen, critics = pair(time_conditioning=timed), [], []
+    options = {"path_score": lambda d, found: seen.append(found) or score_texts(d, found)}
+    if "prompt" in CASES[name]:
+        options["data"] = Stream()
+    task = task_of(CASES[name] | {"didi": own}, **networks, **options)
+    d, didi, learner = task.distillation, task.config.didi, task.parts["discriminator"]
+    student, update = twin(networks["student"]), learner.update
     learner.update = lambda step: critics.append(twin(learner.network)) or update(step)
     numbers = {key: value.item() for key, value in run(task, 1)[0].items()}
     (found,) = seen
-    assert len(critics) == settings.steps
+    assert len(critics) == task.config.discriminator.steps
 
     def check(**expected):
         for key, value in expected.items():
             assert numbers[key] == pytest.approx(torch.as_tensor(value).item(), rel=2e-4, abs=1e-5)
 
     # The discriminator, as it was before its last update
-    critic = critics[-1].requires_grad_(True)
-    losses, right, sharp = [], [], []
-    sides = [(found.z, found.t, settings.label_smoothing),
-             (found.z_reference, found.t_reference, 1 - settings.label_smoothing)]  # fmt: skip
-    written = torch.arange(L) >= task.config.prompt
-    for z, t, target in sides:
-        ratio, masked = critic(z, d.schedule.sigma(t)), z == MASK
-        cross = -(target * F.logsigmoid(ratio) + (1 - target) * F.logsigmoid(-ratio))
-        for own, each, m in zip(cross, ratio, masked, strict=True):
-            where = m if settings.positions == "masked" else written
-            losses.append(own[where].sum() / max(1, int(where.sum())) / len(z) / 2)
-            correct = ((each[where] > 0) == (target > 0.5)).double()
-            sharp.append(float(correct.mean() if where.any() else 0.5) / len(z) / 2)
-            reward = each[m if m.any() else written].detach().mean()
-            right.append(float((reward > 0) == (target > 0.5)) / len(z) / 2)
-    loss = torch.stack(losses).sum()
-    trained = [p for n, p in critic.named_parameters()
-               if dict(learner.network.named_parameters())[n].requires_grad]  # fmt: skip
-    slopes = torch.autograd.grad(loss, trained)
-    check(disc_loss=loss, disc_accuracy=sum(right), disc_sharpness=sum(sharp),
-          disc_grad_norm=torch.stack([slope.norm() for slope in slopes]).norm())  # fmt: skip
+    loss, accuracy, sharpness = critic_by_hand(critics[-1], d, found)
+    frozen = {n for n, p in learner.network.named_parameters() if not p.requires_grad}
+    trained = [p for n, p in critics[-1].named_parameters() if n not in frozen]
+    norms = [slope.norm() for slope in torch.autograd.grad(loss, trained)]
+    check(disc_loss=loss, disc_accuracy=accuracy, disc_sharpness=sharpness)
+    check(disc_grad_norm=torch.stack(norms).norm())
 
     # Advantages, by the discriminator as it is now
     with torch.no_grad():
         ratio, masked = learner.network(found.z, d.schedule.sigma(found.t)), found.z == MASK
-    rewards = [r[m if m.any() else written].mean() for r, m in zip(ratio, masked, strict=True)]
-    found_advantages = advantages(
-        torch.stack(rewards), BATCH if didi.grouping == "batch" else didi.group_size,
-        baseline=didi.baseline, scale=didi.scale, eps=didi.advantage_eps, clip=didi.advantage_clip,
-    )  # fmt: skip
-    advantage = found_advantages.values
-    check(advantage_max=advantage.abs().max(), advantage_std=advantage.std(correction=0),
-          clip_fraction=found_advantages.clip_fraction)  # fmt: skip
+    reward = rewards(ratio, masked, (torch.arange(L) >= task.config.prompt).expand(BATCH, L))
+    size = BATCH if didi.grouping == "batch" else didi.group_size
+    shape = {"baseline": didi.baseline, "scale": didi.scale, "clip": didi.advantage_clip}
+    compared = advantages(reward, size, eps=didi.advantage_eps, **shape)
+    advantage = compared.values
+    check(advantage_max=advantage.abs().max(), clip_fraction=compared.clip_fraction)
+    check(advantage_std=advantage.std(correction=0))
 
     # The student, as it was
-    times, states = path_of(task, found, settings.steps - 1)
-    steps = list(zip(times, states, states[1:], strict=False))
-    if didi.score_steps == "last":
-        steps = steps[-1:]
-    log_prob = kl = entropy = tokens = 0.0
-    for t, z, after in steps:
-        sigma = d.schedule.sigma(torch.as_tensor(t, dtype=torch.float64).expand(BATCH))
-        p, q = (Categorical(logits=net(z, sigma)) for net in (student, networks["teacher"]))
-        masked, drawn = z == MASK, (z == MASK) & (after != MASK)
-        tokens = tokens + drawn.sum(1)
-        log_prob = log_prob + (p.log_prob(found.rollout.x) * drawn).sum(1)
-        forward, backward = kl_divergence(q, p), kl_divergence(p, q)
-        distance = {"forward": forward, "backward": backward,
-                    "jeffreys": (forward + backward) / 2}[didi.kl]  # fmt: skip
-        count = masked.sum(1).clamp(min=1)
-        kl = kl + ((distance * masked).sum(1) / count).mean()
-        entropy = entropy + ((p.entropy() * masked).sum(1) / count).mean() / len(steps)
-    weight = torch.ones(BATCH)
-    if didi.omega == "schedule":
-        weight = 1 / found.t.clamp(min=didi.omega_min_time)
+    path = path_of(task, found, task.config.discriminator.steps - 1)
+    groups = found.t.view(-1, 4)
+    assert bool((groups == groups[:, :1]).all()) == (didi.grouping != "batch")
+    if didi.score_decomposition:
+        assert torch.equal(found.t, path[0][-1]) == didi.coupled_time
+    mean, kl, entropy = score_by_hand(student, networks["teacher"], d, found, path)
+    weight = 1 / found.t.clamp(min=didi.omega_min_time) if didi.omega == "schedule" else 1.0
     if didi.importance_weighting:
-        density = Beta(*(torch.tensor(float(c)) for c in didi.pi)).log_prob(found.t.float())
-        weight = weight / density.exp()
-    mean = log_prob if didi.log_prob == "sum" else log_prob / tokens.clamp(min=1)
+        law = Beta(*(torch.tensor(float(c)) for c in didi.pi))
+        weight = weight / law.log_prob(found.t.float()).exp()
     policy = loss = -(weight * advantage * mean).mean()
     if didi.regularisation:
         loss = loss + didi.kl_weight * kl - didi.entropy_weight * entropy
@@ -189,33 +199,6 @@ def test_an_iteration_by_hand(name, timed):
 
 
 # What is compared
-
-
-@pytest.mark.parametrize("grouping", ["batch", "tau", "state"])
-@pytest.mark.parametrize("coupled", [True, False])
-def test_what_the_members_of_a_group_share(grouping, coupled):
-    """batch: nothing; tau: the time; state: the time, z_τ and the corruption mask."""
-    didi = STATE if grouping == "state" else {"grouping": grouping}
-    task = task_of({"didi": {"coupled_time": coupled} | didi})
-    reads = spy(networks_of(task)["student"], "embed")
-    found = pair_of(task)
-
-    def alike(values):
-        groups = values.view(BATCH // 4, 4, *values.shape[1:])
-        return bool((groups == groups[:, :1]).all())
-
-    assert alike(found.t) == (grouping != "batch")
-    assert alike(found.z == MASK) == (grouping == "state")
-    assert not alike(found.rollout.x)
-    assert [len(tokens) for tokens, *_ in reads] == [1, BATCH // 4 if grouping == "state" else BATCH]
-    assert torch.equal(found.t_reference, found.t)
-
-
-def test_uncoupled_times_are_others():
-    """The rollout stays as it is; texts are compared at a time of their own."""
-    coupled, apart = (pair_of(task_of({"didi": {"coupled_time": c}})) for c in (True, False))
-    assert torch.equal(coupled.rollout.x, apart.rollout.x)
-    assert not (coupled.t == apart.t).any()
 
 
 def test_in_streams_texts_stop_on_the_path_and_are_compared_where_chance_says():
@@ -262,8 +245,8 @@ def test_a_reference_of_the_teacher_depends_on_its_number_alone(steps):
 def test_both_sides_are_corrupted_to_their_time(changes):
     """Masked shares 1 - α_t of both, 1,200 texts within 4.5 standard errors: false alarm 7e-6.
 
-    Standard errors of groups that share their mask count groups, not texts. What is not masked is
-    the text itself.
+    Groups at one state share their mask, so there standard errors count groups. What is not masked
+    is the text itself.
     """
     task = task_of(changes | {"train": {"batch_size": 1200}})
     found, copies = pair_of(task), 4 if changes else 1
@@ -271,6 +254,8 @@ def test_both_sides_are_corrupted_to_their_time(changes):
     for x, z, t, each in ((found.rollout.x, found.z, found.t, copies),
                           (reference, found.z_reference, found.t_reference, 1)):  # fmt: skip
         assert torch.equal(z, torch.where(z == MASK, MASK, x))
+        groups = (z == MASK).view(-1, 4, L)
+        assert bool((groups == groups[:, :1]).all()) == (each > 1)
         chance = (1 - task.distillation.schedule.alpha(t))[::each]
         share = (z == MASK).double().mean(1)[::each]
         variance = (chance * (1 - chance) / L).sum()
@@ -315,8 +300,9 @@ def test_the_gates_follow_running_means(gate):
     To learn from those batches alone on which it errs would bias what it tells of all texts. What
     it has not seen counts as one half.
     """
-    train, metric = {"train": {"steps": 14}}, {"saturation": "disc_sharpness"}.get(
-        gate, "disc_accuracy"
+    train, metric = (
+        {"train": {"steps": 14}},
+        {"saturation": "disc_sharpness"}.get(gate, "disc_accuracy"),
     )
     prior = 0.5 if gate == "saturation" else None
     free = [numbers[metric].item() for numbers in run(task_of(train), 14)]

@@ -36,7 +36,7 @@ from didi_instruct.sampling.state import Canvas
 from didi_instruct.training.distributed import World
 
 from .small import gradient_norm, law, make_task, networks_of, pair, run, small_network, spy, twin
-from .tables import MASK, TEXTS, L, V, conditionals, correlated_law, random_logits, state_index
+from .tables import MASK, TEXTS, L, conditionals, correlated_law, random_logits, state_index
 
 BETAS = [0.0, 1.0, 0.3, -0.2]
 WINDOWS = {"length": 8, "end_id": 0, "lengths": (0, 3, 5, 0, 0, 4, 1, 0, 2)}
@@ -68,8 +68,10 @@ def step_of(monkeypatch):
         seen, sigma, at = passes[-1]
         x, context = gathered[0], asked[-1][0]
         last = torch.zeros(x.numel(), dtype=torch.bool).index_fill(0, at, True).view(x.shape)
-        return SimpleNamespace(numbers=numbers, passes=passes, seen=seen, sigma=sigma, last=last,
-                               x=x, context=context, t_context=asked[-1][1], hidden=asked[-1][2])  # fmt: skip
+        return SimpleNamespace(
+            numbers=numbers, seen=seen, sigma=sigma, last=last, x=x, context=context,
+            t_context=asked[-1][1], hidden=asked[-1][2],
+        )  # fmt: skip
 
     return step
 
@@ -155,7 +157,8 @@ def test_an_iteration_by_hand(told, beta, budgets, step_of):
     path = -log_p.gather(-1, x[..., None]).squeeze(-1)
     expected = {
         "loss": loss, "grad_norm": gradient_norm(loss, student),
-        "aux_loss": -phi.log_prob(x)[hidden].mean(), "aux_kl": kl_divergence(phi, theta)[hidden].mean(),
+        "aux_loss": -phi.log_prob(x)[hidden].mean(),
+        "aux_kl": kl_divergence(phi, theta)[hidden].mean(),
         "tv": (phi.probs - theta.probs).clamp(min=0).sum(-1)[hidden].mean(),
         "entropy": Categorical(logits=log_p).entropy()[both].sum() / count,
         "path_entropy": path[last].mean(),
@@ -356,9 +359,9 @@ def test_walks_of_several_steps_follow_the_enumerated_law(walked, monkeypatch, s
     monkeypatch.setattr(
         Start,
         "logits",
-        lambda self, network, seen, sigma, at: (
-            table[number(sigma), index(seen.tokens, 3)].flatten(0, 1)[at]
-        ),
+        lambda self, network, seen, sigma, at: table[number(sigma), index(seen.tokens, 3)].flatten(
+            0, 1
+        )[at],
     )
     task = tiny_task(num, {"noise": 0.0, "budgets": [3]})
     found = step_of(task)
@@ -415,9 +418,7 @@ def test_ends_are_in_no_start_of_training_or_sampling(tmp_path, monkeypatch, ste
     starts = [step_of(task_of({}, {"train": {"batch_size": 2000}}, **networks)).seen]
     network, logits = networks["student"], Start.logits
     save_model(tmp_path, network.state_dict(), network.config)
-    monkeypatch.setattr(
-        Start, "logits", lambda *given: starts.append(given[2]) or logits(*given)
-    )
+    monkeypatch.setattr(Start, "logits", lambda *given: starts.append(given[2]) or logits(*given))
     didi.load(tmp_path).draw(2000, steps=1, sampler="dimo", seed=1, batch_size=2000)
     assert len(starts) == 2
     for seen in starts:

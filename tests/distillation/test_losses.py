@@ -53,7 +53,7 @@ def plainly(kind, student, teacher):
     """Entropy of the student and its divergence from a teacher, by torch's distributions."""
     p, q = Categorical(logits=teacher), Categorical(logits=student)
     sides = kl_divergence(p, q), kl_divergence(q, p)
-    return q.entropy(), {"forward": sides[0], "backward": sides[1], "jeffreys": sum(sides) / 2}[kind]
+    return q.entropy(), dict(zip(KINDS, (*sides, sum(sides) / 2), strict=True))[kind]
 
 
 @law
@@ -165,9 +165,7 @@ def test_a_reward_is_the_mean_over_masks_or_over_what_was_written(seed, share):
 
 
 groups = st.integers(2, 5).flatmap(
-    lambda size: st.lists(
-        st.lists(numbers, min_size=size, max_size=size), min_size=1, max_size=4
-    )
+    lambda size: st.lists(st.lists(numbers, min_size=size, max_size=size), min_size=1, max_size=4)
 )
 
 

@@ -133,7 +133,9 @@ def test_an_iteration_by_hand(codes, timed):
     each = torch.stack(each, 1)
     loss = -each.gather(1, drawn).mean(1).sum() / count
     assert drawn.shape == (12, 2 if codes > 1 else 1)
-    assert numbers["grad_norm"].item() == pytest.approx(gradient_norm(loss, network).item(), rel=1e-4)
+    assert numbers["grad_norm"].item() == pytest.approx(
+        gradient_norm(loss, network).item(), rel=1e-4
+    )
     if codes == 1:
         assert numbers["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
         return

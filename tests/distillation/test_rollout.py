@@ -212,7 +212,7 @@ def trips(draw):
 @law
 @given(trips())
 def test_any_rollout_is_that_of_single_texts(trip):
-    """Whatever it shares: its probability, its scores, its calls; the same bits from copies.
+    """Whatever it shares: probability, scores, calls; the same bits in parts, and from copies.
 
     Each step is one call, which reads distinct states where they are masked, and one at least, so
     that all processes of a sharded network call alike.
@@ -232,6 +232,13 @@ def test_any_rollout_is_that_of_single_texts(trip):
     stops = 1 + (tau[:, None] - 1) * fractions
     expected, states = follow(network, schedule, start[owner], stops, of_group, result.x)
     torch.testing.assert_close(result.log_prob, expected, rtol=0, atol=1e-6)
+
+    for some in (slice(0, shared), slice(shared, None)):
+        if len(owner[some]):  # a text does not depend on the others of its part
+            given_noise = tau[some], Noise(seed, noise.indices[some]), MASK
+            part = rollout(dense.log_probs, schedule, start, owner[some], *given_noise, **options)
+            assert torch.equal(part.x, result.x[some])
+            assert torch.equal(part.log_prob, result.log_prob[some])
 
     calls = network.calls[: steps + 1]
     assert len(network.calls) == len(calls)
@@ -271,30 +278,6 @@ def test_a_step_that_reveals_nothing_still_reads_one_state():
     assert way.log_prob.tolist() == [0.0] * n
     assert [len(z) for z, _, _ in network.calls] == [1, 1, 1]
     assert not any(where.any() for _, _, where in network.calls)
-
-
-@pytest.mark.parametrize("shared", [1, 3])
-@pytest.mark.parametrize("prompts", [False, True])
-def test_a_text_does_not_depend_on_the_others_of_its_part(shared, prompts):
-    """24 texts at once and in parts of whole groups: the same bits."""
-    network, n = table(), 24
-    tau = torch.linspace(0.1, 0.9, n // 3, dtype=torch.float64).repeat_interleave(3)
-    start = torch.cat([torch.arange(n // 3)[:, None] % V, MASKS[:, 1:].expand(n // 3, -1)], 1)
-
-    def part(indices):
-        own, owner = MASKS, zeros(len(indices))
-        if prompts:
-            own, owner = start[indices[::3] // 3], torch.arange(len(indices)) // 3
-        given_noise = tau[indices], Noise(11, indices), MASK
-        return rollout(
-            network.log_probs, Cosine(0.1), own, owner, *given_noise, steps=2, shared=shared
-        )
-
-    whole = part(torch.arange(n))
-    parts = [part(indices) for indices in torch.split(torch.arange(n), [3, 9, 6, 6])]
-    assert torch.equal(torch.cat([p.x for p in parts]), whole.x)
-    assert torch.equal(torch.cat([p.log_prob for p in parts]), whole.log_prob)
-    assert len(torch.unique(whole.x, dim=0)) > 5
 
 
 @law
@@ -384,15 +367,3 @@ def test_scores_are_those_computed_by_hand(timed, kind, texts):
         plain = score_path(networks[0], schedule, jumps, result.x, [None, None])
         torch.testing.assert_close(plain.log_prob, scores.log_prob)
         assert not plain.kl.any()
-
-
-def test_a_text_without_masks_scores_nothing():
-    """z_τ may be text already: there is nothing to draw, and neither KL nor entropy."""
-    network, x = table(), torch.zeros(2, L, dtype=torch.long)
-    given_noise = same(2, 0.5), noise_of(2), MASK
-    result = rollout(network.log_probs, LINEAR, x[:1], zeros(2), *given_noise)
-    assert torch.equal(result.x, x)
-    for teacher in (None, torch.zeros(0, V)):
-        scores = score_path(network, LogLinear(1e-9), result.jumps, x, [teacher] * 2)
-        assert all(values.tolist() == [0.0, 0.0] for values in scores)
-        scores.log_prob.sum().backward()
