@@ -18,7 +18,12 @@ from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER
 from didi_instruct.training.distributed import World
 
-ALONE = World(torch.device("cpu"))
+
+class Alone(World):
+    """One process; its methods can be watched."""
+
+
+ALONE = Alone(torch.device("cpu"))
 STATE = {"grouping": "state", "score_steps": "last"}
 PROMPT = {"prompt": 3, "data": {"source": "stream"}}
 DUO = {"kind": "duo", "vocab_size": 5, "time_conditioning": True}
@@ -126,7 +131,7 @@ def make_task(
         config,
         Teacher(network=teacher, tokenizer=None, fingerprint="teacher", log_probs=log_probs),
         student or small_network(1, **shape),
-        world or ALONE,
+        world or Alone(torch.device("cpu")),
         **options,
     )
 
@@ -192,7 +197,7 @@ def spy(owner, name):
         calls.append(given)
         return method(*given, **more)
 
-    setattr(owner, name, seen)
+    object.__setattr__(owner, name, seen)  # some are frozen
     return calls
 
 

@@ -12,15 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.sampling.enumeration import FALSE_ALARM, p_value
-from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.distillation.losses import score_path
 from didi_instruct.distillation.rollout import Noise, rollout, walk
 from didi_instruct.process.masking import revealed_shares
-from didi_instruct.process.schedule import Cosine, LogLinear, make_schedule
+from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.draw import Purpose, restrict
 
-from .small import law, small_network
+from .small import law
 from .tables import MASK, STATES, TEXTS, L, V, state_index, table, text_index, texts_of, walked_law
 
 MASKS = torch.full((1, L), MASK)
@@ -271,15 +270,6 @@ def test_states_from_which_nothing_is_drawn_are_not_read():
                        network.calls[-1][0][network.calls[-1][0] != MASK])  # fmt: skip
 
 
-def test_a_step_that_reveals_nothing_still_reads_one_state():
-    network, n = table(), 5
-    way = walk(network.log_probs, LINEAR, MASKS, zeros(n), same(n, 1, 1, 1, 1), noise_of(n), MASK)
-    assert torch.equal(way.z, MASKS.expand(n, L))
-    assert way.log_prob.tolist() == [0.0] * n
-    assert [len(z) for z, _, _ in network.calls] == [1, 1, 1]
-    assert not any(where.any() for _, _, where in network.calls)
-
-
 @law
 @given(st.integers(0, 2**30), st.integers(0, 1000), st.integers(1, 4), st.integers(1, 5))
 def test_noise_belongs_to_a_text_and_groups_have_their_own(seed, first, size, count):
@@ -293,77 +283,3 @@ def test_noise_belongs_to_a_text_and_groups_have_their_own(seed, first, size, co
     others = noise.uniforms(count, 1, 3), noise_of(3 * size, seed + 1, first * size)
     assert not torch.equal(numbers, others[0])
     assert not torch.equal(numbers, others[1].uniforms(count, 1, 2))
-
-
-# Scores of networks
-
-
-def laws_at(network, schedule, z, t):
-    return Categorical(logits=network(z, schedule.sigma(t)).double())
-
-
-@pytest.mark.parametrize("timed", [False, True], ids=["constant", "timed"])
-@pytest.mark.parametrize("kind", ["forward", "backward", "jeffreys"])
-@pytest.mark.parametrize("texts", ["free", "prompts", "shared"])
-def test_scores_are_those_computed_by_hand(timed, kind, texts):
-    """Values, and every parameter's gradient, from whole forward passes of each text alone.
-
-    log P is the sum over the tokens of both jumps; the KL a mean over masks, summed over the jumps;
-    the entropy a mean over masks, averaged over the jumps. A group at one z_τ scores its last jump.
-    The states that texts share are read once, which must be what reading every copy gives.
-    """
-    networks = [small_network(seed, time_conditioning=timed).double() for seed in (1, 2)]
-    schedule, n, mask, shared = make_schedule(networks[0].config.schedule), 12, 5, 1
-    start, owner = torch.full((1, 8), mask), zeros(n)
-    if texts == "prompts":
-        start, owner = start.repeat(3, 1), torch.arange(n) // 4
-        start[:, :2] = torch.tensor([[0, 1], [2, 3], [4, 4]])
-    if texts == "shared":
-        shared = 4
-    tau = torch.linspace(0.02, 0.98, n // shared, dtype=torch.float64).repeat_interleave(shared)
-    noise = noise_of(n, 3)
-
-    def denoiser(z, t, where):
-        return networks[0](z, schedule.sigma(t)).log_softmax(-1)[where].detach()
-
-    result = rollout(denoiser, schedule, start, owner, tau, noise, mask, shared=shared)
-    order = noise.of_groups(shared).uniforms(8, Purpose.REVEAL).repeat_interleave(shared, 0)
-    begin = start[owner]
-    reveals = (order < revealed_shares(schedule, tau)[:, None]) & (begin == mask)
-    z_tau = torch.where(reveals, result.x, begin)
-    path = [(begin, torch.ones(n).double(), z_tau), (z_tau, tau, result.x)]
-    jumps = result.jumps
-    if shared > 1:
-        path, jumps = path[1:], jumps[1:]
-    teacher = [
-        networks[1](jump.z, schedule.sigma(jump.t)).detach()[jump.z == mask] for jump in jumps
-    ]
-    scores = score_path(networks[0], schedule, jumps, result.x, teacher, kind)
-    expected = [torch.zeros(n).double() for _ in range(3)]
-    for z, t, after in path:
-        masked = z == mask
-        p, q = (laws_at(network, schedule, z, t) for network in networks)
-        written = masked & (after != mask)
-        pairs = {"forward": [(q, p)], "backward": [(p, q)], "jeffreys": [(p, q), (q, p)]}[kind]
-        distance = sum(kl_divergence(*each) for each in pairs) / len(pairs)
-        count = masked.sum(1).clamp(min=1)
-        expected[0] = expected[0] + (p.log_prob(result.x) * written).sum(1)
-        expected[1] = expected[1] + (distance * masked).sum(1) / count
-        expected[2] = expected[2] + (p.entropy() * masked).sum(1) / count / len(path)
-    weights = torch.randn(3, n, generator=torch.Generator().manual_seed(8)).double()
-    parameters = list(networks[0].parameters())
-    gradients = []
-    for found in (scores, expected):
-        mixture = (weights * torch.stack([values.double() for values in found])).sum()
-        gradients.append(torch.autograd.grad(mixture, parameters))
-    for one, other in zip(scores, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    for one, other in zip(*gradients, strict=True):
-        scale = float(other.abs().max())
-        assert scale > 0
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * scale)
-    if shared == 1:  # of all tokens, and by the way what a network reports while it draws
-        torch.testing.assert_close(scores.log_prob.detach(), result.log_prob, rtol=1e-5, atol=1e-5)
-        plain = score_path(networks[0], schedule, jumps, result.x, [None, None])
-        torch.testing.assert_close(plain.log_prob, scores.log_prob)
-        assert not plain.kl.any()

@@ -281,16 +281,6 @@ def expected_with_advantages(logits, t, **settings):
 
 
 @pytest.mark.usefixtures("_float64")
-def test_a_constant_added_to_rewards_changes_nothing():
-    """E[∇log p] = 0, so any baseline that does not depend on the text leaves the expectation."""
-    student = TableNetwork(random_logits(6))
-    for steps in (0, 1):
-        _, log_prob, law = scored_paths(student, SCHEDULE, 0.6, steps)
-        gradient = torch.autograd.grad((law * log_prob).sum(), student.logits)[0]
-        assert gradient.norm() < 1e-12
-
-
-@pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("t", [0.2, 0.6])
 def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks(t):
     """Two texts: against the other one exact; against the mean of both exactly half of it."""

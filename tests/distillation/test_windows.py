@@ -237,13 +237,12 @@ def test_the_kl_at_the_start_is_per_token_of_windows_from_short_to_long():
 # Nothing to write, and what does not fit
 
 
-@pytest.mark.parametrize("longest", [L, 2], ids=["some texts", "no text"])
 @pytest.mark.parametrize("method", KNOWING)
-def test_texts_no_longer_than_their_prompts_are_harmless(method, longest):
+def test_texts_no_longer_than_their_prompts_are_harmless(method):
     """They have nothing to write: all numbers stay finite, and so do the weights."""
-    task = task_of(method, PROMPT, data=Documents(longest))
+    task = task_of(method, PROMPT, data=Documents(longest=2))
     for numbers in run(task, 3):
-        if method == "didi" and longest == 2:
+        if method == "didi":
             assert numbers["disc_accuracy"].item() == 0.5, "nobody can tell nothing from nothing"
     student = weights(task.distillation.student.network)
     assert all(value.isfinite().all() for value in student.values())
