@@ -11,7 +11,7 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.losses import divergence
 from didi_instruct.errors import UserError
-from didi_instruct.process.uniform import gaussian_to_discrete
+from didi_instruct.process.uniform import gaussian_to_discrete, marginal
 
 from .small import DUO, gradient_norm, make_task, moved, small_network, spy, twin, weights
 
@@ -94,6 +94,38 @@ def test_states_of_one_noise_follow_their_enumerated_law(clock):
             law[((a * V + b) * V + c) * V + d] += (p * q).mean()
     keys = torch.stack([found.z_t[:, 0], found.z_s[:, 0], found.z_t[:, 1], found.z_s[:, 1]], 1)
     assert p_value(keys @ V ** torch.arange(3, -1, -1), law) > FALSE_ALARM
+
+
+def test_the_mean_target_is_sharper_than_the_denoiser_it_replaces():
+    """Of an exact target: not p(x^1 | z_t^2), the further from it the larger the step, and sharper.
+
+    What `duo.py` says of the method, on a language of two tokens that depend on each other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    joint = (1.5 * torch.randn(V * V, generator=generator, dtype=torch.float64)).softmax(0)
+    joint, alpha_t, distances = joint.view(V, V), 0.4, []
+
+    def denoiser(alpha):  # p(x^1 | z^2): (V, V), rows z^2
+        noisy = (
+            joint @ marginal(torch.arange(V)[:, None], torch.tensor([[alpha]]), V)[:, 0].double()
+        )
+        return (noisy / noisy.sum(0)).T
+
+    right = denoiser(alpha_t).expand(V, V, V)
+    for alpha_s in (0.4 + 1e-9, 0.45, 0.6, 0.9, 1.0):
+        path = torch.zeros(V, V, V, dtype=torch.float64)
+        for x in range(V):
+            for p, z_t, z_s in steps_of_one_noise(x, alpha_t, alpha_s):
+                path[x, z_t, z_s] += p
+        law = torch.einsum("ab,azs,bwr->zwr", joint, path, path)
+        chance = law.sum(-1)
+        mean = torch.einsum("zwr,rv->zwv", law, denoiser(alpha_s)) / chance[..., None]
+        distances.append((chance * (mean * (mean / right).log()).sum(-1)).sum().item())
+        sharper = torch.special.entr(right).sum(-1) - torch.special.entr(mean).sum(-1)
+        assert (chance * sharper).sum() > -1e-8
+    assert distances == sorted(distances)
+    assert distances[0] == pytest.approx(0, abs=1e-9)
+    assert distances[-1] > 0.01
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "jeffreys"])
