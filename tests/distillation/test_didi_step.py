@@ -320,6 +320,7 @@ def test_the_gates_follow_running_means(gate):
         assert numbers["at_chance"].item() == numbers["student_waits"].item() == at_chance
         still = {name: not moved(before[name], n) for name, n in networks_of(task).items()}
         assert still == {"student": at_chance, "discriminator": saturated}
+        assert all(p.grad is None for n in networks_of(task).values() for p in n.parameters())
         waits.append(saturated or at_chance)
     assert 0 < sum(waits) < 14
 

@@ -122,6 +122,12 @@ def test_a_checkpoint_has_the_networks_under_their_names(method):
     expected = {"watch/accuracy", "watch/variety_at_start"}
     expected = expected if METHODS[method].collapse_metric else set()
     assert watched == expected | ({"watch/sharpness"} if method == "didi" else set())
+    for name in second:  # it begins as the teacher; the teacher of later rounds as the student
+        d, own = task.distillation, networks_of(task)[name]
+        origin = weights((d.student if name == "teacher" else d.teacher).network)
+        shared = {n: w for n, w in weights(own).items() if "output_layer.main" not in n}
+        assert all(torch.equal(w, origin[n]) for n, w in shared.items())
+        assert len(shared) > 10
     parameters = dict(task.distillation.student.network.named_parameters())
     for kind in ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
         assert {f"student/{kind}/{name}" for name in parameters} <= task.tensors().keys()
@@ -256,7 +262,8 @@ def test_the_student_waits_during_warm_up(method):
     assert all(torch.equal(v, before[n]) for n, v in shadow.items())
     assert "grad_norm" in task.step(2)
     assert moved(before, student) == before.keys()
-    assert task.describe(2, 1.0, 1)["lr"] == 1e-3
+    groups = task.distillation.student.updater.optimizer.param_groups
+    assert task.describe(2, 1.0, 1)["lr"] == groups[0]["lr"] == 1e-3, "the schedule begins now"
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].collapse_metric])
