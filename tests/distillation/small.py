@@ -1,11 +1,12 @@
-"""Problems small enough to enumerate, networks that run in a blink, and settings to run them."""
+"""Networks that run in a blink, settings to run them, and ways to look at an iteration."""
 
 import copy
-from types import SimpleNamespace
+import math
 
 import torch
+from hypothesis import settings as hypothesis_settings
 from tests.random_models import randomise
-from tests.sampling.enumeration import all_states, independent_step, index
+from tests.sampling.enumeration import p_value
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
@@ -14,64 +15,20 @@ from didi_instruct.distillation import methods
 from didi_instruct.distillation.run import MicroBatch, Teacher
 from didi_instruct.models.discriminator import flat_name
 from didi_instruct.models.dit import DiT
-from didi_instruct.models.network import Modulations
+from didi_instruct.models.layers import NEVER
 from didi_instruct.training.distributed import World
 
-ALONE = World(torch.device("cpu"))
+
+class Alone(World):
+    """One process; its methods can be watched."""
 
 
-class Table:
-    """A denoiser with a random law for each state, position and time; remembers its calls.
-
-    It has what `score_path` asks of a network: the trunk gives logits, the head passes them on.
-    """
-
-    def __init__(self, num_tokens=3, length=3, seed=0):
-        self.num_tokens, self.length, self.mask_id = num_tokens, length, num_tokens
-        self.config = SimpleNamespace(num_tokens=num_tokens)
-        generator = torch.Generator().manual_seed(seed)
-        shape = ((num_tokens + 1) ** length, length, num_tokens)
-        self.now, self.then = (
-            2 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
-        )
-        self.calls = []
-
-    def __call__(self, z, t):
-        place, t = index(z, self.num_tokens + 1), t.double()[:, None, None]
-        return ((1 - t) * self.now[place] + t * self.then[place]).log_softmax(-1)
-
-    def log_probs(self, z, t, where):
-        self.calls.append((z.clone(), t.clone(), where.clone()))
-        return self(z, t)[where]
-
-    def embed(self, tokens, attended=None, mixture=None):
-        return tokens
-
-    def modulations(self, sigma=None):
-        return Modulations(sigma)
-
-    def trunk(self, tokens, mods, attended=None):
-        return self(tokens, 1 - torch.exp(-mods.c))
-
-    def head(self, hidden, mods=None):
-        return hidden
-
-
-def law_of(table, start, times, chances):
-    """Law over all (V + 1)^L states after steps from the state `start` (L,).
-
-    Step n is taken at times[n], and reveals a mask with probability chances[n].
-    """
-    V, L = table.num_tokens, table.length
-    z = all_states(V + 1, L)
-    mass = torch.zeros(len(z), dtype=torch.float64)
-    mass[index(start[None], V + 1)] = 1.0
-    stay = torch.nn.functional.one_hot(z, V + 1).double()
-    for t, chance in zip(times, chances, strict=True):
-        p = torch.nn.functional.pad(table(z, torch.full((len(z),), t)).exp(), (0, 1))
-        laws = torch.where((z == V)[..., None], chance * p + (1 - chance) * stay, stay)
-        mass = independent_step(mass, laws)
-    return mass
+ALONE = Alone(torch.device("cpu"))
+STATE = {"grouping": "state", "score_steps": "last"}
+PROMPT = {"prompt": 3, "data": {"source": "stream"}}
+DUO = {"kind": "duo", "vocab_size": 5, "time_conditioning": True}
+law = hypothesis_settings(deadline=None, derandomize=True, database=None, max_examples=60)
+"""Of tests that hold for all inputs: the same inputs in every run."""
 
 
 def small_network(seed=0, eps=1e-3, **changes):
@@ -79,6 +36,11 @@ def small_network(seed=0, eps=1e-3, **changes):
     settings = {"layers": 2, "hidden": 16, "heads": 2, "cond_dim": 8, "vocab_size": 6, "length": 8}
     schedule = ScheduleConfig(eps=eps)
     return randomise(DiT(ModelConfig(**(settings | changes), schedule=schedule)), seed).eval()
+
+
+def pair(**changes):
+    """A teacher and another student, as options of `make_task`."""
+    return {"teacher": small_network(0, **changes), "student": small_network(1, **changes)}
 
 
 class Stream:
@@ -96,6 +58,41 @@ class Stream:
         return (row * 7 + torch.arange(self.length) * (1 + row % 4)) % 5
 
     ordered = rows
+
+
+# Texts with windows of their own
+
+END, WINDOW = 0, 6
+LENGTHS = (0, 10**12, 0, 10**12, 0, 10**12, 0)
+"""Texts have 1, 3 or 5 tokens; others have a chance of 1e-12."""
+
+
+class Documents:
+    """Texts of 1, 3 or 5 tokens, which the first two of them tell, and ends behind: a TokenSource.
+
+    `longest`: no text has more tokens.
+    """
+
+    num_tokens, num_sequences, fingerprint, tokenizer, length = 5, None, "documents", None, WINDOW
+
+    def __init__(self, longest=WINDOW):
+        self.longest = longest
+
+    def rows(self, start, count):
+        row, place = torch.arange(start, start + count)[:, None], torch.arange(WINDOW)
+        text = 1 + (row * 7 + place * (1 + row % 3)) % 4
+        return torch.where(place < (1 + 2 * (row % 3)).clamp(max=self.longest), text, END)
+
+    ordered = rows
+
+
+def windowed_network(seed, *, ends=True, **changes):
+    """A small network that never writes an end, whether it knows of ends or not."""
+    own = {"length": WINDOW, "end_id": END, "lengths": LENGTHS} if ends else {}
+    found = small_network(seed, **(own | changes))
+    with torch.no_grad():
+        found.output_layer.linear.bias[END] = NEVER
+    return found
 
 
 def settings(method, changes):
@@ -125,8 +122,7 @@ def make_task(
     """A task of two different random networks; the options are those of `methods.make_task`."""
     config, shape = settings(method, changes or {}), {}
     if method == "duo":
-        shape = {"kind": "duo", "vocab_size": 5, "time_conditioning": True}
-        options = {"data": Stream()} | options
+        shape, options = DUO, {"data": Stream()} | options
     teacher = teacher or small_network(0, **shape)
     data = options.get("data")
     rows = None if data is None else data.length
@@ -135,7 +131,7 @@ def make_task(
         config,
         Teacher(network=teacher, tokenizer=None, fingerprint="teacher", log_probs=log_probs),
         student or small_network(1, **shape),
-        world or ALONE,
+        world or Alone(torch.device("cpu")),
         **options,
     )
 
@@ -161,18 +157,12 @@ def moved(before, network):
     return {n for n, p in weights(network).items() if not torch.equal(p, before[n])}
 
 
-def check_numbers(numbers):
-    """What the loop needs: 0-d and finite."""
-    for name, value in numbers.items():
+def run(task, steps):
+    """The numbers of some iterations, as the loop needs them: 0-d and finite."""
+    found = [task.step(step) for step in range(steps)]
+    for name, value in (item for numbers in found for item in numbers.items()):
         assert value.ndim == 0, name
         assert value.isfinite(), name
-
-
-def run(task, steps):
-    """The numbers of some iterations."""
-    found = [task.step(step) for step in range(steps)]
-    for numbers in found:
-        check_numbers(numbers)
     return found
 
 
@@ -194,3 +184,49 @@ def gradient_norm(loss, network):
 def twin(network):
     """A copy that can be differentiated on its own."""
     return copy.deepcopy(network).requires_grad_(True)
+
+
+# What happens in an iteration
+
+
+def spy(owner, name):
+    """Arguments of all calls of a method from now on."""
+    calls, method = [], getattr(owner, name)
+
+    def seen(*given, **more):
+        calls.append(given)
+        return method(*given, **more)
+
+    object.__setattr__(owner, name, seen)  # some are frozen
+    return calls
+
+
+def steps_law(budgets, length):
+    """Law of (step of a path, masks before it, masks that it reveals): as cells (K, ...), (K,).
+
+    A random step of a random budget of equal steps, named by its time; each of `length` positions
+    is masked before it or not, revealed by it or not, on its own.
+    """
+    cells = {}
+    for n in budgets:
+        for k in range(n):
+            t = 1 - k / n
+            for masked in range(length + 1):
+                for revealed in range(masked + 1):
+                    ways = math.comb(length, masked) * math.comb(masked, revealed)
+                    chance = (1 / n) ** revealed * (t - 1 / n) ** (masked - revealed)
+                    chance *= (1 - t) ** (length - masked) * ways / n / len(budgets)
+                    cell = (round(24 * t), masked, revealed)
+                    cells[cell] = cells.get(cell, 0.0) + chance
+    return cells
+
+
+def fits_path_law(t, masked, revealed, budgets):
+    """p-value that states (U, L) at times (U,) and their reveals have the law of a path."""
+    cells = {c: p for c, p in steps_law(budgets, masked.shape[1]).items() if p > 0}
+    places = {cell: n for n, cell in enumerate(cells)}
+    found = zip((24 * t).round().long().tolist(), masked.sum(1).tolist(),
+                revealed.sum(1).tolist(), strict=True)  # fmt: skip
+    assert not (revealed & ~masked).any()
+    law = torch.tensor(list(cells.values()), dtype=torch.float64)
+    return p_value(torch.tensor([places[cell] for cell in found]), law)

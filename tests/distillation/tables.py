@@ -6,22 +6,17 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from tests.sampling.enumeration import all_states, independent_step
 from torch import Tensor, nn
+
+from didi_instruct.models.network import Modulations
 
 V, L = 3, 3
 MASK = V
-
-
-def all_rows(num):
-    """Every row of L numbers below `num`, the last one changing fastest."""
-    return torch.cartesian_prod(*[torch.arange(num)] * L)
-
-
-TEXTS = all_rows(V)
-STATES = all_rows(V + 1)
+TEXTS, STATES = all_states(V, L), all_states(V + 1, L)
 MASKED = STATES == MASK
 CONSISTENT = ((TEXTS[:, None] == STATES) | MASKED).all(-1).double()
-"""(27, 64): whether a text may have become a state."""
+"""(27, 64): 1 where a text may have become a state."""
 
 
 def text_index(x):
@@ -35,30 +30,50 @@ def state_index(z):
 
 
 class TableNetwork(nn.Module):
-    """A denoiser with a free parameter for every logit of every state, called like a DiT."""
+    """A network with a free parameter for every logit of every state; remembers what it is asked.
 
-    def __init__(self, logits):
+    With `late`, its logits at time 1, those at times between are mixed.
+    """
+
+    def __init__(self, logits, late=None):
         super().__init__()
         self.logits = nn.Parameter(logits.clone())
+        self.late, self.calls = late, []
         self.config = SimpleNamespace(num_tokens=V)
 
     def embed(self, tokens, attended=None, mixture=None):
         return tokens
 
     def modulations(self, sigma=None):
-        return None
+        return Modulations(sigma)
 
-    def trunk(self, tokens, mods=None, attended=None):
-        return self.logits[state_index(tokens)]
+    def trunk(self, tokens, mods, attended=None):
+        now, t = self.logits[state_index(tokens)], (1 - torch.exp(-mods.c))[:, None, None]
+        return now if self.late is None else now.lerp(self.late[state_index(tokens)], t.double())
 
     def head(self, hidden, mods=None):
         return hidden
+
+    @torch.no_grad()
+    def law(self, z, t):
+        """Log-probabilities (U, L, V) at states (U, L) and times (U,)."""
+        return self.trunk(z, Modulations(-torch.log1p(-t.clamp(max=1 - 2**-40)))).log_softmax(-1)
+
+    def log_probs(self, z, t, where):
+        """A denoiser at some positions."""
+        self.calls.append((z.clone(), t.clone(), where.clone()))
+        return self.law(z, t)[where]
 
 
 def random_logits(seed, scale=1.0):
     """Logits of a student without any structure, (64, L, V)."""
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(len(STATES), L, V, generator=generator, dtype=torch.float64)
+
+
+def table(seed=0):
+    """A network with a random law for each state, position and time."""
+    return TableNetwork(random_logits(seed, 2.0), random_logits(seed + 100, 2.0))
 
 
 def correlated_law(seed=0, scale=1.5):
@@ -98,20 +113,25 @@ def reveal_step(mass, log_p, chance):
 
     Shapes: mass (64,), log_p (64, L, V) -> (64,).
     """
-    states = torch.arange(V + 1)
-    drawn = (
-        nn.functional.pad(chance * log_p.exp(), (0, 1)) + (1 - chance) * (states == MASK).double()
-    )
-    laws = torch.where(MASKED[..., None], drawn, (STATES[..., None] == states).double())
-    joint = mass[:, None]
-    for law in laws.unbind(1):
-        joint = (joint[:, :, None] * law[:, None, :]).flatten(1)
-    return joint.sum(0)
+    drawn = nn.functional.pad(chance * log_p.exp(), (0, 1))
+    stay = nn.functional.one_hot(STATES, V + 1).double()
+    return independent_step(mass, torch.where(MASKED[..., None], drawn + (1 - chance) * stay, stay))
+
+
+def only(z):
+    """Law that is at one state (L,)."""
+    return nn.functional.one_hot(state_index(z), len(STATES)).double()
 
 
 def all_masked():
     """Law of the states (64,) before the first step."""
     return MASKED.all(-1).double()
+
+
+def texts_of(mass):
+    """Law of the texts (27,) of one of states in which nothing is masked any more."""
+    torch.testing.assert_close(mass[~MASKED.any(1)].sum(), torch.ones((), dtype=torch.float64))
+    return mass[state_index(TEXTS)]
 
 
 def sampled_law(log_p, chances):
@@ -120,6 +140,14 @@ def sampled_law(log_p, chances):
     for chance in (*chances, 1.0):
         mass = reveal_step(mass, log_p, chance)
     return mass[state_index(TEXTS)]
+
+
+def walked_law(network, start, times, chances):
+    """Law of the states after steps from a start (L,): taken at `times`, with chances to reveal."""
+    mass = only(start)
+    for t, chance in zip(times, chances, strict=True):
+        mass = reveal_step(mass, network.law(STATES, torch.full((64,), t).double()), chance)
+    return mass
 
 
 # A step of token-matching: a state, what it reveals, what of that is shown
@@ -154,6 +182,12 @@ class Outcomes:
         token = self.context[u, c, position]
         chance = log_p[state_index(self.z)[u], position, token]
         return torch.zeros(len(self.z), dtype=log_p.dtype).index_add(0, u, chance).exp()
+
+    def keys(self):
+        """A number (U,) that tells each outcome from all others."""
+        columns = [self.role, self.z, *self.context.unbind(1)]
+        digits = torch.cat(columns, 1).long()
+        return (digits * 4 ** torch.arange(digits.shape[1])).sum(1)
 
 
 @dataclass(frozen=True)

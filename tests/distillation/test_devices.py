@@ -13,8 +13,7 @@ from didi_instruct.api import distill as api
 from didi_instruct.training.distributed import World
 from didi_instruct.transfer import Later, sent
 
-from .small import Stream, make_task
-from .test_windows import Documents, network
+from .small import STATE, Documents, Stream, make_task, windowed_network
 
 PLAIN = {"precision": "fp32", "compile": "off"}
 TEXTS = ["full", "prompts", "windows", "prompts in windows"]
@@ -22,7 +21,7 @@ LAST = {"rollout_steps": 4, "score_steps": "last"}
 COMPLETED = {"token_matching": {"contexts": 3, "completion": 0.5}}
 DIDI = {
     "base": {},
-    "state": {"didi": {"grouping": "state", "score_steps": "last"}},
+    "state": {"didi": STATE},
     "tau": {"didi": {"grouping": "tau"}},
     "whole paths": {"didi": {"score_decomposition": False}},
     "streams": {"order": "streams", "didi": LAST},
@@ -42,7 +41,7 @@ def task_of(method, changes, texts="full", **options):
     """A task of texts that are of full length, continue prompts, have windows of their own."""
     changes = changes | {"train": {"log_every": 2, **PLAIN, **changes.get("train", {})}}
     if "windows" in texts:
-        options |= {"teacher": network(0), "student": network(1)}
+        options |= {"teacher": windowed_network(0), "student": windowed_network(1)}
     if "prompts" in texts:
         changes |= {"prompt": 3, "data": {"source": "stream"}}
         options |= {"data": Documents() if "windows" in texts else Stream()}
@@ -147,13 +146,9 @@ def test_an_iteration_of_token_matching_never_waits(gpu, changes, texts):
 
 
 @pytest.mark.parametrize("texts", TEXTS)
-@pytest.mark.parametrize("method", ["didi", "sdtt", "dimo", "mixture"])
+@pytest.mark.parametrize("method", ["sdtt", "dimo", "mixture", "duo"])
 def test_no_method_mixes_anything(gpu, method, texts):
-    iterate(gpu, task_of(method, {}, texts))
-
-
-def test_duo_mixes_nothing(gpu):
-    iterate(gpu, task_of("duo", {}))
+    iterate(gpu, task_of(method, {}, "full" if method == "duo" else texts))
 
 
 # A whole run

@@ -1,38 +1,28 @@
-"""Discrete consistency distillation: its law by enumeration, its rounds, its parts."""
+"""Discrete consistency distillation: the law of its states by enumeration, its loss, its rounds.
 
-import itertools
+All is read from what an iteration asks: the student at (z_t, t), its target at (z_s, s).
+"""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.process.reference import marginal
+from tests.sampling.enumeration import FALSE_ALARM, p_value
 
-from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.parse import parse
-from didi_instruct.distillation.duo import draw_times
 from didi_instruct.distillation.losses import divergence
 from didi_instruct.errors import UserError
-from didi_instruct.process.uniform import gaussian_to_discrete
+from didi_instruct.process.uniform import gaussian_to_discrete, marginal
 
-from . import small
-from .small import batch_of, moved, small_network, weights
+from .small import DUO, gradient_norm, make_task, moved, small_network, spy, twin, weights
 
 V = 3
-
-
-def uniform_network(seed, length=2, num_tokens=V):
-    """A uniform-state network whose weights all matter."""
-    return small_network(
-        seed, kind="duo", vocab_size=num_tokens, length=length, time_conditioning=True
-    )
 
 
 class OneText:
     """The same text in every row."""
 
     num_tokens, num_sequences, fingerprint, tokenizer = V, None, "text", None
-
-    def __init__(self, text):
-        self.text, self.length = torch.tensor(text), len(text)
+    text, length = torch.tensor([2, 0]), 2
 
     def rows(self, start, count):
         return self.text.expand(count, -1)
@@ -40,21 +30,27 @@ class OneText:
     ordered = rows
 
 
-def task_of(duo=None, *, data=None, student=None, teacher=None, **train):
+def task_of(duo=None, *, train=None, **options):
     changes = {
         "duo": duo or {},
         "optim": {"lr": 1e-2, "schedule": "constant"},
-        "train": {"ema": 0.5} | train,
+        "train": {"ema": 0.5, "micro_batch": 1 << 16} | (train or {}),
     }
-    options = {} if data is None else {"data": data}
-    if data is not None:
-        shape = {"length": data.length, "num_tokens": data.num_tokens}
-        teacher, student = uniform_network(0, **shape), uniform_network(1, **shape)
-    return small.make_task("duo", changes, teacher=teacher, student=student, **options)
+    return make_task("duo", changes, **options)
 
 
-def pairs(x, alpha_t, alpha_s):
-    """Every (probability, z_t, z_s) of one position, from one noise."""
+def step_of(task, step=0):
+    """An iteration: its numbers, what the student was shown and what its target was."""
+    student = spy(task.distillation.student.replica, "log_probs_with_grad")
+    target = spy(task.parts["target"].replica, "log_probs")
+    numbers = task.step(step)
+    ((z_t, t, where),), ((z_s, s, there),) = student, target
+    assert bool(where.all() and there.all())
+    return SimpleNamespace(numbers=numbers, z_t=z_t, t=t, z_s=z_s, s=s)
+
+
+def steps_of_one_noise(x, alpha_t, alpha_s):
+    """Every (probability, z_t, z_s) of one position at levels (B,), from one noise."""
     clean_t, clean_s = (a + (1 - a) / V for a in (alpha_t, alpha_s))
     yield clean_t, x, x
     for other in (token for token in range(V) if token != x):
@@ -62,62 +58,41 @@ def pairs(x, alpha_t, alpha_s):
         yield (1 - clean_s) / (V - 1), other, other
 
 
-def enumerated(task, text, alpha_t, alpha_s, kind):
-    """Mean and standard deviation of a text's divergence, over all paths of its positions."""
-    mean = square = 0.0
-    for path in itertools.product(*(pairs(x, alpha_t, alpha_s) for x in text)):
-        chance = 1.0
-        for p, _, _ in path:
-            chance *= p
-        z_t, z_s = (torch.tensor([[step[k] for step in path]]) for k in (1, 2))
-        everywhere = torch.ones_like(z_t, dtype=torch.bool)
-        t, s = (task.distillation.schedule.time(torch.tensor([a])) for a in (alpha_t, alpha_s))
-        log_p = task.distillation.student.replica.log_probs(z_t, t, everywhere)
-        target = task.method.target.replica.log_probs(z_s, s, everywhere)
-        value = divergence(kind, target, log_p).mean().item()
-        mean, square = mean + chance * value, square + chance * value**2
-    return mean, (square - mean**2) ** 0.5
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("clock", ["schedule", "gaussian"])
-def test_the_loss_is_the_enumerated_expectation(kind, clock):
-    """Paths of one noise over two positions; 5 errors of 20,000 texts: false alarm 6e-7."""
-    text, count, t, delta = (2, 0), 20_000, 0.7, 0.25
+def test_states_of_one_noise_follow_their_enumerated_law(clock):
+    """Two positions, chi-square of 8,000 texts over all pairs of states, averaged over times.
+
+    gamma = -3 + 5 t is the log of sigma_tilde² / alpha_tilde².
+    """
+    network = {"kind": "duo", "vocab_size": V, "length": 2, "time_conditioning": True}
+    teacher, student = (small_network(seed, **network) for seed in (0, 1))
+    options = {"data": OneText(), "teacher": teacher, "student": student}
     task = task_of(
-        {"kl": kind, "clock": clock, "gamma": [-3.0, 2.0]},
-        data=OneText(text),
-        batch_size=count,
+        {"clock": clock, "gamma": [-3.0, 2.0], "steps": 4},
+        train={"batch_size": 8000, "steps": 2},
+        **options,
     )
+    found, schedule = step_of(task), task.distillation.schedule
+    times = found.t
+    if clock == "gaussian":  # networks are told the time of the schedule that has this level
+        grid = torch.linspace(0, 1, 2001, dtype=torch.float64)
+        levels = gaussian_to_discrete((1 + (-3 + 5 * grid).exp()) ** -0.5, V)
+        places = torch.searchsorted(-levels, -schedule.alpha(found.t))
+        times = grid[places.clamp(max=2000)]
+    assert (times.min() - 0.25).abs() < 1e-3
+    assert (times.max() - 1).abs() < 1e-3
+    alpha_t, alpha_s = schedule.alpha(found.t), schedule.alpha(found.s)
     if clock == "schedule":
-        alpha_t, alpha_s = (task.distillation.schedule.alpha(at).item() for at in (t, t - delta))
+        torch.testing.assert_close(found.s, found.t - 0.25)
     else:
-        # gamma = -3 + 5 t, the log of sigma_tilde^2 / alpha_tilde^2
-        tilde = [(1 + torch.tensor(-3 + 5 * at).double().exp()) ** -0.5 for at in (t, t - delta)]
-        alpha_t, alpha_s = (gaussian_to_discrete(a, V).item() for a in tilde)
-    mean, deviation = enumerated(task, text, alpha_t, alpha_s, kind)
-    with torch.no_grad():
-        times = torch.full((count,), t, dtype=torch.float64)
-        found, _ = task.method.loss(batch_of(task), times, delta)
-    assert abs(found.item() - mean) < 5 * deviation / count**0.5
-    assert deviation > 1e-3
-
-
-def exact_denoiser(joint, alpha):
-    """p(x^1 | z^2) of two tokens: (V, V), rows z^2."""
-    noisy = joint @ marginal(torch.arange(V)[:, None], torch.tensor([[alpha]]), V)[:, 0].double()
-    return (noisy / noisy.sum(0)).T
-
-
-def mean_target(joint, alpha_t, alpha_s):
-    """E[p(x^1 | z_s^2) | z_t] and P(z_t), by enumeration: (V, V, V) and (V, V)."""
-    path = torch.zeros(V, V, V, dtype=torch.float64)
-    for x in range(V):
-        for p, z_t, z_s in pairs(x, alpha_t, alpha_s):
-            path[x, z_t, z_s] += p
-    law = torch.einsum("ab,azs,bwr->zwr", joint, path, path)
-    mean = torch.einsum("zwr,rv->zwv", law, exact_denoiser(joint, alpha_s))
-    return mean / law.sum(-1, keepdim=True), law.sum(-1)
+        tilde = (1 + (-3 + 5 * (times - 0.25)).exp()) ** -0.5
+        torch.testing.assert_close(alpha_s, gaussian_to_discrete(tilde, V), rtol=0, atol=1e-3)
+    law = torch.zeros(V**4, dtype=torch.float64)
+    for p, a, b in steps_of_one_noise(2, alpha_t, alpha_s):
+        for q, c, d in steps_of_one_noise(0, alpha_t, alpha_s):
+            law[((a * V + b) * V + c) * V + d] += (p * q).mean()
+    keys = torch.stack([found.z_t[:, 0], found.z_s[:, 0], found.z_t[:, 1], found.z_s[:, 1]], 1)
+    assert p_value(keys @ V ** torch.arange(3, -1, -1), law) > FALSE_ALARM
 
 
 def test_the_mean_target_is_sharper_than_the_denoiser_it_replaces():
@@ -128,11 +103,22 @@ def test_the_mean_target_is_sharper_than_the_denoiser_it_replaces():
     generator = torch.Generator().manual_seed(0)
     joint = (1.5 * torch.randn(V * V, generator=generator, dtype=torch.float64)).softmax(0)
     joint, alpha_t, distances = joint.view(V, V), 0.4, []
-    right = exact_denoiser(joint, alpha_t).expand(V, V, V)
+
+    def denoiser(alpha):  # p(x^1 | z^2): (V, V), rows z^2
+        kernel = marginal(torch.arange(V)[:, None], torch.tensor([[alpha]]), V)[:, 0]
+        noisy = joint @ kernel.double()
+        return (noisy / noisy.sum(0)).T
+
+    right = denoiser(alpha_t).expand(V, V, V)
     for alpha_s in (0.4 + 1e-9, 0.45, 0.6, 0.9, 1.0):
-        mean, chance = mean_target(joint, alpha_t, alpha_s)
-        gap = (mean * (mean / right).log()).sum(-1)
-        distances.append((chance * gap).sum().item())
+        path = torch.zeros(V, V, V, dtype=torch.float64)
+        for x in range(V):
+            for p, z_t, z_s in steps_of_one_noise(x, alpha_t, alpha_s):
+                path[x, z_t, z_s] += p
+        law = torch.einsum("ab,azs,bwr->zwr", joint, path, path)
+        chance = law.sum(-1)
+        mean = torch.einsum("zwr,rv->zwv", law, denoiser(alpha_s)) / chance[..., None]
+        distances.append((chance * (mean * (mean / right).log()).sum(-1)).sum().item())
         sharper = torch.special.entr(right).sum(-1) - torch.special.entr(mean).sum(-1)
         assert (chance * sharper).sum() > -1e-8
     assert distances == sorted(distances)
@@ -140,105 +126,57 @@ def test_the_mean_target_is_sharper_than_the_denoiser_it_replaces():
     assert distances[-1] > 0.01
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward", "jeffreys"])
+def test_the_loss_is_the_mean_divergence_from_the_target(kind):
+    """In every round, of whole passes of student and target; gradients to the student alone."""
+    task = task_of({"kl": kind})
+    student, target = (task.parts[name].network for name in ("student", "target"))
+    for step in range(6):
+        before = twin(student)
+        found = step_of(task, step)  # a round changes the target before it is asked
+        sigma = task.distillation.schedule.sigma
+        log_p = before(found.z_t, sigma(found.t)).log_softmax(-1)
+        log_q = target(found.z_s, sigma(found.s)).log_softmax(-1).detach()
+        loss = divergence(kind, log_q, log_p).mean()
+        assert found.numbers["loss"].item() == pytest.approx(loss.item(), rel=1e-4), step
+        norm = gradient_norm(loss, before).item()
+        assert found.numbers["grad_norm"].item() == pytest.approx(norm, rel=1e-4)
+        for name, each in (("entropy", log_p), ("target_entropy", log_q)):
+            value = torch.distributions.Categorical(logits=each).entropy().mean().item()
+            assert found.numbers[name].item() == pytest.approx(value, rel=1e-4)
+
+
+def test_times_leave_room_for_the_step():
+    """From Δ to 1, stratified; a share Δ stands at 1, where samplers begin. Others every time."""
+    task = task_of({"steps": 4, "iterations": 3}, train={"batch_size": 400})
+    t, other = (step_of(task, step).t for step in (0, 1))
+    assert float(t.min()) >= 0.25
+    assert int((t == 1).sum()) == pytest.approx(100, abs=1)
+    inside = t[t < 1].sort().values
+    expected = 0.25 + (torch.arange(len(inside)) + 0.5) / 400
+    assert (inside - expected).abs().max() <= 1 / 400
+    assert not torch.equal(other, t)
+
+
 @pytest.mark.parametrize("target", ["average", "student"])
 def test_a_round_ends_with_the_student_as_target_and_twice_the_step(target):
     task = task_of({"target": target})
-    d, held_by = task.distillation, task.method.target.network
+    d, held_by = task.distillation, task.parts["target"].network
     teacher, deltas = weights(d.teacher.network), []
     for step in range(6):
-        before = weights(d.student.network)
+        before, held = weights(d.student.network), weights(held_by)
         average = {name: t.clone() for name, t in d.student.updater.ema.shadow.items()}
-        held = weights(held_by)
-        deltas.append(task.step(step)["delta"].item())
-        now = weights(held_by)
+        found = step_of(task, step)
+        deltas.append(found.numbers["delta"].item())
+        assert torch.allclose(found.s, found.t - deltas[-1])
         later = {"average": average, "student": before}[target]
-        expected = held if step % 2 or step == 0 else later
+        expected, now = held if step % 2 or step == 0 else later, weights(held_by)
         assert all(torch.equal(now[name], expected[name]) for name in now), step
         assert moved(before, d.student.network) == set(before)
     assert deltas == [1 / 8, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2]
     assert not moved(teacher, d.teacher.network)
 
 
-def test_later_rounds_compare_states_that_are_twice_as_far_apart():
-    """The target reads s = t - Δ with the Δ of the round, and the loss is that of this Δ.
-
-    The loss at a given Δ is the enumerated one (above). The first iteration of a round is not
-    compared, since the target changes within it.
-    """
-    task, read = task_of(), []
-    replica = task.method.target.replica
-    log_probs = replica.log_probs
-
-    def spy(z, s, where):
-        read.append(s)
-        return log_probs(z, s, where)
-
-    replica.log_probs = spy
-    for step in range(6):
-        delta = 2 ** (step // 2) / 8
-        t = draw_times(task.distillation, step, delta)
-        with torch.no_grad():
-            right, wrong = (
-                task.method.loss(batch_of(task, step), t, each)[0].item()
-                for each in (delta, 1 / 8 if step > 1 else 1 / 4)
-            )
-        read.clear()
-        loss = task.step(step)["loss"].item()
-        assert torch.allclose(read[0], t - delta), step
-        if step % 2:
-            assert loss == pytest.approx(right, rel=1e-5), step
-            assert loss != pytest.approx(wrong, rel=1e-3), step
-
-
-def test_times_leave_room_for_the_step():
-    """From Δ to 1, stratified; a share Δ stands at 1, where samplers begin."""
-    task = task_of(batch_size=400)
-    t = draw_times(task.distillation, 0, 0.25)
-    assert float(t.min()) >= 0.25
-    assert float(t.max()) == 1
-    assert int((t == 1).sum()) == pytest.approx(100, abs=1)
-    inside = t[t < 1].sort().values
-    expected = 0.25 + (torch.arange(len(inside)) + 0.5) / 400
-    assert (inside - expected).abs().max() <= 1 / 400
-    assert not torch.equal(draw_times(task.distillation, 1, 0.25), t)
-
-
-def test_a_student_that_agrees_has_nothing_to_learn():
-    """Where a network says the same whatever it reads, a copy of it is consistent at any step."""
-    constant = uniform_network(0, length=8, num_tokens=5)
-    with torch.no_grad():
-        constant.output_layer.linear.weight.zero_()
-    same = uniform_network(0, length=8, num_tokens=5)
-    same.load_state_dict(constant.state_dict())
-    task = task_of(teacher=constant, student=same)
-    numbers = task.step(0)
-    assert numbers["loss"].item() == pytest.approx(0, abs=1e-7)
-    assert numbers["grad_norm"].item() == pytest.approx(0, abs=1e-6)
-    assert numbers["entropy"].item() == pytest.approx(numbers["target_entropy"].item())
-
-
 def test_a_student_of_another_shape_is_refused():
-    student = small_network(1, kind="duo", vocab_size=5, length=8, time_conditioning=True, layers=1)
     with pytest.raises(UserError, match="another shape than the teacher"):
-        task_of(student=student)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train": {"steps": 5}}, "train.steps is 5, which is not a whole number of rounds"),
-        ({"duo": {"steps": 3, "iterations": 2}}, "use 2 rounds at most"),
-        ({"duo": {"steps": 1}}, "duo.steps is 1: use 2 or more"),
-        ({"duo": {"iterations": 2, "gamma": [1.0, -1.0]}}, "the smaller first"),
-        ({"prompt": 2}, "prompt is 2, but method=duo learns whole texts"),
-    ],
-)
-def test_bad_settings_are_refused(changes, message):
-    values = {
-        "method": "duo",
-        "data": {"source": "oracle"},
-        "duo": {"steps": 8, "iterations": 2},
-        "train": {"steps": 6},
-    }
-    with pytest.raises(UserError, match=message):
-        parse(DistillConfig, values | changes, where="test")
+        task_of(student=small_network(1, **DUO, layers=1))

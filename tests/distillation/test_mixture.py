@@ -6,31 +6,41 @@ import pytest
 import torch
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
-from didi_instruct.distillation.mixture import (
-    add_masks,
-    code_log_probs,
-    component_loss,
-    draw_codes,
-    make_part,
-)
+from didi_instruct.distillation.mixture import add_masks
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import interleaved_turns, with_code
 
-from .small import Stream, batch_of, make_task, small_network
+from .small import (
+    PROMPT,
+    Stream,
+    fits_path_law,
+    gradient_norm,
+    make_task,
+    run,
+    small_network,
+    spy,
+    twin,
+)
 
-CODES = 3
+CODES, MASK = 3, 5
 
 
 def task_of(mixture=None, changes=None, **options):
-    return make_task("mixture", {"mixture": mixture or {}} | (changes or {}), **options)
+    changes = {"mixture": mixture or {}} | (changes or {})
+    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
+    return make_task("mixture", changes, **options)
 
 
-def part_of(task, step=0):
-    return make_part(task.distillation, batch_of(task, step))
-
-
-def gradients(network):
-    return {name: p.grad.clone() for name, p in network.named_parameters()}
+def step_of(task, step=0):
+    """An iteration: its numbers, and states, times, reveals (B, ...) and codes (B, M) it learns."""
+    asked = spy(task.distillation.student.replica, "log_probs_with_grad")
+    numbers, batch = task.step(step), task.config.train.batch_size
+    ((coded, t, revealed),) = asked
+    codes = (coded - MASK).amax(1).view(batch, -1)
+    each = codes.shape[1]
+    z = torch.where(coded >= MASK, MASK, coded)
+    assert torch.equal(coded, with_code(z, MASK, codes.flatten()))
+    return numbers, z[::each], t[::each], revealed[::each], codes
 
 
 # Masks
@@ -40,11 +50,10 @@ def test_masks_that_are_alike_leave_the_law_of_the_teacher():
     """The student begins as the teacher: all codes have its law, but for their noise."""
     teacher = small_network()
     student = add_masks(teacher, CODES, seed=0, spread=0.0).eval()
-    assert (student.config.num_tokens, student.config.mask_id) == (5, 5)
-    z = torch.tensor([[0, 5, 2, 5, 5, 1, 5, 4]])
-    sigma = torch.tensor([0.7])
+    assert (student.config.num_tokens, student.config.mask_id) == (MASK, MASK)
+    z, sigma = torch.tensor([[0, 5, 2, 5, 5, 1, 5, 4]]), torch.tensor([0.7])
     for code in range(CODES):
-        coded = torch.where(z == 5, z + code, z)
+        coded = torch.where(z == MASK, z + code, z)
         assert torch.equal(student(coded, sigma), teacher(z, sigma))
 
 
@@ -65,97 +74,95 @@ def test_a_student_keeps_the_masks_it_has():
 # What it learns from
 
 
-@pytest.mark.parametrize("prompt", [0, 3])
-def test_texts_are_masked_as_before_a_step_and_the_step_reveals_the_rest(prompt):
-    """By budget: as much is visible as the time says, and the last step reveals all."""
-    data = Stream()
-    changes = {"prompt": prompt, "data": {"source": "stream"}, "train": {"batch_size": 2000}}
-    task = task_of({}, changes, data=data, references=data.rows)
-    part = part_of(task)
-    assert torch.equal(part.x, data.rows(0, 2000))
-    hidden = part.z == 5
-    assert torch.equal(part.z[~hidden], part.x[~hidden])
-    assert not (part.revealed & ~hidden).any()
-    assert not hidden[:, :prompt].any()
-    seen = set()
-    for t in part.t.unique().tolist():
-        here = part.t == t
-        share = hidden[here, prompt:].double().mean().item()
-        count = here.sum() * (8 - prompt)
-        assert abs(share - t) < 5 * math.sqrt(0.25 / count)
-        seen.add(round(t, 6))
-        for budget in (2, 4):
-            if (t * budget) % 1 == 0:  # steps of both budgets start at times 1 and 1/2
-                seen.add((budget, t))
-    assert {s for s in seen if isinstance(s, float)} == {1.0, 0.75, 0.5, 0.25}
-    last = part.t == 0.25
-    assert torch.equal(part.revealed[last], hidden[last])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_texts_are_masked_as_before_a_step_and_the_step_reveals_its_share(prompt):
+    """A random step of a random budget; chi-square over times and counts of both."""
+    data, changes = Stream(), {"train": {"batch_size": 4000}} | (PROMPT if prompt else {})
+    _, z, t, revealed, _ = step_of(task_of({}, changes, data=data, references=data.rows))
+    where, x = torch.arange(8) >= 3 * prompt, data.rows(0, 4000)
+    assert torch.equal(z, torch.where(z == MASK, MASK, x))
+    assert not (z == MASK)[:, ~where].any()
+    assert fits_path_law(t, (z == MASK)[:, where], revealed[:, where], (2, 4)) > FALSE_ALARM
 
 
 def test_streams_reveal_in_their_turn():
     """States and steps are those of the plan; every text is before a step of its budget."""
     task = task_of({"budgets": [4, 8]}, {"order": "streams", "train": {"batch_size": 64}})
-    part = part_of(task)
-    everywhere = torch.ones(1, task.distillation.length, dtype=torch.bool)
-    plans = [interleaved_turns(everywhere, n)[0] for n in (4, 8)]
-    for z, revealed in zip(part.z, part.revealed, strict=True):
-        masked = z == 5
-        fits = [
-            torch.equal(masked, plan >= n) and torch.equal(revealed, plan == n)
-            for plan in plans
-            for n in range(int(plan.max()) + 1)
-        ]
-        assert any(fits)
+    _, states, _, reveals, _ = step_of(task)
+    plans = [interleaved_turns(torch.ones(1, 8, dtype=torch.bool), n)[0] for n in (4, 8)]
+    known = {(*(plan >= n).tolist(), *(plan == n).tolist())
+             for plan in plans for n in range(int(plan.max()) + 1)}  # fmt: skip
+    found = {(*(z == MASK).tolist(), *revealed.tolist())
+             for z, revealed in zip(states, reveals, strict=True)}  # fmt: skip
+    assert found <= known
+    assert len(found) > 6
 
 
 def test_a_share_of_the_texts_may_keep_the_random_order():
     streams = {"order": "streams", "train": {"batch_size": 64}}
-    parts = {share: part_of(task_of({"random": share}, streams)) for share in (0.0, 0.5, 1.0)}
-    plain = part_of(task_of({}, {"train": {"batch_size": 64}}))
-    assert torch.equal(parts[1.0].z, plain.z)
-    assert torch.equal(parts[1.0].revealed, plain.revealed)
-    kept = (parts[0.5].z == parts[0.0].z).all(1)
+    found = {s: step_of(task_of({"random": s}, streams))[1:4] for s in (0.0, 0.5, 1.0)}
+    plain = step_of(task_of({}, {"train": {"batch_size": 64}}))[1:4]
+    assert all(torch.equal(one, other) for one, other in zip(found[1.0], plain, strict=True))
+    kept = (found[0.5][0] == found[0.0][0]).all(1)
     assert 10 < int(kept.sum()) < 54
-    assert torch.equal(parts[0.5].z[~kept], plain.z[~kept])
+    for each, part in enumerate(found[0.5]):
+        assert torch.equal(part[~kept], plain[each][~kept])
 
 
 # The gradient
 
 
-def test_the_expected_gradient_is_that_of_the_mixture():
-    """Sum over codes of posterior times the loss's gradient = gradient of the log of the mixture.
+@pytest.mark.parametrize("codes", [1, CODES])
+@pytest.mark.parametrize("timed", [False, True], ids=["constant", "timed"])
+def test_an_iteration_by_hand(codes, timed):
+    """Of the drawn codes' negative log-probability per revealed position; numbers of the mixture.
 
-    One text, so that the posterior is one number per code.
+    The gradient of the log of a mixture is that of its parts weighted by their posterior, which the
+    codes follow (below).
     """
-    task = task_of({}, {"train": {"batch_size": 1}}, references=Stream().rows)
-    d, network = task.distillation, task.distillation.student.network.double()
-    part = next(p for p in (part_of(task, step) for step in range(9)) if p.t < 1)
-    count = part.revealed.sum().double()
-    posterior = code_log_probs(d, part).softmax(1)[0]
-    assert posterior.max() < 0.99, "the codes differ, but none is certain"
-    expected = {}
-    for code in range(CODES):
-        d.student.drop_gradients()
-        component_loss(d, part, torch.tensor([[code]]), count, sync=True).backward()
-        for name, value in gradients(network).items():
-            expected[name] = expected.get(name, 0) + posterior[code] * value
-    d.student.drop_gradients()
+    student = add_masks(small_network(1, time_conditioning=timed), codes, seed=0, spread=1.0)
+    options = {"references": Stream().rows, "student": student.eval()}
+    task = task_of({"codes": codes}, teacher=small_network(0, time_conditioning=timed), **options)
+    network, schedule = twin(student), task.distillation.schedule
+    numbers, z, t, revealed, drawn = step_of(task)
+    x, count = Stream().rows(0, 12), revealed.sum()
     each = []
-    for code in range(CODES):
-        log_p = network(with_code(part.z, 5, code), d.schedule.sigma(part.t)).log_softmax(-1)
-        own = log_p.gather(-1, part.x[..., None]).squeeze(-1)
-        each.append((own * part.revealed).sum())
-    (-torch.stack(each).logsumexp(0) / count).backward()
-    for name, value in gradients(network).items():
-        assert torch.allclose(value, expected[name], atol=1e-6), name
+    for code in range(codes):
+        log_p = network(with_code(z, MASK, code), schedule.sigma(t)).log_softmax(-1)
+        each.append((log_p.gather(-1, x[..., None]).squeeze(-1) * revealed).sum(1))
+    each = torch.stack(each, 1)
+    loss = -each.gather(1, drawn).mean(1).sum() / count
+    assert drawn.shape == (12, 2 if codes > 1 else 1)
+    assert numbers["grad_norm"].item() == pytest.approx(
+        gradient_norm(loss, network).item(), rel=1e-4
+    )
+    if codes == 1:
+        assert numbers["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+        return
+    posterior = each.softmax(1)
+    information = (posterior * (posterior * codes).log()).sum(1).mean()
+    mixture = -(each.logsumexp(1) - math.log(codes)).sum() / count
+    expected = {"loss": mixture, "component_loss": loss, "code_information": information}
+    for name, value in expected.items():
+        assert numbers[name].item() == pytest.approx(value.item(), rel=1e-4), name
+    assert posterior.max() < 0.999, "the codes differ, but none is certain"
 
 
 def test_codes_are_drawn_from_their_posterior():
-    """Chi-square of 20,000 draws from one posterior."""
-    task = task_of({}, {"train": {"batch_size": 20_000}})
-    each = torch.tensor([[0.3, -1.2, 0.9]], dtype=torch.float64).expand(20_000, -1)
-    codes = draw_codes(each, batch_of(task).noise, 1)
-    assert p_value(codes.flatten(), each[0].softmax(0)) > FALSE_ALARM
+    """Chi-square of 8,000 draws of one text from all masks, where what is revealed is all."""
+    student = add_masks(small_network(1), CODES, seed=0, spread=0.7).eval()
+    x = torch.tensor([[0, 4, 1, 3, 2, 2, 0, 1]])
+    with torch.no_grad():
+        log_p = student(torch.stack([torch.full((8,), MASK + c) for c in range(CODES)]))
+    each = log_p.log_softmax(-1).gather(-1, x[..., None].expand(CODES, 8, 1)).sum((1, 2))
+    posterior = each.double().softmax(0)
+    changes = {"train": {"batch_size": 4000}}
+    task = task_of({"budgets": [1]}, changes, student=student,
+                   references=lambda start, count: x.expand(count, -1))  # fmt: skip
+    codes = step_of(task)[-1]
+    assert codes.shape == (4000, 2)
+    assert p_value(codes.flatten(), posterior) > FALSE_ALARM
+    assert posterior.max() < 0.9
 
 
 # That it works
@@ -176,6 +183,6 @@ def test_two_codes_learn_what_independent_tokens_cannot_say():
         "optim": {"lr": 1e-2, "schedule": "linear", "warmup": 10},
     }
     task = task_of({"codes": 2, "budgets": [1], "spread": 1.0}, changes, references=texts)
-    losses = [8 * task.step(step)["loss"].item() for step in range(300)]
+    losses = [8 * numbers["loss"].item() for numbers in run(task, 300)]
     assert losses[0] > 4
     assert losses[-1] == pytest.approx(math.log(2), abs=0.1)

@@ -10,11 +10,7 @@ from didi_instruct.evaluation.quick import oracle_facts, oracle_judge
 
 SAMPLES = 3072
 CONTROLS = [
-    {},
-    {"temperature": 0.9},
-    {"temperature": 0.8},
-    {"temperature": 0.7},
-    {"temperature": 0.6},
+    *({"temperature": t} for t in (1.0, 0.9, 0.8, 0.7, 0.6)),
     {"top_p": 0.95},
     {"temperature": 0.9, "top_p": 0.98},
 ]
@@ -26,20 +22,15 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     teacher = ["train.steps=400", "train.save_every=400", "train.eval_sequences=64"]
     didi.pretrain("oracle-teacher", out=folder / "teacher", overrides=teacher)
-    student = [
-        "train.steps=90",
-        "train.batch_size=64",
-        "train.ema=0.9",
-        "token_matching.anchor=0.2",
-        "train.save_every=90",
-        "train.eval_every=0",
-        "watch.budgets=[]",
-    ]
+    settings = (
+        "train.steps=90 train.batch_size=64 train.ema=0.9 token_matching.anchor=0.2 "
+        "train.save_every=90 train.eval_every=0 watch.budgets=[] train.eval_sequences=64"
+    )
     didi.distill(
         "oracle-token-matching",
         teacher=folder / "teacher",
         out=folder / "student",
-        overrides=[*student, "train.eval_sequences=64"],
+        overrides=settings.split(),
     )
     return didi.load(folder / "teacher"), didi.load(folder / "student")
 

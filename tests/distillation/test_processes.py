@@ -32,45 +32,33 @@ train: {steps: 5, batch_size: 16, ema: 0.9, log_every: 1, save_every: 3, eval_se
 watch: {budgets: [2], samples: 16, min_entropy: 0.0}
 """
 METHODS = {
-    "batch": ["didi.rollout_steps=2", "reference.source=bank", "reference.rows=1100"],
-    "tau": ["didi.grouping=tau", "didi.scale=batch", "discriminator.steps=2"],
-    "state": [
-        "didi.grouping=state",
-        "didi.score_steps=last",
-        "reference.source=data",
-        "data.source=oracle",
-        "discriminator.trainable_blocks=null",
-    ],
-    "prompt": ["prompt=8", "data.source=oracle"],
-    "matching": ["method=token-matching", "token_matching.anchor=0.1"],
-    "sdtt": ["method=sdtt", "sdtt.steps=64", "sdtt.iterations=1"],
-    "mixture": ["method=mixture", "mixture.codes=3", "mixture.budgets=[2,4]"],
-    "dimo": ["method=dimo", "dimo.warmup=1", "dimo.budgets=[1,3]"],
-    "duo": ["method=duo", "duo.steps=32", "duo.iterations=1", "data.source=oracle"],
+    "batch": "didi.rollout_steps=2 reference.source=bank reference.rows=1100",
+    "tau": "didi.grouping=tau didi.scale=batch discriminator.steps=2",
+    "state": "didi.grouping=state didi.score_steps=last reference.source=data data.source=oracle "
+    "discriminator.trainable_blocks=null",
+    "prompt": "prompt=8 data.source=oracle",
+    "matching": "method=token-matching token_matching.anchor=0.1",
+    "sdtt": "method=sdtt sdtt.steps=64 sdtt.iterations=1",
+    "mixture": "method=mixture mixture.codes=3 mixture.budgets=[2,4]",
+    "dimo": "method=dimo dimo.warmup=1 dimo.budgets=[1,3]",
+    "duo": "method=duo duo.steps=32 duo.iterations=1 data.source=oracle",
 }
 WAYS = {
-    "ddp": [],
-    "ddp-parts": ["train.micro_batch=4"],
-    "fsdp": ["train.strategy=fsdp"],
-    "fsdp-parts-sharded": [
-        "train.strategy=fsdp",
-        "train.micro_batch=3",
-        "train.checkpoints=sharded",
-    ],
+    "ddp": "",
+    "ddp-parts": "train.micro_batch=4",
+    "fsdp": "train.strategy=fsdp",
+    "fsdp-parts-sharded": "train.strategy=fsdp train.micro_batch=3 train.checkpoints=sharded",
 }
 RUNS = [
-    ("batch", "ddp"),
-    ("batch", "fsdp-parts-sharded"),
+    *(("batch", way) for way in ("ddp", "fsdp-parts-sharded")),
     ("tau", "ddp-parts"),
     ("state", "fsdp"),
     ("prompt", "ddp"),
-    ("matching", "ddp-parts"),
-    ("matching", "fsdp-parts-sharded"),
+    *(("matching", way) for way in ("ddp-parts", "fsdp-parts-sharded")),
     ("sdtt", "fsdp-parts-sharded"),
     ("mixture", "fsdp"),
     ("dimo", "ddp-parts"),
-    ("duo", "ddp-parts"),
-    ("duo", "fsdp-parts-sharded"),
+    *(("duo", way) for way in ("ddp-parts", "fsdp-parts-sharded")),
 ]
 
 
@@ -130,7 +118,8 @@ def together(place):
     commands = []
     for method, way in RUNS:
         out = place / f"{method}-{way}"
-        flags = [part for s in METHODS[method] + WAYS[way] for part in ("--set", s)]
+        settings = f"{METHODS[method]} {WAYS[way]}".split()
+        flags = [part for setting in settings for part in ("--set", setting)]
         recipe, teacher = str(place / "recipe.yaml"), str(teacher_of(place, method))
         commands.append(["distill", recipe, "--teacher", teacher, "--out", str(out), *flags])
     (place / "commands.json").write_text(json.dumps(commands))
@@ -156,7 +145,7 @@ def teacher_of(place, method):
 
 def distil_alone(place, method, out, *, resume=False):
     recipe, teacher = str(place / "recipe.yaml"), teacher_of(place, method)
-    options = {"overrides": METHODS[method], "resume": resume, "device": "cpu"}
+    options = {"overrides": METHODS[method].split(), "resume": resume, "device": "cpu"}
     module.distill(recipe, teacher=teacher, out=out, **options)
 
 
