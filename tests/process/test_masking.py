@@ -92,6 +92,11 @@ class TestStreams:
         assert interleaved_plan(8) == (0, 2, 3, 4, 5, 7, 6, 7, 1, 2, 3, 4, 5, 7, 6, 7)
         assert [16 * share for share in interleaved_shares(8)] == [0, 1, 2, 4, 6, 8, 10, 12, 16]
 
+    def test_few_by_hand(self):
+        """The second of two steps writes all but heads; three begin with the heads of two."""
+        assert interleaved_plan(2) == (0, 1, 1, 1)
+        assert interleaved_plan(3) == (0, 2, 1, 2)
+
     @pytest.mark.parametrize("steps", range(1, 40))
     def test_every_step_has_its_turn_and_neighbours_never_share_one(self, steps):
         plan = interleaved_plan(steps)
@@ -100,12 +105,13 @@ class TestStreams:
         together = sum(a == b for a, b in itertools.pairwise([*plan, plan[0]]))
         assert together == {1: 1, 2: 2}.get(steps, 0)
 
-    @pytest.mark.parametrize("schedule", [LogLinear(1e-3), Cosine(0.0)], ids=str)
-    def test_its_times_mask_as_much_as_its_steps_leave(self, schedule):
-        times = interleaved_times(schedule, 8)
+    @pytest.mark.parametrize("steps", [1, 2, 3, 8])
+    @pytest.mark.parametrize("schedule", [LogLinear(0.1), Cosine(1e-3)], ids=str)
+    def test_its_times_mask_as_much_as_its_steps_leave(self, schedule, steps):
+        times = interleaved_times(schedule, steps)
         shares = revealed_shares(schedule, torch.tensor(times, dtype=torch.float64))
-        expected = torch.tensor(interleaved_shares(8), dtype=torch.float64)
-        torch.testing.assert_close(shares, expected)
+        expected = torch.tensor(interleaved_shares(steps), dtype=torch.float64)
+        torch.testing.assert_close(shares, expected, rtol=0, atol=1e-12)
         assert (times[0], times[-1]) == (1.0, 0.0)
 
     def test_only_open_positions_are_counted(self):
@@ -147,3 +153,9 @@ class TestWindows:
         assert law.draw(numbers, shortest=2).bincount().tolist() == [0, 0, 157, 943]
         given = law.log_prob(torch.tensor([2, 3]), shortest=2).exp()
         assert torch.allclose(given, torch.tensor([1, 6], dtype=torch.float64) / 7)
+
+    def test_the_extreme_numbers_draw_the_extreme_lengths(self):
+        """No text is empty, and none is longer than the longest."""
+        law, edges = LengthLaw([0, 3, 0, 5]), torch.tensor([0, 1 - 2.0**-53], dtype=torch.float64)
+        assert law.draw(edges).tolist() == [1, 3]
+        assert law.draw(edges, shortest=2).tolist() == [2, 3]

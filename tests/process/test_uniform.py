@@ -191,6 +191,14 @@ def test_gaussian_relation_is_monotone_and_inverted(size: int):
     assert torch.allclose(discrete_to_gaussian(alpha, size), grid, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [10, 50_258])
+def test_a_level_never_exceeds_one_by_rounding(size: int):
+    """Large leads of the clean token, whose integral is 1 up to the last bit."""
+    alpha = gaussian_to_discrete(1 - torch.logspace(-8, -2, 50, dtype=torch.float64), size)
+    assert (alpha <= 1).all()
+    assert (alpha > 0.999).any()
+
+
 # The latent, against Gaussians drawn in full
 
 SIZE = 4
@@ -279,6 +287,18 @@ def test_every_choice_of_different_tokens_has_its_own_share_of_the_numbers():
     assert bool((tokens[..., 0] == 2).all())
     found = sorted(tuple(row) for row in tokens[0, :, 1:].tolist())
     assert found == sorted(permutations((0, 1, 3, 4, 5), 3))
+
+
+@pytest.mark.parametrize("alpha", [0.4, 1.0])
+def test_extreme_numbers_give_weights_of_a_state(alpha: float):
+    """Uniforms of 0 and next to 1 stand for the most extreme Gaussians, not for infinite ones."""
+    edges = torch.tensor([0, 1 - 2.0**-53], dtype=torch.float64)
+    numbers = torch.cartesian_prod(*[edges] * 5)[None]
+    x = torch.zeros(1, numbers.shape[1], dtype=torch.long)
+    tokens, weights = soft_state(x, level(alpha), V, 0.5, *numbers.split([3, 2], -1))
+    assert weights.isfinite().all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    assert torch.equal(tokens.sort(-1).values, torch.arange(V).expand_as(tokens))
 
 
 def test_fewer_tokens_share_the_weight_among_themselves():
