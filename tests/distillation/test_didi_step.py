@@ -97,8 +97,8 @@ def critic_by_hand(critic, d, found):
     settings, loss = d.config.discriminator, 0.0
     right, sharp = [], []
     written = torch.arange(L) >= d.config.prompt
-    fake = found.z, found.t, settings.label_smoothing
-    real = found.z_reference, found.t_reference, 1 - settings.label_smoothing
+    fake = found.fake.z, found.fake.t, settings.label_smoothing
+    real = found.real.z, found.real.t, 1 - settings.label_smoothing
     for z, t, target in (fake, real):
         ratio, masked = critic(z, d.schedule.sigma(t)), z == MASK
         cross = -(target * F.logsigmoid(ratio) + (1 - target) * F.logsigmoid(-ratio))
@@ -171,7 +171,10 @@ def test_an_iteration_by_hand(name, timed):
 
     # Advantages, by the discriminator as it is now
     with torch.no_grad():
-        ratio, masked = learner.network(found.z, d.schedule.sigma(found.t)), found.z == MASK
+        ratio, masked = (
+            learner.network(found.fake.z, d.schedule.sigma(found.fake.t)),
+            found.fake.z == MASK,
+        )
     reward = rewards(ratio, masked, (torch.arange(L) >= task.config.prompt).expand(BATCH, L))
     size = BATCH if didi.grouping == "batch" else didi.group_size
     shape = {"baseline": didi.baseline, "scale": didi.scale, "clip": didi.advantage_clip}
@@ -182,15 +185,15 @@ def test_an_iteration_by_hand(name, timed):
 
     # The student, as it was
     path = path_of(task, found, task.config.discriminator.steps - 1)
-    groups = found.t.view(-1, 4)
+    groups = found.fake.t.view(-1, 4)
     assert bool((groups == groups[:, :1]).all()) == (didi.grouping != "batch")
     if didi.score_decomposition:
-        assert torch.equal(found.t, path[0][-1]) == didi.coupled_time
+        assert torch.equal(found.fake.t, path[0][-1]) == didi.coupled_time
     mean, kl, entropy = score_by_hand(student, networks["teacher"], d, found, path)
-    weight = 1 / found.t.clamp(min=didi.omega_min_time) if didi.omega == "schedule" else 1.0
+    weight = 1 / found.fake.t.clamp(min=didi.omega_min_time) if didi.omega == "schedule" else 1.0
     if didi.importance_weighting:
         law = Beta(*(torch.tensor(float(c)) for c in didi.pi))
-        weight = weight / law.log_prob(found.t.float()).exp()
+        weight = weight / law.log_prob(found.fake.t.float()).exp()
     policy = loss = -(weight * advantage * mean).mean()
     if didi.regularisation:
         loss = loss + didi.kl_weight * kl - didi.entropy_weight * entropy
@@ -207,9 +210,11 @@ def test_in_streams_texts_stop_on_the_path_and_are_compared_where_chance_says():
     task = task_of({"didi": didi, "order": "streams"})
     asked = spy(task.distillation.student.replica, "logits")
     found = pair_of(task)
-    assert torch.equal(found.t, pair_of(task_of({"didi": didi})).t)
+    assert torch.equal(found.fake.t, pair_of(task_of({"didi": didi})).fake.t)
     path = torch.tensor(interleaved_times(LogLinear(1e-3), 8)[:-1], dtype=torch.float64)
-    stops = torch.stack([path[path >= t][-1] if (path >= t).any() else path[0] for t in found.t])
+    stops = torch.stack(
+        [path[path >= t][-1] if (path >= t).any() else path[0] for t in found.fake.t]
+    )
     torch.testing.assert_close(asked[-1][1], stops)
     assert len(torch.unique(stops)) > 2
     assert bool((found.rollout.x < MASK).all())
@@ -220,9 +225,9 @@ def test_prompts_stay_and_each_group_has_its_own(given):
     data = Stream()
     task = task_of(PROMPT, data=data, references=data.rows if given == "data" else None)
     found, prompts = pair_of(task), Stream().rows(0, BATCH // 4)[:, :3]
-    for text in (found.rollout.x, found.z):
+    for text in (found.rollout.x, found.fake.z):
         assert torch.equal(text[:, :3], prompts.repeat_interleave(4, 0))
-    assert torch.equal(found.z_reference[:, :3], prompts)
+    assert torch.equal(found.real.z[:, :3], prompts)
     assert torch.equal(found.rollout.written, (torch.arange(L) >= 3).expand(BATCH, L))
     assert bool((found.rollout.x < MASK).all())
     shorter = pair_of(task_of(PROMPT, data=Stream(length=6)))
@@ -251,8 +256,8 @@ def test_both_sides_are_corrupted_to_their_time(changes):
     task = task_of(changes | {"train": {"batch_size": 1200}})
     found, copies = pair_of(task), 4 if changes else 1
     reference = task.distillation.references(0, 1200)
-    for x, z, t, each in ((found.rollout.x, found.z, found.t, copies),
-                          (reference, found.z_reference, found.t_reference, 1)):  # fmt: skip
+    for x, z, t, each in ((found.rollout.x, found.fake.z, found.fake.t, copies),
+                          (reference, found.real.z, found.real.t, 1)):  # fmt: skip
         assert torch.equal(z, torch.where(z == MASK, MASK, x))
         groups = (z == MASK).view(-1, 4, L)
         assert bool((groups == groups[:, :1]).all()) == (each > 1)
@@ -260,7 +265,7 @@ def test_both_sides_are_corrupted_to_their_time(changes):
         share = (z == MASK).double().mean(1)[::each]
         variance = (chance * (1 - chance) / L).sum()
         assert (share - chance).sum().abs() < 4.5 * variance.sqrt()
-    assert not torch.equal(found.z == MASK, found.z_reference == MASK)
+    assert not torch.equal(found.fake.z == MASK, found.real.z == MASK)
 
 
 def test_an_exact_denoiser_may_teach():

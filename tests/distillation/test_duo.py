@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.process.reference import marginal
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.losses import divergence
 from didi_instruct.errors import UserError
-from didi_instruct.process.uniform import gaussian_to_discrete, marginal
+from didi_instruct.process.uniform import gaussian_to_discrete
 
 from .small import DUO, gradient_norm, make_task, moved, small_network, spy, twin, weights
 

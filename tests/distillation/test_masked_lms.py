@@ -91,7 +91,6 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(method, folde
     through, other = task_of(method, folder), task_of(method, folder, seed=2)
     run(through, 2)
     state = {name: tensor.clone() for name, tensor in through.tensors().items()}
-    other.prepare_to_load()
     assert other.tensors().keys() == state.keys()
     with torch.no_grad():
         for name, tensor in other.tensors().items():
@@ -109,7 +108,7 @@ def test_a_student_is_saved_loaded_and_sampled_in_its_own_layout(method, folder,
         load_masked_lm(folder).tokenizer,
     )
     run(task, 2)
-    with task.averaged() as student, torch.no_grad():
+    with task.distillation.student.averaged() as student, torch.no_grad():
         save_masked_lm(student, tokenizer, tmp_path / "student")
         text = torch.tensor([[5, 33, 20, 33, 33, 9]])
         expected = student(text)
@@ -140,7 +139,7 @@ def test_a_student_is_saved_loaded_and_sampled_in_its_own_layout(method, folder,
 def test_a_student_with_several_masks_is_sampled_and_has_no_place_in_its_layout(folder, tmp_path):
     task, tokenizer = task_of("mixture", folder), load_masked_lm(folder).tokenizer
     run(task, 2)
-    with task.averaged() as student:
+    with task.distillation.student.averaged() as student:
         model = Model(student, student.config, tokenizer)
         assert student.vectors.shape == (36, 32)
         assert len(set(model.generate(num=5, steps=3, seed=1))) == 5

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.losses import score_path
-from didi_instruct.distillation.rollout import Noise, rollout, walk
+from didi_instruct.distillation.rollout import Noise, as_denoiser, rollout, walk
 from didi_instruct.process.masking import revealed_shares
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.sampling.draw import Purpose, restrict
+from didi_instruct.sampling.ancestral import plain
+from didi_instruct.sampling.draw import Purpose, law_of
 
 from .small import law
 from .tables import MASK, STATES, TEXTS, L, V, state_index, table, text_index, texts_of, walked_law
@@ -55,6 +56,12 @@ def rolled(network, n, tau, schedule=LINEAR, seed=5, **options):
     return rollout(network.log_probs, schedule, MASKS, zeros(n), tau, noise, MASK, **options)
 
 
+def walked(network, schedule, times, noise):
+    """A walk from all masks along `times` (n, K + 1)."""
+    draw = plain(as_denoiser(network.log_probs))
+    return walk(draw, schedule, MASKS, zeros(len(times)), times, noise, MASK)
+
+
 def fits(x, law_of_texts):
     return p_value(text_index(x), law_of_texts) > FALSE_ALARM
 
@@ -88,7 +95,7 @@ def test_a_walk_follows_its_enumerated_law(schedule, times):
     """Over all 64 states: those of ancestral sampling, masks included."""
     network, n = table(1), 20_000
     chances = [share(schedule, s, t) for t, s in itertools.pairwise(times)]
-    way = walk(network.log_probs, schedule, MASKS, zeros(n), same(n, *times), noise_of(n, 3), MASK)
+    way = walked(network, schedule, same(n, *times), noise_of(n, 3))
     expected = walked_law(network, MASKS[0], times[:-1], chances)
     assert p_value(state_index(way.z), expected) > FALSE_ALARM
 
@@ -98,7 +105,7 @@ def test_a_walk_that_stands_still_takes_no_step():
     network, n = table(), 20_000
     times = same(n, 1, 0.5, 0.5, 0).clone()
     times[::2, 2] = 0.25
-    way = walk(network.log_probs, LINEAR, MASKS, zeros(n), times, noise_of(n, 4), MASK)
+    way = walked(network, LINEAR, times, noise_of(n, 4))
     still = walked_law(network, MASKS[0], [1.0, 0.5], [0.5, 1.0])
     goes_on = walked_law(network, MASKS[0], [1.0, 0.5, 0.25], [0.5, 0.5, 1.0])
     assert fits(way.z[1::2], texts_of(still))
@@ -151,7 +158,7 @@ def test_in_streams_a_rollout_stops_on_the_path(tau, turns):
         z, log_p = MASKS[0].clone(), 0.0
         for step, positions in enumerate(turns):
             laws = network.law(z[None], torch.tensor([1.0, 0.75, 0.5][step : step + 1]).double())[0]
-            log_p += sum(float(restrict(laws[i][None])[0, text[i]]) for i in positions)
+            log_p += sum(float(law_of(laws[i][None])[0, text[i]]) for i in positions)
             z = torch.where(torch.isin(torch.arange(L), torch.tensor(positions)), text, z)
         expected[place] = math.exp(log_p)
     assert float(expected.sum()) == pytest.approx(1)
