@@ -93,9 +93,9 @@ CASES = {
 
 
 def critic_by_hand(critic, d, found):
-    """Loss, accuracy and sharpness of a discriminator on both sides, text by text."""
+    """Loss, accuracy, sharpness and both rewards of a discriminator, text by text."""
     settings, loss = d.config.discriminator, 0.0
-    right, sharp = [], []
+    right, sharp, worths = [], [], []
     written = torch.arange(L) >= d.config.prompt
     fake = found.fake.z, found.fake.t, settings.label_smoothing
     real = found.real.z, found.real.t, 1 - settings.label_smoothing
@@ -109,7 +109,9 @@ def critic_by_hand(critic, d, found):
             sharp.append(float(correct.mean() if where.any() else 0.5) / len(z) / 2)
             reward = each[m if m.any() else written].mean()
             right.append(float((reward > 0) == (target > 0.5)) / len(z) / 2)
-    return loss, sum(right), sum(sharp)
+            worths.append(float(reward))
+    sides = worths[:BATCH], worths[BATCH:]
+    return loss, sum(right), sum(sharp), *(sum(side) / len(side) for side in sides)
 
 
 def score_by_hand(student, teacher, d, found, path):
@@ -162,11 +164,14 @@ def test_an_iteration_by_hand(name, timed):
             assert numbers[key] == pytest.approx(torch.as_tensor(value).item(), rel=2e-4, abs=1e-5)
 
     # The discriminator, as it was before its last update
-    loss, accuracy, sharpness = critic_by_hand(critics[-1], d, found)
+    loss, accuracy, sharpness, worth, reference = critic_by_hand(critics[-1], d, found)
     frozen = {n for n, p in learner.network.named_parameters() if not p.requires_grad}
     trained = [p for n, p in critics[-1].named_parameters() if n not in frozen]
     norms = [slope.norm() for slope in torch.autograd.grad(loss, trained)]
     check(disc_loss=loss, disc_accuracy=accuracy, disc_sharpness=sharpness)
+    check(reward_student=worth, reward_reference=reference)
+    texts = found.rollout
+    check(path_entropy=-(texts.log_prob / texts.written.sum(1)).mean())
     check(disc_grad_norm=torch.stack(norms).norm())
 
     # Advantages, by the discriminator as it is now

@@ -70,6 +70,11 @@ class TestStratifiedTimes:
             assert bool(((t > 0) & (t < 1)).all())
             assert (t.double() * count).floor().long().sort().values.tolist() == list(range(count))
 
+    def test_they_are_those_of_their_generator(self):
+        """The same again, whatever else is drawn meanwhile."""
+        one, other = (stratified_times(64, torch.Generator().manual_seed(9)) for _ in range(2))
+        assert torch.equal(one, other)
+
     def test_they_never_round_to_an_end(self, monkeypatch):
         for number in (0.0, 1 - 2.0**-53):
             offsets = torch.tensor([number], dtype=torch.float64)

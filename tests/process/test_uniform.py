@@ -100,7 +100,7 @@ def test_discrete_time_kl_converges_to_the_integral():
 
 
 def test_integrand_gradient_survives_chunks(monkeypatch: pytest.MonkeyPatch):
-    """Chunked and recomputed, values and gradients are those of one piece, and gradcheck agrees."""
+    """In small chunks, recomputed, values and gradients are those of one; gradcheck agrees."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 3, V, generator=generator, dtype=torch.float64, requires_grad=True)
     x, z = torch.randint(V, (2, 2, 3), generator=generator)
@@ -109,10 +109,19 @@ def test_integrand_gradient_survives_chunks(monkeypatch: pytest.MonkeyPatch):
     def loss(values: Tensor) -> Tensor:
         return nelbo_integrand(values, x, z, alpha, alpha_prime)
 
+    sizes, recomputed = [], uniform.checkpoint
+
+    def counted(function, chunk, *rest, **options):
+        sizes.append(chunk.numel())
+        return recomputed(function, chunk, *rest, **options)
+
+    monkeypatch.setattr(uniform, "checkpoint", counted)
     whole = loss(logits)
     (gradient,) = torch.autograd.grad(whole.sum(), logits)
     monkeypatch.setattr(uniform, "CHUNK_ELEMENTS", 2 * V)
     pieces = loss(logits)
+    assert sizes[0] == 6 * V
+    assert max(sizes[1:]) <= 2 * V
     assert torch.allclose(pieces, whole)
     assert torch.allclose(torch.autograd.grad(pieces.sum(), logits)[0], gradient)
     assert torch.autograd.gradcheck(loss, (logits,))
@@ -138,6 +147,16 @@ def test_integrand_in_float32_at_a_real_vocabulary(t: float):
     assert torch.isfinite(found).all()
     share = torch.where(z == x, 1.0, 1 - alpha).double()
     assert torch.allclose(share * found, share * exact, rtol=1e-3, atol=1e-4)
+
+
+def test_integrand_of_half_precision_is_taken_in_float32():
+    """As if the same logits were given in float32, to the last bit."""
+    logits = torch.randn(1, 4, 1000, generator=torch.Generator().manual_seed(7)).bfloat16()
+    x, z = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 1, 7, 8]])
+    levels = torch.tensor([[0.7]]), torch.tensor([[-1.0]])
+    found = nelbo_integrand(logits, x, z, *levels)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, nelbo_integrand(logits.float(), x, z, *levels))
 
 
 def test_integrand_allows_forbidden_tokens():

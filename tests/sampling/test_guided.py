@@ -161,11 +161,12 @@ def test_guidance_towards_a_known_reward_raises_it(split):
 
 
 @pytest.mark.parametrize("masks", [1, 2])
+@pytest.mark.parametrize("way", [{"grid": "cosine"}, {"order": "streams"}])
 @pytest.mark.parametrize("guide", [Forbidden(), None], ids=["unasked", "none"])
-def test_without_h_and_with_one_candidate_it_is_ancestral(masks, guide):
+def test_without_h_and_with_one_candidate_it_is_ancestral(masks, way, guide):
     """Bit for bit: tokens, log-probabilities, passes; no guide is asked."""
     canvas = Canvas(torch.full((9, L), MASK), MASK, torch.arange(9), masks=masks)
-    run = {"steps": 5, "settings": DrawOptions(temperature=0.9, top_p=0.95), "grid": "cosine"}
+    run = {"steps": 5, "settings": DrawOptions(temperature=0.9, top_p=0.95), **way}
     expected = ancestral(Toy(), LINEAR, canvas, **run)
     guidance = Guidance(h_start=0.0, h_end=0.0, candidates=1)
     result = rgas(Toy(), LINEAR, guide, canvas, guidance=guidance, **run)
@@ -368,6 +369,12 @@ def test_the_first_steps_tilt(split, steps, tilting):
     """floor(split * steps) of them, unspoilt by rounding, with h on a line."""
     scales = Guidance(split=split, h_start=1.0, h_end=2.0).scales(steps)
     assert scales == pytest.approx(torch.linspace(1, 2, tilting).tolist())
+
+
+def test_without_settings_it_is_that_of_the_paper():
+    """Half of the steps tilt with h from 30 to 40, the others choose among four."""
+    assert Guidance().scales(4) == [30.0, 40.0]
+    assert Guidance().candidates == 4
 
 
 @pytest.mark.parametrize(
