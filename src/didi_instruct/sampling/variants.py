@@ -186,5 +186,5 @@ def blocks(
         part = plans.make_plan(state, turn, times, noise, begun=place > 0)
         plan += [replace(step, index=first + step.index) for step in part]
     run(plan, state, plain(denoiser, settings), callback, nfe)
-    exact = inner == "ancestral" and (canvas.masks == 1 or settings.measure_path)
-    return state.samples(nfe, exact_path=exact)
+    known = canvas.masks == 1 or settings.measure_path
+    return state.samples(nfe, exact_path=not numbers or (inner == "ancestral" and known))
