@@ -9,10 +9,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from didi_instruct.distillation.run import DistillTask
 
-ENOUGH_TEXTS = 256
-"""Texts behind an average from which a collapse is told."""
-MOSTLY = 0.5
-"""Share of steps above which something happens mostly."""
+ENOUGH_TEXTS = 256  # for an average that tells a collapse
+MOSTLY = 0.5  # share of steps above which something happens mostly
 COLLAPSES = {
     "path_entropy": ("entropy", "nats per token"),
     "unique_4gram": ("variety", "of the 4-grams distinct"),
