@@ -26,52 +26,31 @@ def machine() -> dict[str, str]:
 
 def record(home: Path) -> dict[str, Any]:
     """Numbers of all cases."""
-    models: dict[str, didi.Model] = {}
-
-    def ask(how: Any, case: Any) -> measuring.Numbers:
-        name = case["model"]
-        if name not in models:
-            models[name] = didi.load(home / name, device="cpu")
-        return measuring.refusable(lambda: how(models[name], case))
-
-    drawings = cases.drawings()
-    found: dict[str, Any] = {
-        "machine": machine(),
-        "drawings": {name: ask(measuring.drawn, case) for name, case in drawings.items()},
-        "writings": {n: ask(measuring.written, c) for n, c in cases.writings().items()},
-        "judgements": {n: ask(measuring.judged, c) for n, c in cases.judgements().items()},
-        "recipes": recipes.hashes(),
-    }
-    for name, case in drawings.items():
+    listed = cases.every()
+    found: dict[str, Any] = {"machine": machine(), "recipes": recipes.hashes()}
+    for kind in listed:
+        found[kind] = {n: measuring.answer(c, home, home / "run") for n, c in listed[kind].items()}
+    for name, case in listed["drawings"].items():
         if "refused" not in found["drawings"][name]:
-            ask(lambda model, case=case: _refuse_meeting(model, case), case)
-    runs = {"distillations": cases.distillations(), "pretrainings": cases.pretrainings()}
-    for kind, listed in runs.items():
-        found[kind] = {
-            name: measuring.run_once(case, home, home / "run") for name, case in listed.items()
-        }
+            _refuse_meeting(measuring.opened(home / case["model"]), case)
     return found
 
 
-def _refuse_meeting(model: didi.Model, case: Any) -> measuring.Numbers:
+def _refuse_meeting(model: didi.Model, case: Any) -> None:
     """Refuse a drawing in which rows become equal by chance and are then read as one."""
     if model.config.kind != "mdlm" or case["draw"].get("sampler") == "first-hitting":
-        return {}  # nothing is shared, since texts have times of their own
+        return  # nothing is shared, since texts have times of their own
     watcher = measuring.Watcher()
     measuring.drawn(model, case, watcher)
     if watcher.rows_met():
         raise SystemExit(f"{case}: rows meet; choose another seed or longer rows")
-    return {}
 
 
 def main() -> None:
     """Write the file."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        home = tiny.write_models(Path(temporary))
-        tiny.write_models(home, tiny.MASKED_LMS)
-        tiny.write_texts(home)
-        found = record(home)
+        found = record(tiny.write_all(Path(temporary)))
     lines = [
         f"{json.dumps(kind)}: {{\n"
         + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items())
