@@ -36,20 +36,27 @@ Case = Mapping[str, Any]
 Numbers = dict[str, Any]
 
 
+def check_version(source: Path) -> None:
+    """End the process unless the package that was imported lies in the folder `source`."""
+    found = Path(didi.__file__).resolve()
+    if not found.is_relative_to(source.resolve()):
+        sys.exit(f"{found} is not of {source}: another version was imported")
+
+
 @functools.cache
 def opened(folder: Path) -> didi.Model:
     """Open a model on the CPU, once in a process."""
     return didi.load(folder, device="cpu")
 
 
-def answer(case: Case, home: Path, out: Path) -> Numbers:
+def answer(case: Case, home: Path, out: Path, *, resume: bool = False) -> Numbers:
     """Numbers of a case with models of `home`, or the words in which a user was refused.
 
-    A run is made in the folder `out`, which is removed.
+    A run is made, or resumed, in the folder `out`, which is removed.
     """
     try:
         if "recipe" in case:
-            run(case, home, out)
+            run(case, home, out, resume=resume)
             return run_numbers(case, home, out)
         model = opened(home / case["model"])
         if "generate" in case:
