@@ -35,16 +35,15 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
-    patient: dist.ProcessGroup | None = None
-    """For waiting and flags: on the CPU, so it never waits for a GPU, and with `PATIENCE`."""
+    patient: dist.ProcessGroup | None = None  # for flags: on the CPU, so it waits for no GPU
 
     @property
     def is_main(self) -> bool:
-        """True in the process that reports and writes."""
+        """True in the one process that reports and writes."""
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Rows of a global batch that are this process's."""
+        """Return this process's rows of a global batch."""
         each = count // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
@@ -55,7 +54,7 @@ class World:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Rows of all processes, in the order of their ranks; all have as many."""
+        """Join the rows of all processes in the order of their ranks; all have as many."""
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

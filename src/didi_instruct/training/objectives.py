@@ -69,7 +69,7 @@ class MaskedObjective:
         self._nll = compiled(token_nll, dynamic=True) if compile else token_nll
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """One time per stratum of (0, 1), one uniform per position; a code where there are some."""
+        """Draw times, a uniform number per position and, with several masks, a code per text."""
         times = masking.stratified_times(count, generator)
         noise = times, torch.rand(count, self.config.length, generator=generator)
         if self.config.masks == 1:
@@ -129,7 +129,7 @@ class UniformObjective:
         self.config, self.schedule = config, make_schedule(config.schedule)
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Times, uniforms, and the token that each position would be replaced with."""
+        """Draw times, uniforms, and the token that each position would be replaced with."""
         times = masking.stratified_times(count, generator)
         shape = (count, self.config.length)
         uniforms = torch.rand(shape, generator=generator)
@@ -158,7 +158,7 @@ class SoftObjective:
         self.temperature, self.others = temperature, min(tokens, config.num_tokens) - 1
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Times, and the numbers that the latent's largest entries are made from."""
+        """Draw times, and the numbers that the latent's largest entries are made from."""
         times = masking.stratified_times(count, generator)
         shape = (count, self.config.length, 2 * self.others + 1)
         return times, torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -188,9 +188,9 @@ def _levels(schedule: Schedule, t: Tensor) -> Batch:
 
 
 def _uniform_loss(network: Any, batch: Batch) -> Tensor:
-    """Mean of the integrand over positions, (B,).
+    """Mean of the NELBO's integrand over positions, (B,).
 
-    Where tokens are softened, the network reads their weighted embeddings in place of z.
+    Of softened tokens the network reads the weighted embeddings in place of z.
     """
     mixture = None
     if "weights" in batch:
@@ -220,7 +220,6 @@ class ARObjective:
         self.config = config
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Return no noise: the likelihood is exact."""
         return ()
 
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
