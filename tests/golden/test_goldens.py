@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import didi_instruct as didi
 
-from . import cases, comparing, measuring, recipes, tiny
-from .record import FILE, machine
+from . import cases, comparing, measuring, tiny
+from .record import FILE, machine, recipe_hashes
 
 GOLDENS = json.loads(FILE.read_text())
 CASES = cases.every()
@@ -69,7 +69,7 @@ def test_a_broken_run_goes_on_as_if_unbroken(home, tmp_path, kind, name, after):
 
 
 def test_recipes_have_the_settings_they_had():
-    assert recipes.hashes() == GOLDENS["recipes"]
+    assert recipe_hashes() == GOLDENS["recipes"]
 
 
 @pytest.mark.parametrize("name", ["windows", "codes", "duo", "ar"])
@@ -86,3 +86,5 @@ def test_a_saved_model_has_the_same_tensors(home, tmp_path, name):
 def test_every_golden_has_its_case():
     assert GOLDENS.keys() == {*CASES, "machine", "recipes"}
     assert all(GOLDENS[kind].keys() == listed.keys() for kind, listed in CASES.items())
+    runs = [*GOLDENS["distillations"].values(), *GOLDENS["pretrainings"].values()]
+    assert not any("refused" in golden for golden in runs)
