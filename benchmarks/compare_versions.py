@@ -35,7 +35,7 @@ from benchmarks import random_settings  # noqa: E402
 from tests.golden import comparing, tiny  # noqa: E402
 
 Json = dict[str, Any]
-KINDS = {"drawing": "draw", "distillation": "run", "pretraining": "run"}
+KINDS = ("drawing", "distillation", "pretraining")
 SIDES = ("old", "new")
 
 
@@ -78,26 +78,32 @@ class Tally:
 
     compared: int = 0
     equal: int = 0
-    refused: int = 0
-    """Of the equal ones."""
+    refused: int = 0  # of the equal ones
     failed: dict[str, str] = field(default_factory=dict)
     """Of the equal ones: both versions raised this error, which is not one of wrong settings."""
     mended: dict[str, str] = field(default_factory=dict)
     """Settings with which the old version alone raised such an error."""
-    passes: list[str] = field(default_factory=list)
-    """Settings in which `passes` alone differs."""
-    differing: dict[str, list[str]] = field(default_factory=dict)
-    """What differs, by setting."""
+    passes: list[str] = field(default_factory=list)  # settings in which `passes` alone differs
+    differing: dict[str, list[str]] = field(default_factory=dict)  # in what, by setting
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Largest relative difference of a group of numbers, and its setting."""
 
     def add(self, name: str, old: Json, new: Json) -> None:
         """Compare two answers."""
         self.compared += 1
-        for word in ("failed", "refused"):
-            if word in old or word in new:
-                self._add_refusal(name, word, old, new)
-                return
+        if not {"failed", "refused"} & {*old, *new}:
+            self._add_numbers(name, old, new)
+        elif "failed" in old and "failed" not in new:
+            self.mended[name] = _short(old)
+        elif old.get("failed") != new.get("failed") or ("refused" in old) != ("refused" in new):
+            self.differing[name] = [f"old: {_short(old)}", f"new: {_short(new)}"]
+        else:
+            self.equal += 1
+            self.refused += "refused" in old
+            if "failed" in old:
+                self.failed[name] = _short(old)
+
+    def _add_numbers(self, name: str, old: Json, new: Json) -> None:
         for path, one, two, apart in comparing.differences(old, new, lambda _: (0.0, 1.0)):
             if (group := group_of(path)) is not None:
                 size = tolerance(path)[1]
@@ -112,21 +118,6 @@ class Tally:
         else:
             self.differing[name] = [f"{path}: {one} / {two}" for path, one, two, _ in found]
 
-    def _add_refusal(self, name: str, word: str, old: Json, new: Json) -> None:
-        if "failed" in old and "failed" not in new:
-            self.mended[name] = _short(old)
-            return
-        alike = word in old and word in new
-        if word == "failed":
-            alike = alike and old["failed"] == new["failed"]
-        if alike:
-            self.equal += 1
-            self.refused += word == "refused"
-            if word == "failed":
-                self.failed[name] = _short(old)
-        else:
-            self.differing[name] = [f"old: {_short(old)}", f"new: {_short(new)}"]
-
 
 def _short(answer: Json) -> str:
     text = json.dumps({k: answer[k] for k in ("refused", "failed", "why") if k in answer})
@@ -138,9 +129,7 @@ class Comparison:
 
     def __init__(self, sources: dict[str, Path], jobs: int, room: Path) -> None:
         self.sources, self.jobs, self.room = sources, jobs, room
-        self.home = tiny.write_models(room / "home")
-        tiny.write_models(self.home, tiny.MASKED_LMS)
-        tiny.write_texts(self.home)
+        self.home = tiny.write_all(room / "home")
         self._batches = 0
 
     def ask(self, tasks: dict[str, Sequence[Json]]) -> dict[str, dict[str, Json]]:
@@ -175,11 +164,8 @@ class Comparison:
 
 def same_settings(comparison: Comparison, seed: int, names: Sequence[str]) -> dict[str, Tally]:
     """Ask both versions for the same settings, named by kind and number."""
-    tasks = []
-    for name in names:
-        kind, number = name.rsplit("-", 1)
-        case = random_settings.setting(seed, kind, int(number))
-        tasks.append({"id": name, "do": KINDS[kind], "case": case})
+    cases = {name: random_settings.setting(seed, name) for name in names}
+    tasks = [{"id": name, "do": "run", "case": case} for name, case in cases.items()]
     found = comparison.ask(dict.fromkeys(SIDES, tasks))
     tallies: dict[str, Tally] = {}
     for name in names:
@@ -258,12 +244,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write what was found to a file")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these settings alone")
     options = parser.parse_args()
-    counts = {
-        "drawing": options.samplers,
-        "distillation": options.distillations,
-        "pretraining": options.pretrainings,
-    }
-    names = options.only or [f"{kind}-{n}" for kind, count in counts.items() for n in range(count)]
+    counts = zip(
+        KINDS, (options.samplers, options.distillations, options.pretrainings), strict=True
+    )
+    names = options.only or [f"{kind}-{n}" for kind, count in counts for n in range(count)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         sources = {"old": options.old.resolve(), "new": options.new.resolve()}
@@ -277,10 +261,8 @@ def main() -> None:
         for name, lines in tally.differing.items():
             print(f"\n{name} (seed {options.seed}) differs:")
             print("\n".join(f"  {line}"[:300] for line in lines[:12]))
-            kind, _, number = name.rpartition("-")
-            if kind in KINDS:
-                case = random_settings.setting(options.seed, kind, int(number))
-                print(f"  setting: {json.dumps(case)}")
+            if name in names:
+                print(f"  setting: {json.dumps(random_settings.setting(options.seed, name))}")
     print(f"\n{time.monotonic() - started:.0f} s")
     if options.json is not None:
         found = {title: vars(tally) for title, tally in tallies.items()}

@@ -1,7 +1,7 @@
 """Random settings of drawings and of runs, for `compare_versions.py`.
 
-A setting is a function of (seed, kind, number), so that one of them can be asked for again. Most of
-them make sense; some must be refused, and then every version has to refuse them.
+A setting is a function of the seed and its name, so that one of them can be asked for again. Most
+of them make sense; some must be refused, and then every version has to refuse them.
 """
 
 import random
@@ -17,10 +17,11 @@ MASKED = ("plain", "timed", "cosine", "streams", "windows", "codes", "coded-wind
 METHODS = ("didi", "token-matching", "mixture", "sdtt", "dimo", "duo")
 
 
-def setting(seed: int, kind: str, number: int) -> Json:
-    """The case of that number; kinds are `drawing`, `distillation` and `pretraining`."""
+def setting(seed: int, name: str) -> Json:
+    """The case `KIND-NUMBER`; kinds are `drawing`, `distillation` and `pretraining`."""
+    kind, number = name.rsplit("-", 1)
     make = {"drawing": drawing, "distillation": distillation, "pretraining": pretraining}[kind]
-    return make(random.Random(f"{seed} {kind} {number}"), number)
+    return make(random.Random(f"{seed} {kind} {number}"), int(number))
 
 
 # Drawings

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.golden import cases, measuring, tiny
@@ -43,29 +44,11 @@ def between(before: Pair, after: Pair) -> Pair:
     return after[0] - before[0], after[1] - before[1]
 
 
-class Clock(measuring.Quiet):
-    """Takes down when each iteration ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[Pair] = []
-
-    def tick(self, step: int) -> None:
-        """One more iteration is done."""
-        self.ended.append(now())
-
-    @property
-    def seconds(self) -> list[Pair]:
-        """Time of each iteration but the first."""
-        return [between(*pair) for pair in itertools.pairwise(self.ended)]
-
-
 class Worker:
-    """Keeps the models of `home` open; runs are made in `room`."""
+    """Times cases with the models of `home`; runs are made in `room`."""
 
     def __init__(self, home: Path, room: Path) -> None:
         self.home, self.room = home, room
-        self._models: dict[str, didi.Model] = {}
 
     def answer(self, case: dict[str, Any]) -> list[Pair]:
         """Seconds of a case."""
@@ -84,10 +67,9 @@ class Worker:
             didi.load("stories", device="cpu").save(self.home / "stories")
             tiny.add_discriminator(self.home / "stories")
             end = WORDS.index("w0")
-            tiny.write_model(
-                self.home / "small", SMALL, [29], guided=False, words=[*WORDS, tiny.END],
-                end=tiny.END,
-            )  # fmt: skip
+            words = [*WORDS, tiny.END]
+            small = self.home / "small"
+            tiny.write_model(small, SMALL, [29], guided=False, words=words, end=tiny.END)
             lines = (
                 " ".join(f"w{(end + row * 7 + n * (1 + row % 5)) % 1023}" for n in range(200))
                 for row in range(400)
@@ -97,10 +79,7 @@ class Worker:
 
     def sampled(self, case: dict[str, Any]) -> list[Pair]:
         """Seconds of each drawing, with seeds of its own."""
-        name = case.get("model", "stories")
-        if name not in self._models:
-            self._models[name] = didi.load(self.home / name, device="cpu")
-        model, found = self._models[name], []
+        model, found = measuring.opened(self.home / case.get("model", "stories")), []
         for seed in range(case.get("times", 1)):
             started = now()
             if "draw" in case:
@@ -121,8 +100,7 @@ class Worker:
             train=self._train,
             token_matching=matching,
         )
-        clock = Clock()
-        return self._run(clock, recipe, teacher=self.home / "small")
+        return self._run(recipe, teacher=self.home / "small")
 
     def pretrained(self, kind: str) -> list[Pair]:
         """Seconds of pretraining steps."""
@@ -133,22 +111,24 @@ class Worker:
         model = SIZE | {"kind": kind}
         train = cases.recipe("didi")["train"] | self._train | {"steps": ITERATIONS["pretrain"]}
         recipe = {"model": model, "data": data, "optim": {"lr": 1e-3}, "train": train}
-        return self._run(Clock(), recipe)
+        return self._run(recipe)
 
     @property
     def _train(self) -> dict[str, Any]:
         return {"batch_size": BATCH, "log_every": 1000, "save_every": 1000, "eval_sequences": 4}
 
-    def _run(self, clock: Clock, recipe: dict[str, Any], **teacher: Path) -> list[Pair]:
+    def _run(self, recipe: dict[str, Any], **teacher: Path) -> list[Pair]:
+        """Seconds of each iteration but the first."""
         out: Any = self.room / "run"
-        reporter: Any = clock
+        ended: list[Pair] = []
+        reporter = mock.Mock(tick=lambda step: ended.append(now()))  # it shows nothing
         start: Any = didi.distill if teacher else didi.pretrain
         try:
             with measuring.no_pictures():
                 start(recipe, out=out, device="cpu", reporter=reporter, **teacher)
         finally:
             shutil.rmtree(out, ignore_errors=True)
-        return clock.seconds
+        return [between(*pair) for pair in itertools.pairwise(ended)]
 
 
 def main() -> None:
@@ -158,9 +138,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("threads", type=int)
     options = parser.parse_args()
-    found = Path(didi.__file__).resolve()
-    if not found.is_relative_to(options.source.resolve()):
-        sys.exit(f"{found} is not of {options.source}: another version was imported")
+    measuring.check_version(options.source)
     torch.set_num_threads(options.threads)
     options.room.mkdir(parents=True, exist_ok=True)
     worker = Worker(options.home, options.room)

@@ -33,7 +33,7 @@ ONE_STEP = sampled_law(STUDENT, [])
 
 def two_step(tau):
     """Law of the texts of a student that stops at τ on its way."""
-    alpha, first = SCHEDULE.alpha(tau), SCHEDULE.alpha(1.0)
+    alpha, first = SCHEDULE.alpha(tau), SCHEDULE.eps
     return sampled_law(STUDENT, [(alpha - first) / (1 - first)])
 
 

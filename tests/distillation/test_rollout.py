@@ -31,7 +31,7 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 
 def share(schedule, s, t=1.0):
     """Probability that a mask at t is revealed by s."""
-    alpha_s, alpha_t = float(schedule.alpha(s)), float(schedule.alpha(t))
+    alpha_s, alpha_t = schedule.alpha(torch.tensor([s, t], dtype=torch.float64)).tolist()
     return (alpha_s - alpha_t) / (1 - alpha_t)
 
 

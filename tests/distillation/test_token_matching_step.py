@@ -126,7 +126,7 @@ def test_a_context_shows_a_part_of_what_its_state_reveals(contexts, completion, 
     groups = found.shown.view(-1, contexts, L)
     assert bool((groups == groups[:, :1]).all()) == (contexts == 1 or completion > 0)
     schedule = task.distillation.schedule
-    chance = (1 - schedule.alpha(found.t_context)) / (1 - schedule.alpha(1.0))
+    chance = (1 - schedule.alpha(found.t_context)) / (1 - schedule.eps)
     share = (found.context == MASK).sum(1) - chance * where.sum()
     of_state = share.view(-1, contexts).sum(1)  # contexts of one state are not independent
     assert of_state.mean().abs() < 4.5 * of_state.std() / len(of_state) ** 0.5

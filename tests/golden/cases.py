@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .tiny import END_ID, LANGUAGES, MASK, PAD, shape_of
+from .tiny import END_ID, MASK, MASKED_LMS, PAD, shape_of
 
 Json = dict[str, Any]
 
@@ -47,8 +47,8 @@ def canvas(name: str, kind: str, rows: int = 5, *, length: int | None = None, se
 
 def language(name: str) -> tuple[int, int, int]:
     """First token of a text, the one behind the last, and the longest text."""
-    if name in LANGUAGES:
-        return *LANGUAGES[name], 12
+    if name in MASKED_LMS:
+        return *MASKED_LMS[name], 12
     shape = shape_of(name)
     extra = 0 if shape["kind"] == "duo" else shape["masks"]
     return 0, shape["vocab_size"] - extra, shape["length"]
@@ -225,7 +225,7 @@ def _of_kinds(add: Any) -> None:
     add("ar refuses steps", "ar", steps=4)
     add("plain refuses a length", "plain", length=33)
     add("plain refuses a sampler", "plain", sampler="uniform-state")
-    for model in LANGUAGES:
+    for model in MASKED_LMS:
         add(f"{model} blank", model, steps=5, watched=True)
         for kind in ("prompt", "mixed"):
             add(f"{model} {kind}", model, steps=4, tokens=canvas(model, kind))
@@ -265,7 +265,7 @@ def writings() -> dict[str, Json]:
 
 def judgements() -> dict[str, Json]:
     """Cases of `Model.nelbo` and `Model.denoiser` by name."""
-    names = ("plain", "timed", "cosine", "windows", "codes", "duo", "ar", "ar-ends", *LANGUAGES)
+    names = ("plain", "timed", "cosine", "windows", "codes", "duo", "ar", "ar-ends", *MASKED_LMS)
     cases = {}
     for n, name in enumerate(names):
         first, last, longest = language(name)
@@ -402,16 +402,32 @@ def pretrainings() -> dict[str, Json]:
     }
 
 
-def resumptions() -> dict[str, tuple[Json, int]]:
-    """Runs to break, and the iteration that is the last to be logged before: one of each method.
+RESUMPTIONS = [
+    ("distillations", "didi", 1),
+    ("distillations", "didi warm-up", 1),
+    ("distillations", "didi gates", 1),
+    ("distillations", "token-matching completed", 1),
+    ("distillations", "token-matching warm-up", 1),
+    ("distillations", "mixture", 1),
+    ("distillations", "sdtt", 2),
+    ("distillations", "dimo", 1),
+    ("distillations", "duo", 1),
+    ("pretrainings", "mdlm windows", 1),
+    ("pretrainings", "duo curriculum", 2),
+]
+"""Runs to break, and the iteration that is the last to be logged before: one of each method.
 
-    The signal comes while that iteration is logged, so the next one still ends; where it is the
-    last, the evaluation behind it is cut off.
-    """
-    cases = distillations() | {f"pretraining {k}": v for k, v in pretrainings().items()}
-    after = {
-        "didi": 1, "didi warm-up": 1, "didi gates": 1, "token-matching completed": 1,
-        "token-matching warm-up": 1, "mixture": 1, "sdtt": 2, "dimo": 1, "duo": 1,
-        "pretraining mdlm windows": 1, "pretraining duo curriculum": 2,
-    }  # fmt: skip
-    return {name: (cases[name], step) for name, step in after.items()}
+The signal comes while that iteration is logged, so the next one still ends; where it is the last,
+the evaluation behind it is cut off.
+"""
+
+
+def every() -> dict[str, dict[str, Json]]:
+    """All cases by kind and name."""
+    return {
+        "drawings": drawings(),
+        "writings": writings(),
+        "judgements": judgements(),
+        "distillations": distillations(),
+        "pretrainings": pretrainings(),
+    }

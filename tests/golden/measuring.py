@@ -4,6 +4,7 @@ A drawing or a run is itself JSON, so that a process with another version of the
 asked for it.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,36 @@ Case = Mapping[str, Any]
 Numbers = dict[str, Any]
 
 
-def refusable(ask: Callable[[], Numbers]) -> Numbers:
-    """Numbers, or the fact that a user was refused; words of a refusal may change."""
+def check_version(source: Path) -> None:
+    """End the process unless the package that was imported lies in the folder `source`."""
+    found = Path(didi.__file__).resolve()
+    if not found.is_relative_to(source.resolve()):
+        sys.exit(f"{found} is not of {source}: another version was imported")
+
+
+@functools.cache
+def opened(folder: Path) -> didi.Model:
+    """Open a model on the CPU, once in a process."""
+    return didi.load(folder, device="cpu")
+
+
+def answer(case: Case, home: Path, out: Path, *, resume: bool = False) -> Numbers:
+    """Numbers of a case with models of `home`, or the words in which a user was refused.
+
+    A run is made, or resumed, in the folder `out`, which is removed.
+    """
     try:
-        return ask()
+        if "recipe" in case:
+            run(case, home, out, resume=resume)
+            return run_numbers(case, home, out)
+        model = opened(home / case["model"])
+        if "generate" in case:
+            return {"texts": model.generate(**case["generate"])}
+        return drawn(model, case) if "draw" in case else judged(model, case)
     except UserError as error:
         return {"refused": str(error)}
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
 
 
 # Drawing
@@ -65,11 +90,6 @@ def drawn(model: didi.Model, case: Case, watcher: "Watcher | None" = None) -> Nu
     if watcher is not None:
         found |= {"steps": watcher.steps, "confidence": watcher.confidence}
     return found
-
-
-def written(model: didi.Model, case: Case) -> Numbers:
-    """Texts of `Model.generate`."""
-    return {"texts": model.generate(**case["generate"])}
 
 
 def judged(model: didi.Model, case: Case) -> Numbers:
@@ -116,36 +136,6 @@ class Watcher:
 # Runs
 
 
-class Quiet:
-    """Sees a run and says nothing; sends the signal to stop once a step is logged."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.stop_after = stop_after
-
-    def start(self, step: int, steps: int) -> None:
-        """Nothing."""
-
-    def tick(self, step: int) -> None:
-        """Nothing."""
-
-    def advance(self, step: int, values: Mapping[str, Any]) -> None:
-        """Stop the run, if it is time."""
-        if step == self.stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def measuring(self, step: int) -> None:
-        """Nothing."""
-
-    def measured(self, step: int, values: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
-
-
 @contextmanager
 def no_pictures() -> Iterator[None]:
     """Runs draw no curves and write no boards, which takes longer than the runs."""
@@ -159,18 +149,21 @@ def run(
 ) -> None:
     """Distil or pretrain as a case says, with models and texts of the folder `home`.
 
-    `@/` in a recipe is that folder.
+    `@/` in a recipe is that folder. The signal to stop comes when step `stop_after` is logged.
     """
+
+    def advance(step: int, values: Mapping[str, Any]) -> None:
+        if step == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     recipe = json.loads(json.dumps(case["recipe"]).replace("@/", f"{home}/"))
-    reporter: Any = Quiet(stop_after)
+    settings: Any = {"out": out, "device": "cpu", "resume": resume}
+    settings["reporter"] = mock.Mock(advance=advance)  # it shows nothing
     with no_pictures():
-        if "teacher" not in case:
-            didi.pretrain(recipe, out=out, device="cpu", reporter=reporter, resume=resume)
-            return
-        didi.distill(
-            recipe, teacher=home / case["teacher"], out=out, device="cpu", reporter=reporter,
-            resume=resume,
-        )  # fmt: skip
+        if "teacher" in case:
+            didi.distill(recipe, teacher=home / case["teacher"], **settings)
+        else:
+            didi.pretrain(recipe, **settings)
 
 
 def run_numbers(case: Case, home: Path, out: Path) -> Numbers:
@@ -193,15 +186,6 @@ def run_numbers(case: Case, home: Path, out: Path) -> Numbers:
         trunk = {n: t for n, t in before.items() if not n.startswith("output_layer")}
         found["discriminator"] = changes(load_file(out / "discriminator.safetensors"), trunk)
     return found
-
-
-def run_once(case: Case, home: Path, out: Path) -> Numbers:
-    """Numbers of a run from its beginning to its end; its folder is removed."""
-    try:
-        run(case, home, out)
-        return run_numbers(case, home, out)
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
 
 
 def entries(out: Path) -> list[dict[str, float]]:

@@ -4,17 +4,23 @@ Run it in the root of the repository, with the package whose numbers are to be k
 `PYTHONPATH`. Drawings in which rows meet by chance are refused: see `cases`.
 """
 
+import hashlib
 import json
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import didi_instruct as didi
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.recipes import load_recipe, recipe_names
+from didi_instruct.errors import UserError
 
-from . import cases, measuring, recipes, tiny
+from . import cases, measuring, tiny
 
 FILE = Path(__file__).with_name("goldens.json")
 
@@ -24,54 +30,46 @@ def machine() -> dict[str, str]:
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def record(home: Path) -> dict[str, Any]:
-    """Numbers of all cases."""
-    models: dict[str, didi.Model] = {}
-
-    def ask(how: Any, case: Any) -> measuring.Numbers:
-        name = case["model"]
-        if name not in models:
-            models[name] = didi.load(home / name, device="cpu")
-        return measuring.refusable(lambda: how(models[name], case))
-
-    drawings = cases.drawings()
-    found: dict[str, Any] = {
-        "machine": machine(),
-        "drawings": {name: ask(measuring.drawn, case) for name, case in drawings.items()},
-        "writings": {n: ask(measuring.written, c) for n, c in cases.writings().items()},
-        "judgements": {n: ask(measuring.judged, c) for n, c in cases.judgements().items()},
-        "recipes": recipes.hashes(),
-    }
-    for name, case in drawings.items():
-        if "refused" not in found["drawings"][name]:
-            ask(lambda model, case=case: _refuse_meeting(model, case), case)
-    runs = {"distillations": cases.distillations(), "pretrainings": cases.pretrainings()}
-    for kind, listed in runs.items():
-        found[kind] = {
-            name: measuring.run_once(case, home, home / "run") for name, case in listed.items()
-        }
+def recipe_hashes() -> dict[str, str]:
+    """A hash of all settings of each shipped recipe, also of those that it leaves open."""
+    found = {}
+    for name in recipe_names():
+        try:
+            settings = asdict(load_recipe(PretrainConfig, name))
+        except UserError:  # some leave it to their user to name the data
+            settings = asdict(load_recipe(DistillConfig, name, ["data.source=oracle"]))
+        content = json.dumps(settings, sort_keys=True)
+        found[name] = hashlib.sha256(content.encode()).hexdigest()[:16]
     return found
 
 
-def _refuse_meeting(model: didi.Model, case: Any) -> measuring.Numbers:
+def record(home: Path) -> dict[str, Any]:
+    """Numbers of all cases."""
+    listed = cases.every()
+    found: dict[str, Any] = {"machine": machine(), "recipes": recipe_hashes()}
+    for kind in listed:
+        found[kind] = {n: measuring.answer(c, home, home / "run") for n, c in listed[kind].items()}
+    for name, case in listed["drawings"].items():
+        if "refused" not in found["drawings"][name]:
+            _refuse_meeting(measuring.opened(home / case["model"]), case)
+    return found
+
+
+def _refuse_meeting(model: didi.Model, case: Any) -> None:
     """Refuse a drawing in which rows become equal by chance and are then read as one."""
     if model.config.kind != "mdlm" or case["draw"].get("sampler") == "first-hitting":
-        return {}  # nothing is shared, since texts have times of their own
+        return  # nothing is shared, since texts have times of their own
     watcher = measuring.Watcher()
     measuring.drawn(model, case, watcher)
     if watcher.rows_met():
         raise SystemExit(f"{case}: rows meet; choose another seed or longer rows")
-    return {}
 
 
 def main() -> None:
     """Write the file."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        home = tiny.write_models(Path(temporary))
-        tiny.write_models(home, tiny.MASKED_LMS)
-        tiny.write_texts(home)
-        found = record(home)
+        found = record(tiny.write_all(Path(temporary)))
     lines = [
         f"{json.dumps(kind)}: {{\n"
         + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items())

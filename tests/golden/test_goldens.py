@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 import didi_instruct as didi
 
-from . import cases, comparing, measuring, recipes, tiny
-from .record import FILE, machine
+from . import cases, comparing, measuring, tiny
+from .record import FILE, machine, recipe_hashes
 
 GOLDENS = json.loads(FILE.read_text())
+CASES = cases.every()
 ALIKE = GOLDENS["machine"] == machine()
 ELSEWHERE = 1.0 if ALIKE else 100.0
 """What tolerances are multiplied by."""
@@ -50,66 +51,25 @@ def compare(golden, found):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    folder = tiny.write_models(tmp_path_factory.mktemp("models"))
-    tiny.write_models(folder, tiny.MASKED_LMS)
-    tiny.write_texts(folder)
-    return folder
+    return tiny.write_all(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def ask(home):
-    models = {}
-
-    def answer(how, case):
-        name = case["model"]
-        if name not in models:
-            models[name] = didi.load(home / name, device="cpu")
-        return measuring.refusable(lambda: how(models[name], case))
-
-    return answer
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, listed in CASES.items() for n in listed])
+def test_a_case(home, tmp_path, kind, name):
+    compare(GOLDENS[kind][name], measuring.answer(CASES[kind][name], home, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("name", cases.drawings())
-def test_a_drawing(ask, name):
-    compare(GOLDENS["drawings"][name], ask(measuring.drawn, cases.drawings()[name]))
-
-
-@pytest.mark.parametrize("name", cases.writings())
-def test_a_text(ask, name):
-    compare(GOLDENS["writings"][name], ask(measuring.written, cases.writings()[name]))
-
-
-@pytest.mark.parametrize("name", cases.judgements())
-def test_a_judgement(ask, name):
-    compare(GOLDENS["judgements"][name], ask(measuring.judged, cases.judgements()[name]))
-
-
-@pytest.mark.parametrize("name", cases.distillations())
-def test_a_distillation(home, tmp_path, name):
-    found = measuring.run_once(cases.distillations()[name], home, tmp_path / "run")
-    compare(GOLDENS["distillations"][name], found)
-
-
-@pytest.mark.parametrize("name", cases.pretrainings())
-def test_a_pretraining(home, tmp_path, name):
-    found = measuring.run_once(cases.pretrainings()[name], home, tmp_path / "run")
-    compare(GOLDENS["pretrainings"][name], found)
-
-
-@pytest.mark.parametrize("name", cases.resumptions())
-def test_a_broken_run_goes_on_as_if_unbroken(home, tmp_path, name):
-    case, after = cases.resumptions()[name]
-    measuring.run(case, home, tmp_path / "parts", stop_after=after)
-    assert not (tmp_path / "parts" / "config.json").exists()
-    measuring.run(case, home, tmp_path / "parts", resume=True)
-    kind, key = "distillations", name
-    if name.startswith("pretraining "):
-        kind, key = "pretrainings", name.removeprefix("pretraining ")
-    compare(GOLDENS[kind][key], measuring.run_numbers(case, home, tmp_path / "parts"))
+@pytest.mark.parametrize(("kind", "name", "after"), cases.RESUMPTIONS)
+def test_a_broken_run_goes_on_as_if_unbroken(home, tmp_path, kind, name, after):
+    case, out = CASES[kind][name], tmp_path / "parts"
+    measuring.run(case, home, out, stop_after=after)
+    assert not (out / "config.json").exists()
+    measuring.run(case, home, out, resume=True)
+    compare(GOLDENS[kind][name], measuring.run_numbers(case, home, out))
 
 
 def test_recipes_have_the_settings_they_had():
-    assert recipes.hashes() == GOLDENS["recipes"]
+    assert recipe_hashes() == GOLDENS["recipes"]
 
 
 @pytest.mark.parametrize("name", ["windows", "codes", "duo", "ar"])
@@ -124,5 +84,7 @@ def test_a_saved_model_has_the_same_tensors(home, tmp_path, name):
 
 
 def test_every_golden_has_its_case():
-    for kind in ("drawings", "writings", "judgements", "distillations", "pretrainings"):
-        assert GOLDENS[kind].keys() == getattr(cases, kind)().keys()
+    assert GOLDENS.keys() == {*CASES, "machine", "recipes"}
+    assert all(GOLDENS[kind].keys() == listed.keys() for kind, listed in CASES.items())
+    runs = [*GOLDENS["distillations"].values(), *GOLDENS["pretrainings"].values()]
+    assert not any("refused" in golden for golden in runs)

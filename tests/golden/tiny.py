@@ -6,7 +6,7 @@ stay the same bytes whatever the package becomes: they are the layout that `didi
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,14 +82,12 @@ MODELS: dict[str, dict[str, object]] = {
 """What each model changes of `SHAPE`; every one has weights of its own."""
 GUIDED = ("plain", "timed", "streams", "windows", "codes", "coded-windows")
 """Models that bring a discriminator."""
-MASKED_LMS = ("bert", "esm")
-"""Masked LMs of `transformers`."""
+MASKED_LMS = {"bert": (6, 15), "esm": (4, 24)}
+"""Masked LMs of `transformers`: the first token that a text may have, the one behind the last."""
 BERT_WORDS = [*_words("[PAD] [UNK] [CLS] [SEP] [MASK] [unused0]"), *(f"w{n}" for n in range(9))]
 ESM_LETTERS = _words(
     "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> <mask>"
 )
-LANGUAGES = {"bert": (6, 15), "esm": (4, 24)}
-"""Of a masked LM: the first token that a text may have, and the one behind the last."""
 
 
 def shape_of(name: str) -> dict[str, object]:
@@ -97,41 +95,32 @@ def shape_of(name: str) -> dict[str, object]:
     return {**SHAPE, **MODELS[name]}
 
 
-def write_models(folder: Path, names: Sequence[str] | None = None) -> Path:
-    """Write the named models, by default all of our own layout, each in `folder / name`."""
-    for name in MODELS if names is None else names:
-        if name in MASKED_LMS:
-            _write_masked_lm(folder / name, name)
-        else:
-            _write_model(folder / name, name)
+def write_all(folder: Path) -> Path:
+    """Write every model in `folder / name`, and `lines.txt`."""
+    write_models(folder, MODELS)
+    for name in MASKED_LMS:
+        _write_masked_lm(folder / name, name)
+    write_texts(folder / "lines.txt")
     return folder
 
 
-def write_texts(folder: Path) -> Path:
-    """Write `lines.txt`: documents of one line, in the words of the models that have windows."""
+def write_models(folder: Path, names: Iterable[str]) -> None:
+    """Write models of our own layout, each in `folder / name`."""
+    for name in names:
+        config, seed = shape_of(name), [11, list(MODELS).index(name)]
+        words, end = (END_WORDS, END) if config["end_id"] is not None else (ORACLE_WORDS, None)
+        write_model(folder / name, config, seed, guided=name in GUIDED, words=words, end=end)
+
+
+def write_texts(path: Path) -> None:
+    """Write documents of one line, in the words of the models that have windows."""
     random = np.random.default_rng(7)
     lines = []
     for _ in range(160):
         count = random.integers(3, WINDOW - 1)
         start, stride = random.integers(24), random.integers(1, 6)
         lines.append(" ".join(f"w{(start + stride * n) % 24}" for n in range(count)))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "lines.txt"
     path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def _write_model(folder: Path, name: str) -> None:
-    config = shape_of(name)
-    ends = config["end_id"] is not None
-    write_model(
-        folder,
-        config,
-        [11, list(MODELS).index(name)],
-        guided=name in GUIDED,
-        words=END_WORDS if ends else ORACLE_WORDS,
-        end=END if ends else None,
-    )
 
 
 def write_model(
@@ -149,7 +138,8 @@ def write_model(
     save_file(_network(config, random), folder / "model.safetensors")
     write_tokenizer(folder, words, end)
     if guided:
-        save_file(_discriminator(config, random), folder / "discriminator.safetensors")
+        tensors = _trunk(config, random) | _head(config, random)
+        save_file(tensors, folder / "discriminator.safetensors")
     seal(folder, config, guided=guided)
 
 
@@ -188,18 +178,30 @@ def seal(folder: Path, config: dict[str, object], *, guided: bool) -> None:
 
 def write_tokenizer(folder: Path, words: Sequence[str], end: str | None) -> None:
     """Write a tokenizer of words between spaces."""
-    added = {
-        "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-        "special": True,
-    }  # fmt: skip
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if end is not None:
+        settings["eos_token"] = end
+    _write_words(folder, words, [] if end is None else [end], settings)
+
+
+def _write_words(
+    folder: Path,
+    words: Sequence[str],
+    special: Sequence[str],
+    settings: dict[str, object],
+    post_processor: dict[str, object] | None = None,
+) -> None:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [] if end is None else [{"id": words.index(end), "content": end, **added}],
+        "added_tokens": [
+            {"id": words.index(word), "content": word, **flags, "special": True} for word in special
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
+        "post_processor": post_processor,
         "decoder": None,
         "model": {
             "type": "WordLevel",
@@ -208,9 +210,6 @@ def write_tokenizer(folder: Path, words: Sequence[str], end: str | None) -> None
         },
     }
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if end is not None:
-        settings["eos_token"] = end
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -272,10 +271,6 @@ def _network(config: dict[str, object], random: np.random.Generator) -> Tensors:
     return tensors
 
 
-def _discriminator(config: dict[str, object], random: np.random.Generator) -> Tensors:
-    return _trunk(config, random) | _head(config, random)
-
-
 def _head(config: dict[str, object], random: np.random.Generator) -> Tensors:
     tensors: Tensors = {}
     for layer, outputs in ((0, config["hidden"]), (2, 1)):
@@ -306,41 +301,11 @@ def _write_masked_lm(folder: Path, name: str) -> None:
     import transformers
 
     folder.mkdir(parents=True)
-    make: dict[str, Callable[[], transformers.PreTrainedModel]] = {
-        "bert": lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(**_BODY, vocab_size=len(BERT_WORDS) + 2)
-        ),
-        "esm": lambda: transformers.EsmForMaskedLM(
-            transformers.EsmConfig(
-                **_BODY, vocab_size=33, mask_token_id=32, pad_token_id=1,
-                position_embedding_type="rotary", token_dropout=True,
-            )
-        ),
-    }  # fmt: skip
-    network = make[name]()
-    random = np.random.default_rng([13, MASKED_LMS.index(name)])
-    with torch.no_grad():
-        for key, parameter in sorted(network.named_parameters()):
-            if "norm" not in key.lower():
-                noise = 0.3 * random.standard_normal(tuple(parameter.shape))
-                parameter.copy_(torch.from_numpy(noise))
-        network.get_output_embeddings().weight.mul_(0.5)
-    network.save_pretrained(folder)
-    if name == "esm":
-        (folder / "vocab.txt").write_text("\n".join(ESM_LETTERS))
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
-        return
-    content = {
-        "version": "1.0",
-        "added_tokens": [
-            {
-                "id": BERT_WORDS.index(word), "content": word, "single_word": False,
-                "lstrip": False, "rstrip": False, "normalized": False, "special": True,
-            }
-            for word in BERT_WORDS[:5]
-        ],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": {
+    network: transformers.PreTrainedModel
+    if name == "bert":
+        bert = transformers.BertConfig(**_BODY, vocab_size=len(BERT_WORDS) + 2)
+        network = transformers.BertForMaskedLM(bert)
+        frame = {
             "type": "TemplateProcessing",
             "single": [
                 {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
@@ -352,12 +317,21 @@ def _write_masked_lm(folder: Path, name: str) -> None:
                 word: {"id": word, "ids": [BERT_WORDS.index(word)], "tokens": [word]}
                 for word in ("[CLS]", "[SEP]")
             },
-        },
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: n for n, word in enumerate(BERT_WORDS)},
-            "unk_token": "<unk>",
-        },
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]"}))
+        }
+        _write_words(folder, BERT_WORDS, BERT_WORDS[:5], {"mask_token": "[MASK]"}, frame)
+    else:
+        esm = transformers.EsmConfig(
+            **_BODY, vocab_size=33, mask_token_id=32, pad_token_id=1,
+            position_embedding_type="rotary", token_dropout=True,
+        )  # fmt: skip
+        network = transformers.EsmForMaskedLM(esm)
+        (folder / "vocab.txt").write_text("\n".join(ESM_LETTERS))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
+    random = np.random.default_rng([13, list(MASKED_LMS).index(name)])
+    with torch.no_grad():
+        for key, parameter in sorted(network.named_parameters()):
+            if "norm" not in key.lower():
+                noise = 0.3 * random.standard_normal(tuple(parameter.shape))
+                parameter.copy_(torch.from_numpy(noise))
+        network.get_output_embeddings().weight.mul_(0.5)
+    network.save_pretrained(folder)

@@ -138,7 +138,7 @@ def counter(monkeypatch):
 def test_blocks_that_are_alike_are_compiled_once(counter):
     plain = DiT(small())
     fast = copy.deepcopy(plain)
-    compile_network(fast, "on", sharded=True)
+    compile_network(fast, sharded=True)
     tokens = torch.randint(64, (3, 16))
     for _ in range(2):
         given = plain.embed(tokens), plain.modulations()
@@ -151,7 +151,7 @@ def test_a_trunk_is_compiled_as_one_graph_whatever_head_it_has(counter):
     plain = build_discriminator(small()).eval()
     plain.freeze_lower(2)
     fast = copy.deepcopy(plain)
-    compile_network(fast, "on", sharded=False)
+    compile_network(fast, sharded=False)
     tokens = torch.randint(64, (3, 16))
     for _ in range(2):
         torch.testing.assert_close(fast(tokens), plain(tokens))
@@ -177,10 +177,10 @@ def test_passes_are_launched_whole_by_one_process_alone(setting, processes, monk
     asked = []
     monkeypatch.setattr(replica, "compiles", lambda *a: True)
     monkeypatch.setattr(replica, "parallelise", lambda module, *a, **k: module)
-    monkeypatch.setattr(replica, "compile_network", lambda n, how, sharded: asked.append(how))
+    monkeypatch.setattr(replica, "compile_network", lambda n, sharded, graphs: asked.append(graphs))
     world = World(torch.device("cpu"), 0, processes)
     replica.Replica(DiT(small(layers=1)), TrainConfig(compile=setting), world)
-    assert asked == ["on" if setting == "graphs" and processes > 1 else setting]
+    assert asked == [setting == "graphs" and processes == 1]
 
 
 @pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_gradients_of_a_compiled_trunk(batch, length, hidden, by_block):
     for parameter in plain.parameters():  # modulations are zero at first
         torch.nn.init.normal_(parameter, std=0.05)
     fast = copy.deepcopy(plain)
-    compile_network(fast, "on", sharded=by_block)
+    compile_network(fast, sharded=by_block)
     tokens = torch.randint(64, (batch, length), device="cuda")
     weight = torch.randn(batch, length, hidden, device="cuda")
     for network in (plain, fast):

@@ -27,18 +27,15 @@ from didi_instruct.training.distributed import World
 
 BANK_FILE, DRAWN = "bank.json", "drawn.json"
 ROWS_PER_SHARD = 1024
-DRAW_ROWS = 256
-"""Rows of one call of `draw`, after which the progress moves."""
+DRAW_ROWS = 256  # rows of one call of `draw`, after which the progress moves
 
-_FORMAT = "didi-bank"
-_VERSION = 1
+_FORMAT, _VERSION = "didi-bank", 1
 _REMEDY = "choose another reference.bank folder, or delete it"
-_FINGERPRINTS = {
+_OTHER_FINGERPRINT = {
     "teacher": "holds samples of another teacher",
     "prompts": "was drawn with prompts of other data",
     "lengths": "holds texts of other lengths",
 }
-"""What a bank does whose fingerprint of that name is another."""
 _WORDS = {"num_tokens": "vocabulary size", "prompt": "prompt length"}
 
 Draw = Callable[[int, int], Tensor]
@@ -51,24 +48,18 @@ Progress = Callable[[int, int], None]
 class BankSettings:
     """Settings that determine the rows of a bank: equal settings, equal rows."""
 
-    teacher: str
-    """Fingerprint of the teacher's weights."""
-    steps: int
-    """Of the teacher's sampler."""
+    teacher: str  # fingerprint of its weights
+    steps: int  # of the teacher's sampler
     rows: int
     length: int
-    num_tokens: int
-    """Real tokens, V: no id of a row is V or more."""
+    num_tokens: int  # V: all ids are below
     seed: int
-    prompt: int = 0
-    """First tokens of each row that were given, from `prompts`."""
-    prompts: str = ""
-    """Fingerprint of the data that the prompts come from."""
-    lengths: str = ""
-    """Where texts have windows of their own: fingerprint of how they end and how long they are."""
+    prompt: int = 0  # first tokens of each row that were given
+    prompts: str = ""  # fingerprint of the data that they come from
+    lengths: str = ""  # fingerprint of the law of lengths, if texts have windows of their own
 
     def to_json(self) -> dict[str, Any]:
-        """The settings by name, as bank.json keeps them; older files have no lengths."""
+        """Return the settings by name, as bank.json keeps them; older files have no lengths."""
         return {n: v for n, v in asdict(self).items() if n != "lengths" or v}
 
     @property
@@ -89,10 +80,10 @@ def open_bank(
 ) -> TokenDataset:
     """Return the bank in `folder`, after drawing what is missing of it; all processes call.
 
-    A bank may have more rows than `settings` asks for: the first ones are taken. If it has fewer,
-    it grows. `seed` is of the order in which the rows are read. `progress` is called only if
-    something is drawn; of several processes, each takes its own share to stand for all. Runs that
-    share a bank draw it once: the others wait.
+    A bank of more rows than `settings` asks for gives the first ones; one of fewer grows. `seed`
+    orders the rows for reading. `progress` is called only if something is drawn; each of several
+    processes takes its own share to stand for all. Runs that share a bank draw it once: the others
+    wait.
     """
     with files.one_at_a_time(folder.parent) if world.size == 1 else nullcontext():
         # Every process looks before any writes: all see the same, so one that refuses is not alone.
@@ -119,7 +110,14 @@ def open_bank(
         if missing and world.is_main:
             seconds = (drawing_seconds(folder) or 0.0) + time.monotonic() - started
             write_json(folder / DRAWN, {"seconds": seconds})
-        arrays = [_opened(path, rows, settings) for path, rows in shards.items()]
+        arrays = []
+        for path, rows in shards.items():
+            if (array := _mapped(path, rows, settings)) is None:
+                raise UserError(
+                    f"{path} was drawn, but cannot be read here: give all processes one "
+                    "reference.bank folder that they share."
+                )
+            arrays.append(array)
     identity = json.dumps([_FORMAT, _VERSION, seed, settings.to_json()])
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     data = TokenDataset(arrays, tokenizer, seed, str(folder), fingerprint)
@@ -128,9 +126,9 @@ def open_bank(
 
 
 def drawing_seconds(folder: Path) -> float | None:
-    """Seconds that drawing a bank took, all in all; None where they are not recorded.
+    """Return the seconds that drawing a bank took; None where they are not recorded.
 
-    Of a drawing that was stopped, what it had drawn is in the bank and its seconds are not.
+    Those of a drawing that was stopped are not in, although its rows are.
     """
     try:
         return float(json.loads((folder / DRAWN).read_bytes())["seconds"])
@@ -139,7 +137,7 @@ def drawing_seconds(folder: Path) -> float | None:
 
 
 def _recorded_rows(folder: Path, settings: BankSettings) -> int:
-    """Rows that were asked of the bank in `folder`, 0 where none is; refuse any other bank."""
+    """Return the rows asked of the bank in `folder`, 0 if there is none; refuse another bank."""
     if not (folder / BANK_FILE).exists():
         _refuse_foreign(folder)
         return 0
@@ -148,9 +146,9 @@ def _recorded_rows(folder: Path, settings: BankSettings) -> int:
         before = found[name]
         if name == "rows" or before == now:
             continue
-        if name in _FINGERPRINTS:
+        if name in _OTHER_FINGERPRINT:
             short = [f"{each[:8]}…" if each else "none" for each in (before, now)]
-            difference = f"{_FINGERPRINTS[name]} ({short[0]}, now {short[1]})"
+            difference = f"{_OTHER_FINGERPRINT[name]} ({short[0]}, now {short[1]})"
         else:
             difference = f"was drawn with {_WORDS.get(name, name)} {before}, now it is {now}"
         raise UserError(f"{folder} {difference}: {_REMEDY}.")
@@ -159,13 +157,10 @@ def _recorded_rows(folder: Path, settings: BankSettings) -> int:
 
 def _refuse_foreign(folder: Path) -> None:
     """Refuse to begin a bank among files that are not its own."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, but reference.bank names a folder: choose another.")
     # A hidden file may be what a writer of bank.json left when it was killed.
-    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-    if names:
+    if names := [path.name for path in folder.glob("[!.]*")]:
         raise UserError(
             f"{folder} is not a teacher bank: it has no {BANK_FILE}, but other files "
             f"(`{min(names)}`, for one): choose another reference.bank folder."
@@ -202,17 +197,6 @@ def _mapped(path: Path, rows: range, settings: BankSettings) -> np.ndarray | Non
         return None
     alike = array.ndim == 2 and array.shape[1] == settings.length and array.dtype == settings.dtype
     return array[: len(rows)] if alike and len(rows) <= len(array) <= ROWS_PER_SHARD else None
-
-
-def _opened(path: Path, rows: range, settings: BankSettings) -> np.ndarray:
-    """Map rows of a shard that was drawn by now."""
-    array = _mapped(path, rows, settings)
-    if array is None:
-        raise UserError(
-            f"{path} was drawn, but cannot be read here: give all processes one "
-            "reference.bank folder that they share."
-        )
-    return array
 
 
 def _draw_missing(

@@ -94,8 +94,7 @@ class Replica:
         """True where outputs of a pass lie in memory of a CUDA graph."""
         if compiles(train, world.device):
             self.graphs = train.compile == "graphs" and world.size == 1
-            how = "on" if train.compile == "graphs" and not self.graphs else train.compile
-            compile_network(self.network, how, sharded=fsdp)
+            compile_network(self.network, sharded=fsdp, graphs=self.graphs)
         root: nn.Module = _Root(self.network)
         if fsdp or any(p.requires_grad for p in network.parameters()):
             root = parallelise(root, self.network.blocks, train.strategy, world, bf16=self.bf16)

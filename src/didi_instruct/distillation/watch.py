@@ -9,10 +9,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from didi_instruct.distillation.run import DistillTask
 
-ENOUGH_TEXTS = 256
-"""Texts behind an average from which a collapse is told."""
-MOSTLY = 0.5
-"""Share of steps above which something happens mostly."""
+ENOUGH_TEXTS = 256  # for an average that tells a collapse
+MOSTLY = 0.5  # share of steps above which something happens mostly
 COLLAPSES = {
     "path_entropy": ("entropy", "nats per token"),
     "unique_4gram": ("variety", "of the 4-grams distinct"),
@@ -72,11 +70,10 @@ class Watcher:
 
 
 def unique_ngrams(tokens: Tensor, visible: Tensor, n: int = 4) -> Tensor:
-    """Distinct n-grams of a batch over all of them, where every token is visible; 1 if none is.
+    """Return the share of distinct n-grams among the visible ones of a batch; 1 if there are none.
 
-    Falls towards 0 when texts repeat themselves or each other.
-
-    Shapes: tokens (B, L), visible (B, L) -> 0-d float64.
+    It falls towards 0 when texts repeat themselves or each other. Tokens and `visible` are (B, L);
+    an n-gram is visible if all its tokens are. The share is 0-d, float64.
     """
     if tokens.shape[1] < n:
         return torch.ones((), dtype=torch.float64, device=tokens.device)
@@ -95,12 +92,11 @@ def unique_ngrams(tokens: Tensor, visible: Tensor, n: int = 4) -> Tensor:
 
 
 class RunningMean:
-    """Mean that forgets: weights 1, m, m², … backwards; saved with a checkpoint."""
+    """Exponentially weighted mean; checkpoints keep its `state`."""
 
     def __init__(self, memory: float = 0.95) -> None:
         self.memory = memory
-        self.state = torch.zeros(2, dtype=torch.float64)
-        """Weighted sum, sum of the weights."""
+        self.state = torch.zeros(2, dtype=torch.float64)  # weighted sum, sum of the weights
 
     def add(self, value: float) -> float:
         """Add a number; return the mean."""
@@ -109,7 +105,7 @@ class RunningMean:
         return float(self.state[0] / self.state[1])
 
     def cautious(self, prior: float) -> float:
-        """The mean where numbers not seen yet count as `prior`."""
+        """Return the mean with `prior` in place of the numbers not seen yet."""
         total, weight = self.state.tolist()
         return float(total + (1 - weight) * prior)
 
@@ -127,5 +123,5 @@ class Totals:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def stacked(self) -> tuple[list[str], Tensor]:
-        """Names, and their sums as one vector."""
+        """Return the names, and their sums as one vector."""
         return list(self._sums), torch.stack(list(self._sums.values()))

@@ -110,8 +110,7 @@ def interleaved_shares(steps: int) -> tuple[float, ...]:
 def interleaved_times(schedule: Schedule, steps: int) -> list[float]:
     """Times from 1 to 0 at which the schedule masks as much as the steps of `streams` leave."""
     left = 1 - torch.tensor(interleaved_shares(steps), dtype=torch.float64)
-    alpha_1 = schedule.alpha(torch.ones((), dtype=torch.float64))
-    times: list[float] = schedule.time(1 - left * (1 - alpha_1)).tolist()
+    times: list[float] = schedule.time(1 - left * (1 - schedule.eps)).tolist()
     return [1.0, *times[1:-1], 0.0]
 
 

@@ -15,17 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 2**25
-"""Logits that `nelbo_integrand` takes at a time: 128 MiB per float32 temporary."""
-
-QUADRATURE_NODES = 601
-QUADRATURE_LIMIT = 12.0
-TABLE_SIZE = 1025
-SHIFT_LIMIT = 16.0
-"""A shift beyond which alpha is 1 in float64, for any vocabulary under 10^9 tokens."""
+CHUNK_ELEMENTS = 2**25  # logits that `nelbo_integrand` takes at a time: 128 MiB in float32
+QUADRATURE_NODES, QUADRATURE_LIMIT = 601, 12.0
+TABLE_SIZE, SHIFT_LIMIT = 1025, 16.0  # beyond this shift alpha is 1 in float64, if V < 10^9
 NEWTON_STEPS = 4
-TINY = 2.0**-53
-"""Uniform numbers are kept this far from 0 and 1, where logarithm and quantile are infinite."""
+TINY = 2.0**-53  # distance of uniform numbers from 0 and 1, whose logarithm or quantile is infinite
 
 
 def corrupt(x: Tensor, alpha: Tensor, uniforms: Tensor, random_tokens: Tensor) -> Tensor:
@@ -181,7 +175,7 @@ def _alpha_of_shift(shift: Tensor, num_tokens: int) -> Tensor:
 
 
 def _alpha_slope(shift: Tensor, num_tokens: int) -> Tensor:
-    """Its derivative, V * integral of phi(v) phi(u) Phi(u)^(V - 2) dv with u = v + shift."""
+    """Return d alpha / d shift: V * integral of phi(v) phi(u) Phi(u)^(V - 2) dv, u = v + shift."""
     nodes, weights = _quadrature(shift.device)
     u = nodes + shift[..., None]
     log_phi = -u.square() / 2 - math.log(2 * math.pi) / 2
@@ -190,7 +184,7 @@ def _alpha_slope(shift: Tensor, num_tokens: int) -> Tensor:
 
 
 def _quadrature(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of the trapezoidal rule for the integral of phi(v) f(v) over the line.
+    """Return nodes and weights of the trapezoidal rule for the integral of phi(v) f(v).
 
     For a smooth f the error falls exponentially as the step shrinks. Phi^(V - 1) bends over a width
     of 0.2 at V = 10^5; a step of 0.04 leaves rounding errors only.
@@ -279,10 +273,10 @@ def _distinct(picks: Tensor, count: int) -> Tensor:
 
 
 def _skip(number: Tensor, x: Tensor) -> Tensor:
-    """Numbers below V - 1 as tokens other than x."""
+    """Map numbers below V - 1 to the tokens other than x."""
     return number + (number >= x)
 
 
 def level_of_gamma(gamma: Tensor) -> Tensor:
-    """alpha_tilde at a log noise-to-signal ratio gamma = log(sigma_tilde^2 / alpha_tilde^2)."""
+    """Return alpha_tilde at gamma = log(sigma_tilde^2 / alpha_tilde^2)."""
     return torch.sigmoid(-gamma).sqrt()

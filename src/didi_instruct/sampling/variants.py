@@ -47,7 +47,7 @@ def first_hitting(
     # A position that is not open comes after all others; its level is never looked at.
     uniform = noise.uniforms(state.z.shape[1], Purpose.ORDER, 0).masked_fill(~state.open, -1.0)
     level, position = uniform.sort(dim=1, descending=True, stable=True)
-    masked_at_start = 1 - schedule.alpha(1.0).item()
+    masked_at_start = 1 - schedule.eps
     times = schedule.time(1 - masked_at_start * level.clamp(min=0.0))
     left = (counts[:, None] - torch.arange(nfe, device=counts.device)).clamp(min=0).sum(0)
     shares = (left / counts.sum()).tolist()

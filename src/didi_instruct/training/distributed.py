@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from didi_instruct.config.pretrain import Compile, TrainConfig
+from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compile import compiled
@@ -24,10 +24,8 @@ from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.network import Network
 
-CPU_TOKENS = 8192
-"""Tokens of a forward pass on a CPU, where a recipe does not say."""
-PATIENCE = timedelta(days=2)
-"""Time that other processes wait while the main one prepares a corpus."""
+CPU_TOKENS = 8192  # of a forward pass on a CPU, where a recipe does not say
+PATIENCE = timedelta(days=2)  # that other processes have while the main one prepares a corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +35,15 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
-    patient: dist.ProcessGroup | None = None
-    """For waiting and flags: on the CPU, so it never waits for a GPU, and with `PATIENCE`."""
+    patient: dist.ProcessGroup | None = None  # for flags: on the CPU, so it waits for no GPU
 
     @property
     def is_main(self) -> bool:
-        """True in the process that reports and writes."""
+        """True in the one process that reports and writes."""
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Rows of a global batch that are this process's."""
+        """Return this process's rows of a global batch."""
         each = count // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
@@ -57,7 +54,7 @@ class World:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Rows of all processes, in the order of their ranks; all have as many."""
+        """Join the rows of all processes in the order of their ranks; all have as many."""
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -130,16 +127,17 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
 
 
 def compile_network(
-    model: Network | Discriminator | ARModel, how: Compile, *, sharded: bool
+    model: Network | Discriminator | ARModel, *, sharded: bool, graphs: bool = False
 ) -> None:
     """Compile in place: the trunk as one graph or, where it is sharded, every block alike.
 
     One graph fuses across blocks (65 against 68 to 71 ms per step of `small`, 32 x 1024, on an
     H200), but FSDP gathers weights block by block. Blocks are alike, so they compile once.
+    `graphs` launches the trunk's passes as CUDA graphs.
     """
     network: Any = model.trunk if isinstance(model, Discriminator) else model
     if isinstance(network, DiT) and not sharded:
-        network.trunk = compiled(network.trunk, graphs=how == "graphs")  # type: ignore[method-assign]
+        network.trunk = compiled(network.trunk, graphs=graphs)  # type: ignore[method-assign]
     else:
         for block in network.blocks:
             block.forward = compiled(block.forward)

@@ -20,17 +20,15 @@ from didi_instruct.training.checkpoints import Checkpoints
 from didi_instruct.training.distributed import World, local
 from didi_instruct.training.reporting import Reporter, RunLog
 
-PATIENCE = 2.0
-"""Seconds after which another Ctrl-C is no longer part of the first."""
+PATIENCE = 2.0  # seconds after which another Ctrl-C is no longer part of the first
 
 Metrics = dict[str, torch.Tensor]
 
 
 class Task(Protocol):
-    """What is trained: one step at a time, all randomness a function of (seed, step)."""
+    """Training one step at a time, with all randomness a function of (seed, step)."""
 
-    sharded: bool
-    """Each process writes its own part of a checkpoint."""
+    sharded: bool  # each process writes its own part of a checkpoint
 
     def step(self, step: int) -> Metrics:
         """Update the networks once; return 0-d tensors, those that mean something this time."""
@@ -48,15 +46,15 @@ class Task(Protocol):
         """Size of a checkpoint, about."""
 
     def identity(self) -> Mapping[str, Any]:
-        """What a checkpoint belongs to, as plain values: the data, say."""
+        """Plain values that a resumed run must share with its checkpoint: the data, say."""
 
 
 Stop = Callable[[], int | None]
 """Returns the signal that asked the run to stop, if one has."""
 Tick = Callable[[], None]
-"""Called now and then by an evaluation, where it may be cut off: raises to do so."""
+"""An evaluation calls it where it may be cut off, which it then is by an exception."""
 Evaluate = Callable[[int, Tick], Mapping[str, float]]
-"""Numbers of the networks after some steps."""
+"""Returns numbers of the networks after a number of steps."""
 Watch = Callable[[int, Mapping[str, float]], str | None]
 """Sees the numbers of every log entry; returns why training must stop, or None."""
 
@@ -66,8 +64,7 @@ class Outcome:
     """How a run ended."""
 
     step: int
-    signal: int | None
-    """The signal that interrupted it, or None if it is finished."""
+    signal: int | None  # that interrupted it; None if it is finished
     checkpoint: Path | None
 
 
@@ -117,10 +114,8 @@ class Loop:
     reporter: Reporter = field(default_factory=Reporter)
     evaluate: Evaluate | None = None
     watch: Watch | None = None
-    remedy: str = "optim.lr"
-    """Settings to lower when numbers overflow."""
-    first_save: int = 0
-    """A step to save at beside the usual ones, to keep something if a run goes wrong early."""
+    remedy: str = "optim.lr"  # settings to lower when numbers overflow
+    first_save: int = 0  # a step to save at beside the usual ones, if a run goes wrong early
 
     def __post_init__(self) -> None:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.config.keep, self.world)
@@ -210,8 +205,7 @@ class Loop:
         self._logged_at = now
         self._write(done, values)
         self.reporter.advance(done, values)
-        trouble = self.watch(done, values) if self.watch is not None else None
-        if trouble is not None:
+        if self.watch is not None and (trouble := self.watch(done, values)) is not None:
             raise TrainingError(f"Stopped at step {done}: {trouble} {self._last_good}")
 
     def _is_evaluated(self, done: int) -> bool:

@@ -62,12 +62,14 @@ class MaskedObjective:
     head_fraction = 0.5
 
     def __init__(self, config: ModelConfig, *, compile: bool = False) -> None:
+        assert config.mask_id is not None
         self.config, self.schedule = config, make_schedule(config.schedule)
+        self.mask_id: int = config.mask_id
         # The number of masked rows differs from batch to batch.
         self._nll = compiled(token_nll, dynamic=True) if compile else token_nll
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """One time per stratum of (0, 1), one uniform per position; a code where there are some."""
+        """Draw times, a uniform number per position and, with several masks, a code per text."""
         times = masking.stratified_times(count, generator)
         noise = times, torch.rand(count, self.config.length, generator=generator)
         if self.config.masks == 1:
@@ -77,16 +79,15 @@ class MaskedObjective:
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:
         """Mask, each row with one of the masks, and list the masked positions."""
         t, uniforms, *code = noise
-        mask_id = self.config.mask_id
-        assert mask_id is not None
         length = tokens.shape[1]
-        z = masking.mask(tokens, self.schedule.alpha(t)[:, None], mask_id, uniforms[:, :length])
+        alpha = self.schedule.alpha(t)[:, None]
+        z = masking.mask(tokens, alpha, self.mask_id, uniforms[:, :length])
         if self.config.end_id is not None:
             z = torch.where(masking.before_end(tokens, self.config.end_id), z, tokens)
-        masked = (z == mask_id).flatten().nonzero().squeeze(1)
+        masked = (z == self.mask_id).flatten().nonzero().squeeze(1)
         weight = self.schedule.nelbo_weight(t) / length
-        for which in code:
-            z = masking.with_code(z, mask_id, which)
+        if code:
+            z = masking.with_code(z, self.mask_id, *code)
         return {
             "z": z,
             "sigma": self.schedule.sigma(t),
@@ -101,16 +102,13 @@ class MaskedObjective:
 
         Without gradients a model with several masks has the law of their mixture, a pass for each.
         """
-        z, mask_id, masks = batch["z"], self.config.mask_id, self.config.masks
+        z, masks = batch["z"], self.config.masks
         if masks == 1 or torch.is_grad_enabled():
             nll = self._masked_nll(network, batch, z)
         else:
-            assert mask_id is not None
-            each = [
-                self._masked_nll(network, batch, torch.where(z < mask_id, z, mask_id + code))
-                for code in range(masks)
-            ]
-            nll = math.log(masks) - torch.stack(each).neg().logsumexp(0)
+            coded = (torch.where(z < self.mask_id, z, self.mask_id + n) for n in range(masks))
+            each = torch.stack([self._masked_nll(network, batch, z) for z in coded])
+            nll = math.log(masks) - each.neg().logsumexp(0)
         zeros: Tensor = nll.new_zeros(len(z))
         return zeros.index_add(0, batch["sequence"], batch["weight"] * nll)
 
@@ -131,7 +129,7 @@ class UniformObjective:
         self.config, self.schedule = config, make_schedule(config.schedule)
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Times, uniforms, and the token that each position would be replaced with."""
+        """Draw times, uniforms, and the token that each position would be replaced with."""
         times = masking.stratified_times(count, generator)
         shape = (count, self.config.length)
         uniforms = torch.rand(shape, generator=generator)
@@ -160,7 +158,7 @@ class SoftObjective:
         self.temperature, self.others = temperature, min(tokens, config.num_tokens) - 1
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Times, and the numbers that the latent's largest entries are made from."""
+        """Draw times, and the numbers that the latent's largest entries are made from."""
         times = masking.stratified_times(count, generator)
         shape = (count, self.config.length, 2 * self.others + 1)
         return times, torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -190,25 +188,19 @@ def _levels(schedule: Schedule, t: Tensor) -> Batch:
 
 
 def _uniform_loss(network: Any, batch: Batch) -> Tensor:
-    """Mean of the integrand over positions, (B,).
+    """Mean of the NELBO's integrand over positions, (B,).
 
-    Where tokens are softened, the network reads their weighted embeddings in place of z.
+    Of softened tokens the network reads the weighted embeddings in place of z.
     """
     mixture = None
     if "weights" in batch:
         vectors, weights = network.vectors, batch["weights"].flatten(0, 1)
-        mixed = F.embedding_bag(
-            batch["tokens"].flatten(0, 1),
-            vectors,
-            per_sample_weights=weights.to(vectors.dtype),
-            mode="sum",
-        )
+        tokens, weights = batch["tokens"].flatten(0, 1), weights.to(vectors.dtype)
+        mixed = F.embedding_bag(tokens, vectors, per_sample_weights=weights, mode="sum")
         mixture = Mixture(None, mixed)
     logits = all_logits(network, batch["z"], batch["sigma"], mixture=mixture).float()
-    terms = uniform.nelbo_integrand(
-        logits, batch["x"], batch["z"], batch["alpha"], batch["alpha_prime"]
-    )
-    return terms.mean(1)
+    text = [batch[name] for name in ("x", "z", "alpha", "alpha_prime")]
+    return uniform.nelbo_integrand(logits, *text).mean(1)
 
 
 def temperature_at(step: int, config: CurriculumConfig) -> float | None:
@@ -228,7 +220,6 @@ class ARObjective:
         self.config = config
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Return no noise: the likelihood is exact."""
         return ()
 
     def corrupt(self, tokens: Tensor, *noise: Tensor) -> Batch:

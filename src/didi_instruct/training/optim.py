@@ -1,8 +1,8 @@
 """AdamW, learning-rate schedules, the moving average, and the update of one network."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,57 +13,45 @@ from didi_instruct.models.discriminator import flat_name
 from didi_instruct.training.distributed import local, whole
 
 
-def warmed_up(decay: float, step: int) -> float:
-    """Return the decay at `step` (from 0): min(decay, (1 + step) / (10 + step)).
-
-    A constant 0.9999 would still be 94% of the starting point after 600 steps.
-    """
-    return min(decay, (1 + step) / (10 + step))
-
-
 class EMA:
     """Moving averages, in float32, of all parameters of a model; sharded (FSDP2) as they are."""
 
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
-        self.decay = decay
-        self._model = model
+        self.model, self.decay = model, decay
         self.shadow: dict[str, Tensor] = {
             name: p.detach().to(torch.float32, copy=True) for name, p in model.named_parameters()
         }
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the averages towards the parameters: s ← d·s + (1 − d)·p with d of `warmed_up`."""
+        """Move the averages towards the parameters after update `step` (from 0).
+
+        s ← d·s + (1 − d)·p with d = min(decay, (1 + step) / (10 + step)): a constant 0.9999 would
+        still be 94% of the starting point after 600 steps.
+        """
+        decay = min(self.decay, (1 + step) / (10 + step))
         shadows = [local(s) for s in self.shadow.values()]
-        values = [local(p.detach()).float() for p in self._matching(self._model)]
-        torch._foreach_lerp_(shadows, values, 1 - warmed_up(self.decay, step))
+        values = [local(p.detach()).float() for p in self.model.parameters()]
+        torch._foreach_lerp_(shadows, values, 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Overwrite the parameters of a model with the averages."""
-        _copy(self._matching(model), list(self.shadow.values()))
+        """Overwrite the parameters of a model of the same kind with the averages."""
+        _copy(model.parameters(), self.shadow.values())
 
     @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Use the averages inside the block; the model's own parameters are back after it."""
-        parameters = self._matching(model)
-        own = [p.detach().clone() for p in parameters]
+        own = [p.detach().clone() for p in self.model.parameters()]
         try:
-            self.copy_to(model)
+            self.copy_to(self.model)
             yield
         finally:
             with torch.no_grad():
-                _copy(parameters, own)
-
-    def _matching(self, model: nn.Module) -> list[Tensor]:
-        parameters = dict(model.named_parameters())
-        if parameters.keys() != self.shadow.keys():
-            differing = sorted(parameters.keys() ^ self.shadow.keys())
-            raise ValueError(f"the average is of another model: {', '.join(differing[:3])}")
-        return [parameters[name] for name in self.shadow]
+                _copy(self.model.parameters(), own)
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Copy parameters; a sharded average may go into a whole model."""
     for target, source in zip(targets, sources, strict=True):
         sharded = isinstance(target, DTensor)
@@ -124,14 +112,9 @@ class Updater:
             self.ema.update(step)
         return whole(norm)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Use the averages, if there are any, inside the block."""
-        if self.ema is None:
-            yield
-        else:
-            with self.ema.applied(self.model):
-                yield
+        return nullcontext() if self.ema is None else self.ema.applied()
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by flat name: weights, average, optimizer moments."""

@@ -17,15 +17,9 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model, flops_per_token
 from didi_instruct.seeding import mix
-from didi_instruct.training import distributed
+from didi_instruct.training import distributed, objectives
 from didi_instruct.training.distributed import World
-from didi_instruct.training.objectives import (
-    Batch,
-    Objective,
-    SoftObjective,
-    make_objective,
-    temperature_at,
-)
+from didi_instruct.training.objectives import Batch, Objective
 from didi_instruct.training.optim import Updater, learning_rate
 
 
@@ -37,7 +31,6 @@ class LossModule(nn.Module):
         self.model, self.objective = model, objective
 
     def forward(self, batch: Batch) -> Tensor:
-        """Nats per token of each sequence, (B,)."""
         return self.objective.loss(self.model, batch)
 
 
@@ -65,24 +58,21 @@ class PretrainTask:
         self.model = build_model(model_config).to(world.device)
         fsdp = train.strategy == "fsdp" and world.size > 1
         compiles = distributed.compiles(train, world.device)
-        self.objective = make_objective(model_config, compile=compiles)
+        self.objective = objectives.make_objective(model_config, compile=compiles)
         if compiles:
-            how = "on" if train.compile == "graphs" else train.compile
-            distributed.compile_network(self.model, how, sharded=fsdp)
-        module = LossModule(self.model, self.objective)
+            distributed.compile_network(self.model, sharded=fsdp)
+        module, blocks = LossModule(self.model, self.objective), self.model.blocks
         self.module = distributed.parallelise(
-            module, self.model.blocks, train.strategy, world, bf16=self.bf16
-        )
-        self.module.train()
+            module, blocks, train.strategy, world, bf16=self.bf16
+        ).train()
         self.updater = Updater(self.model, config.optim, train.steps, train.ema)
         self.sharded = fsdp and train.checkpoints == "sharded"
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Accumulate the gradients of this process's share of the batch, then update."""
         train, objective = self.config.train, self.objective_at(step)
-        noise = objective.draw(
-            train.batch_size, torch.Generator().manual_seed(mix(train.seed, "noise", step))
-        )
+        generator = torch.Generator().manual_seed(mix(train.seed, "noise", step))
+        noise = objective.draw(train.batch_size, generator)
         torch.manual_seed(mix(train.seed, "dropout", step, self.world.rank))
         share = self.world.share(train.batch_size)
         size = self.rows_per_pass
@@ -100,10 +90,10 @@ class PretrainTask:
 
     @property
     def rows_per_pass(self) -> int:
-        """Sequences of a forward pass of this process, as the recipe says.
+        """Sequences of a forward pass of this process.
 
-        By default its whole share of the batch on a GPU; on a CPU little at a time, which is no
-        slower and fits a laptop.
+        Where the recipe does not say: its whole share of the batch on a GPU; on a CPU few at a
+        time, which is no slower and fits a laptop.
         """
         if self.config.train.micro_batch is not None:
             return self.config.train.micro_batch
@@ -115,10 +105,10 @@ class PretrainTask:
     def objective_at(self, step: int) -> Objective:
         """Return the objective of a step: on softened tokens while a curriculum lasts."""
         curriculum = self.config.curriculum
-        temperature = temperature_at(step, curriculum)
+        temperature = objectives.temperature_at(step, curriculum)
         if temperature is None:
             return self.objective
-        return SoftObjective(self.model_config, temperature, curriculum.tokens)
+        return objectives.SoftObjective(self.model_config, temperature, curriculum.tokens)
 
     def _batch(
         self, objective: Objective, position: int, rows: slice, noise: tuple[Tensor, ...]
@@ -135,30 +125,24 @@ class PretrainTask:
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
         """Learning rate, tokens per second and, on a GPU, the share of its matmul rate."""
-        train = self.config.train
-        rate = steps * train.batch_size * self.data.length / max(seconds, 1e-9)
-        values = {
-            "lr": learning_rate(step, train.steps, self.config.optim),
-            "tokens_per_second": rate,
-        }
+        train, length = self.config.train, self.data.length
+        rate = steps * train.batch_size * length / max(seconds, 1e-9)
+        lr = learning_rate(step, train.steps, self.config.optim)
+        values = {"lr": lr, "tokens_per_second": rate}
         if self.world.device.type == "cuda":
-            # A backward pass costs twice its forward pass.
-            flops = 3 * flops_per_token(
-                self.model_config, self.objective.head_fraction, self.data.length
-            )
+            forward = flops_per_token(self.model_config, self.objective.head_fraction, length)
+            flops = 3 * forward  # a backward pass costs twice its forward pass
             values["mfu"] = rate * flops / (self.world.size * matmul_rate(self.world.device))
         return values
 
     def checkpoint_bytes(self) -> int:
-        """Weights, average, two moments, and the model to load."""
+        # Weights, average, two moments, and the model to load.
         return 5 * sum(p.numel() * 4 for p in self.model.parameters())
 
     def identity(self) -> Mapping[str, Any]:
-        """The data that positions in the stream refer to."""
-        return {"data": self.data.fingerprint}
+        return {"data": self.data.fingerprint}  # positions in its stream follow from the step
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Weights, average and optimizer moments."""
         return self.updater.tensors()
 
     @contextmanager
@@ -176,13 +160,9 @@ class PretrainTask:
         with self.averaged():
             state = {n: distributed.whole(t) for n, t in self.model.state_dict().items()}
             if self.world.is_main:
-                save_model(
-                    folder,
-                    state,
-                    self.model_config,
-                    tokenizer=self.data.tokenizer,
-                    provenance={"reproduces": self.config.reproduces, **(provenance or {})},
-                )
+                facts = {"reproduces": self.config.reproduces, **(provenance or {})}
+                words = self.data.tokenizer
+                save_model(folder, state, self.model_config, tokenizer=words, provenance=facts)
 
 
 @functools.cache

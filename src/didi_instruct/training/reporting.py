@@ -49,7 +49,7 @@ FORMATS = {
     "iterations_per_second": "{:.3g} iterations/s",
     "mfu": "MFU {:.0%}",
 }
-"""Numbers that are not shown as `name value`."""
+"""Formats of numbers that are not shown as `name value`."""
 
 
 def readable(values: Mapping[str, float], room: float = float("inf")) -> str:
@@ -76,8 +76,7 @@ def with_errors(values: Mapping[str, float]) -> str:
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH = 20
-COUNTERS_WIDTH = 14
-"""Columns of the counter and the time left, with their spaces, beside the counter's digits."""
+COUNTERS_WIDTH = 14  # columns of the counter and the time left, but for the counter's digits
 EVALUATING = " (evaluating)"
 
 
