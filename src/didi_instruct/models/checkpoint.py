@@ -261,6 +261,12 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if there is no such file, or something else in it."""
+    content = read_json(path) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
 def is_ours(folder: Path) -> bool:
     """Tell whether a folder was written by didi, or is one of its unfinished runs."""
     try:

@@ -203,9 +203,3 @@ def _unflatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: obj
 def build_discriminator(config: ModelConfig) -> Discriminator:
     """Return a freshly initialised discriminator on a DiT's trunk."""
     return Discriminator(DiT(config, head=False))
-
-
-def count_discriminator_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the discriminator with that trunk."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_discriminator(config).parameters())
