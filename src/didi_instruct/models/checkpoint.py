@@ -30,16 +30,11 @@ from didi_instruct.data.files import (
 )
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models import tensor_files
 from didi_instruct.models.discriminator import Discriminator, build_discriminator, flat_name
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.quantised import Storage, StoredWeights, pack
-from didi_instruct.models.tensor_files import (
-    Shapes,
-    check_shapes,
-    shown,
-    shown_value,
-    write_tensors,
-)
+from didi_instruct.models.tensor_files import Shapes, shown, shown_value
 
 CONFIG = "config.json"
 MODEL = "model.safetensors"
@@ -47,15 +42,11 @@ DISCRIMINATOR = "discriminator.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 FORMAT = "didi"
 VERSION = 1
-MAX_LENGTH = 1 << 20
-"""Tokens of a text: more than any model here was trained on, and a rotary table that still fits."""
+MAX_LENGTH = 1 << 20  # more than any model was trained on, and its rotary table still fits
+_NEVER_DEFAULTED = ("kind", "layers", "hidden", "heads", "vocab_size", "length")  # in config.json
 
-_NEVER_DEFAULTED = ("kind", "layers", "hidden", "heads", "vocab_size", "length")
-"""Settings of a shape that config.json has to name."""
-
-Network = TypeVar("Network", bound=nn.Module)
-Weights = nn.Module | Mapping[str, Tensor]
-"""A network, or its whole state dict (gathered first, if it is sharded)."""
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Weights = nn.Module | Mapping[str, Tensor]  # a network, or its whole (gathered) state dict
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,9 @@ class Manifest:
     files: dict[str, FileRecord]
     discriminator: ModelConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
-    storage: Storage | None = None
-    """Type of the parameters in the files; None: the type in which they are used."""
+    storage: Storage | None = None  # of the parameters in the files; None: as they are used
 
     def __post_init__(self) -> None:
-        """Refuse files that do not belong together, and lengths that no memory holds."""
         for name in self.files:
             if name not in (MODEL, DISCRIMINATOR, *TOKENIZER):
                 raise UserError(f"`files` lists {shown_value(name)}, no file of a model folder.")
@@ -164,7 +153,7 @@ def save_model(
             file = files[name] = AtomicFile(folder / name)
             cleanup.callback(file.discard)
             if name in tensors:
-                records[name] = FileRecord(*write_tensors(file.write, tensors[name]))
+                records[name] = FileRecord(*tensor_files.write_tensors(file.write, tensors[name]))
             else:
                 file.write(texts[name])
                 digest = hashlib.sha256(texts[name]).hexdigest()
@@ -206,12 +195,10 @@ def load_model(
     # Every header is checked before the first tensor is read.
     weights = StoredWeights(paths[MODEL], manifest.storage)
     network = _on_meta(weights.path, weights.shapes, build_model, manifest.model)
-    discriminator = None
-    if manifest.discriminator is not None:
+    discriminator, trunk = None, manifest.discriminator
+    if trunk is not None:
         critic = StoredWeights(paths[DISCRIMINATOR], manifest.storage)
-        discriminator = _on_meta(
-            critic.path, critic.shapes, build_discriminator, manifest.discriminator
-        )
+        discriminator = _on_meta(critic.path, critic.shapes, build_discriminator, trunk)
         _fill(discriminator, critic, device, dtype)
     _fill(network, weights, device, dtype)
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
@@ -269,30 +256,30 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def is_ours(folder: Path) -> bool:
     """Tell whether a folder was written by didi, or is one of its unfinished runs."""
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / CONFIG).exists():
         return (folder / "checkpoints").is_dir()
-    except (OSError, ValueError, RecursionError):
+    try:
+        return read_object(folder / CONFIG).get("format") == FORMAT
+    except UserError:
         return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def _on_meta(
-    path: Path, shapes: Shapes, build: Callable[[ModelConfig], Network], config: ModelConfig
-) -> Network:
-    """Build a network without memory, after checking that `shapes` are just its tensors'."""
+    path: Path, shapes: Shapes, build: Callable[[ModelConfig], AnyModule], config: ModelConfig
+) -> AnyModule:
+    """Build a network without memory, after checking that `shapes` are those of its tensors."""
     wanted = (
         f"`{config.kind}` with {config.layers} layers, hidden {config.hidden}, {config.heads} "
         f"heads, vocab_size {config.vocab_size}"
     )
     if config.layers > len(shapes):
         # Not worth building to name each tensor: nonsense in config.json could ask for millions.
-        check_shapes(path, shapes, {f"blocks.{config.layers - 1}.norm1.weight": (-1,)}, wanted)
+        last = {f"blocks.{config.layers - 1}.norm1.weight": (-1,)}
+        tensor_files.check_shapes(path, shapes, last, wanted)
     with torch.device("meta"):
         network = build(config)
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
-    check_shapes(path, shapes, expected, wanted)
+    tensor_files.check_shapes(path, shapes, expected, wanted)
     return network
 
 

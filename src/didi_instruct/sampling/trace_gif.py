@@ -42,18 +42,14 @@ BESIDE = Style(width=398, margin=22, header=70, size=15, small=12, line_height=2
 
 def render_gif(trace: dict[str, Any]) -> bytes:
     """Draw the first sample of the dictionary of a trace (`Trace.as_dict`)."""
-    return _animate({"": trace}, ALONE)
+    return render_beside({"": trace}, ALONE)
 
 
-def render_beside(traces: Mapping[str, dict[str, Any]]) -> bytes:
+def render_beside(traces: Mapping[str, dict[str, Any]], style: Style = BESIDE) -> bytes:
     """Draw the first samples of several traces beside each other, each under its title.
 
     They keep in step: one that needs more steps is still at work when the others are done.
     """
-    return _animate(traces, BESIDE)
-
-
-def _animate(traces: Mapping[str, dict[str, Any]], style: Style) -> bytes:
     require_pillow()
     from PIL import Image, ImageDraw
 
