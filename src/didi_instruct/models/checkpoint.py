@@ -239,7 +239,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that anyone may have written."""
+    """Read a JSON file; `UserError` if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -345,7 +345,7 @@ def _current(path: Path, record: FileRecord) -> Path:
 
 
 def _finish_interrupted(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Undo what a killed save left undone, so that files and config.json agree again."""
+    """Undo a save that was killed, so that files and config.json agree again."""
     for name, record in files.items():
         path = folder / name
         if (current := _current(path, record)) != path:

@@ -40,8 +40,8 @@ class DiT(nn.Module):
         )
         self.has_head = head
         if head:
-            output = layers.OutputLayer(config.hidden, config.vocab_size, config.cond_dim)
-            self.output_layer = output
+            sizes = config.hidden, config.vocab_size, config.cond_dim
+            self.output_layer = layers.OutputLayer(*sizes)
 
     @property
     def vectors(self) -> Tensor:
@@ -104,8 +104,7 @@ class DiT(nn.Module):
         assert mods is not None, "the final norm is modulated: give what `modulations` gives"
         num, never = self.config.num_tokens, self.config.end_id
         layer = mods.of_layer(-1)
-        logits: Tensor = self.output_layer(hidden, *layer, num=num, align=self.align, never=never)
-        return logits
+        return self.output_layer(hidden, *layer, num=num, align=self.align, never=never)
 
     def forward(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None

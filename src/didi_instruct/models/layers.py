@@ -31,7 +31,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which a matrix product with a weight is computed."""
+    """Return the type in which a matrix product with a weight is computed."""
     kind = weight.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -39,7 +39,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Context without autocast."""
+    """Return a context without autocast."""
     if device.type == "meta":  # where autocast does not exist
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -176,8 +176,7 @@ class TimeEmbedding(nn.Module):
         ramp = torch.arange(half, dtype=sigma.dtype, device=sigma.device)
         angles = sigma[:, None] * torch.exp(-math.log(TIME_PERIOD) / half * ramp)
         embedding = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        out: Tensor = self.mlp(embedding.to(first_weight(self.mlp).dtype))
-        return out
+        return self.mlp(embedding.to(first_weight(self.mlp).dtype))
 
 
 class Modulation(nn.Linear):
@@ -255,11 +254,11 @@ class Block(nn.Module):
         dtype = product_dtype(first_weight(self.mlp))
         narrow = dtype in (torch.bfloat16, torch.float16)
         if not (x.is_cuda and narrow) or torch.is_grad_enabled():
-            return self.mlp(x)  # type: ignore[no-any-return]
+            return self.mlp(x)
         product = torch.ops.aten._addmm_activation.default  # its GELU is the tanh one on GPUs
         rows, weight, bias = x.flatten(0, -2), first.weight, first.bias
         inner = product(bias.to(dtype), rows.to(dtype), weight.to(dtype).T, use_gelu=True)
-        return second(inner).view_as(x)  # type: ignore[no-any-return]
+        return second(inner).view_as(x)
 
     def attend(
         self,
@@ -277,7 +276,7 @@ class Block(nn.Module):
         if extend is not None:
             k, v = extend(k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return self.attn_out(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.attn_out(out.transpose(1, 2).flatten(2))
 
     def residual(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
         """Return x + gate · dropout(branch)."""
@@ -311,8 +310,7 @@ class OutputLayer(nn.Module):
             affine = folded.unbind()
         elif c is not None:
             affine = self.affine(c, hidden.ndim)
-        x: Tensor = self.norm_final(hidden, *affine)
-        return x.to(self.linear.weight.dtype)
+        return self.norm_final(hidden, *affine).to(self.linear.weight.dtype)
 
     def forward(
         self,

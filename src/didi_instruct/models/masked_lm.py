@@ -150,7 +150,7 @@ def _config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelCon
 
 
 def _number(path: Path, settings: Mapping[str, Any], *names: str, least: int = 1) -> int:
-    """The whole number that config.json has under one of some names."""
+    """Return the whole number that config.json has under one of several names."""
     for name in names:
         value = settings.get(name)
         if type(value) is int and least <= value <= _LARGEST:
@@ -179,7 +179,7 @@ class WeightFiles:
         }
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """All weights, memory-mapped. `dtype` casts each as it is read, but no frequencies."""
+        """Read all weights, memory-mapped; `dtype` casts all but rotary frequencies."""
         weights = {}
         for store in self.stores:
             names = [name for name in store.headers if name.startswith(self._prefix)]
@@ -190,7 +190,7 @@ class WeightFiles:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights of a folder; safetensors come first."""
+    """Return the files of weights of a folder; safetensors are preferred."""
     for name in USUAL:
         if (folder / name).is_file():
             return [folder / name]
@@ -230,9 +230,9 @@ def open_weights(found: FoundMaskedLM) -> WeightFiles:
 
 
 def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelConfig]:
-    """Read its tokenizer and special ids; the configuration gets the length that is left to a text.
+    """Read tokenizer and special ids, and set the configuration's length to that left for a text.
 
-    From tokenizer.json or ESM's vocab.txt, from other forms through `transformers`.
+    tokenizer.json and ESM's vocab.txt are read here, other forms by `transformers`.
     """
     folder = found.path
     if (folder / "tokenizer.json").is_file() or found.model_type == "esm":
@@ -283,7 +283,6 @@ def load_masked_lm(
 
 def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """Write a folder that `load_masked_lm` and `transformers` read: new, or empty."""
-    network: Any = model.network
     if model.config.masks > 1:
         raise UserError(
             f"{folder}: a folder of transformers has one mask, and the model {model.config.masks} "
@@ -292,7 +291,7 @@ def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) ->
     with new_folder(Path(folder)) as hidden, _silence():
         tokenizer.save(hidden)
         # Else transformers undoes renamings that never were: ESM's norms would get old names.
-        network.save_pretrained(hidden, save_original_format=False)
+        model.network.save_pretrained(hidden, save_original_format=False)
     return Path(folder)
 
 
@@ -384,7 +383,7 @@ def _refuse_names(
 
 @contextmanager
 def _explained(problem: str, remedy: str) -> Iterator[None]:
-    """Make one line of what `transformers` says to files that nobody checked."""
+    """Turn any exception of `transformers` into a `UserError` of one line."""
     try:
         yield
     except Exception as error:  # files in any state fail in any way
@@ -394,7 +393,7 @@ def _explained(problem: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep the library's reports and bars off the terminal: what matters is checked here."""
+    """Keep the library's reports and progress bars off the terminal."""
     logging: Any = _transformers().utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,7 @@ class MaskedLM(nn.Module):
     """
 
     splits: bool = False
+    network: Any
     codes: nn.Parameter | None  # (masks, d), added to the embeddings of several masks
     before: Tensor
     after: Tensor
@@ -77,9 +78,8 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.network = network
         self.config, self.ids, self.family, self.align = config, ids, family, 1
-        settings: Any = network.config
-        self.padding: int = settings.pad_token_id
-        self.hides_masks = bool(family.embeds_apart and settings.token_dropout)
+        self.padding: int = self.network.config.pad_token_id
+        self.hides_masks = bool(family.embeds_apart and self.network.config.token_dropout)
         self.register_parameter("codes", None)
         for name in ("before", "after", "banned"):
             values = torch.tensor(getattr(ids, name), dtype=torch.long)
@@ -89,7 +89,7 @@ class MaskedLM(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return cast("nn.ModuleList", self._trunk.get_submodule(self.family.blocks))
+        return self._trunk.get_submodule(self.family.blocks)
 
     @property
     def vectors(self) -> Tensor:
@@ -126,10 +126,8 @@ class MaskedLM(nn.Module):
         if self.hides_masks:
             share = hidden.sum(-1).float() / (ids.shape[1] if seen is None else seen.sum(-1))
             x = (x * (1 - ESM_MASKED) / (1 - share)[:, None, None]).to(x.dtype)
-        embedded: Tensor = self._trunk.embeddings(
-            inputs_embeds=x, attention_mask=seen, position_ids=self._positions(seen)
-        )
-        return embedded
+        positions = self._positions(seen)
+        return self._trunk.embeddings(inputs_embeds=x, attention_mask=seen, position_ids=positions)
 
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations | None:
         return None
@@ -154,10 +152,9 @@ class MaskedLM(nn.Module):
         return upcast(states[:, len(self.before) : x.shape[1] - len(self.after)])
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
-        network: Any = self.network
-        logits = hidden.to(network.get_output_embeddings().weight.dtype)
+        logits = hidden.to(self.network.get_output_embeddings().weight.dtype)
         for name in self.family.head:
-            logits = getattr(network, name)(logits)
+            logits = getattr(self.network, name)(logits)
         logits = logits.index_fill(-1, self.banned, NEVER)
         extra = -logits.shape[-1] % self.align
         return F.pad(logits, (0, extra), value=NEVER) if extra else logits
@@ -209,18 +206,18 @@ class MaskedLM(nn.Module):
         return seen.scatter(1, self._ends(attended), 1)
 
     def _ends(self, attended: Tensor) -> Tensor:
-        """Positions (B, ·) of the closing special tokens, right after each text's last token."""
+        """Positions (B, n) of the closing special tokens, right after each text's last token."""
         numbers = torch.arange(1, attended.shape[1] + 1, device=attended.device)
         end = (attended * numbers).amax(1, keepdim=True) + len(self.before)
         return end + torch.arange(len(self.after), device=attended.device)
 
     def _positions(self, seen: Tensor | None) -> Tensor | None:
-        """Numbers of the positions as fairseq counts them; None: one after the other."""
+        """Position numbers from the padding id + 1, or None where all positions are seen."""
         return None if seen is None else seen.cumsum(1) * seen + self.padding
 
 
 def _freeze(part: nn.Module) -> None:
-    """Make buffers of parameters: they are kept and saved, and no gradient is expected of them."""
+    """Turn parameters into buffers: kept and saved, but not trained."""
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             delattr(module, name)
