@@ -20,14 +20,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.data.files import (
-    AtomicFile,
-    no_space_as_user_error,
-    remove_temporaries,
-    require_space,
-    sha256_file,
-    write_atomic,
-)
+from didi_instruct.data import files
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models import tensor_files
@@ -58,7 +51,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        return cls(path.stat().st_size, sha256_file(path))
+        return cls(path.stat().st_size, files.sha256_file(path))
 
     def damage(self, path: Path, *, verify: bool = True) -> str | None:
         """Return in words how a file differs from its record; `verify` compares checksums."""
@@ -67,7 +60,7 @@ class FileRecord:
         if (size := path.stat().st_size) != self.bytes:
             change = "truncated" if size < self.bytes else "altered"
             return f"{path} is {change}: it has {size} bytes instead of {self.bytes}"
-        if verify and (digest := sha256_file(path)) != self.sha256:
+        if verify and (digest := files.sha256_file(path)) != self.sha256:
             return f"{path} was altered: its SHA-256 is {digest} instead of {self.sha256}"
         return None
 
@@ -142,15 +135,16 @@ def save_model(
     provenance = json.loads(json.dumps(provenance or {}))  # what is not JSON fails here
     old = read_manifest(folder).files if (folder / CONFIG).exists() else {}
 
-    with no_space_as_user_error(folder), ExitStack() as cleanup:
+    with files.no_space_as_user_error(folder), ExitStack() as cleanup:
         folder.mkdir(parents=True, exist_ok=True)
         _finish_interrupted(folder, old)
-        require_space(folder, sum(t.nbytes for part in tensors.values() for t in part.values()))
+        needed = sum(t.nbytes for part in tensors.values() for t in part.values())
+        files.require_space(folder, needed)
         texts = {} if tokenizer is None else tokenizer.files()
-        files: dict[str, AtomicFile] = {}
+        written: dict[str, files.AtomicFile] = {}
         records: dict[str, FileRecord] = {}
         for name in (*tensors, *sorted(texts)):
-            file = files[name] = AtomicFile(folder / name)
+            file = written[name] = files.AtomicFile(folder / name)
             cleanup.callback(file.discard)
             if name in tensors:
                 records[name] = FileRecord(*tensor_files.write_tensors(file.write, tensors[name]))
@@ -159,12 +153,12 @@ def save_model(
                 digest = hashlib.sha256(texts[name]).hexdigest()
                 records[name] = FileRecord(len(texts[name]), digest)
         manifest = Manifest(config, records, trunk, provenance, storage)
-        for name in files:
+        for name in written:
             _keep_previous(folder / name)
-        for file in files.values():
+        for file in written.values():
             file.commit()
-        write_atomic(folder / CONFIG, manifest.to_bytes())
-        for name in old.keys() - files.keys():
+        files.write_atomic(folder / CONFIG, manifest.to_bytes())
+        for name in old.keys() - written.keys():
             (folder / name).unlink(missing_ok=True)
         _forget_previous(folder)
     return folder
@@ -344,14 +338,14 @@ def _current(path: Path, record: FileRecord) -> Path:
     return kept if interrupted else path
 
 
-def _finish_interrupted(folder: Path, files: Mapping[str, FileRecord]) -> None:
+def _finish_interrupted(folder: Path, records: Mapping[str, FileRecord]) -> None:
     """Undo a save that was killed, so that files and config.json agree again."""
-    for name, record in files.items():
+    for name, record in records.items():
         path = folder / name
         if (current := _current(path, record)) != path:
             current.replace(path)
     _forget_previous(folder)
-    remove_temporaries(folder)
+    files.remove_temporaries(folder)
 
 
 def _forget_previous(folder: Path) -> None:
