@@ -99,7 +99,7 @@ class DiT(nn.Module):
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         """Logits (..., V) of states (..., d); c has one row, or one per leading index of hidden.
 
-        Where texts have windows of their own their end is given, and so never predicted.
+        The end of a text is never predicted by a model that is given it (`config.end_id`).
         """
         assert mods is not None, "the final norm is modulated: give what `modulations` gives"
         num, never = self.config.num_tokens, self.config.end_id

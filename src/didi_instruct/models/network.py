@@ -141,8 +141,8 @@ def aligned(network: Network, align: int) -> Iterator[None]:
 class WeightsStamp:
     """Address of each weight and buffer, and how often torch has counted a change in place.
 
-    Equal stamps mean equal weights, but for changes that are not counted (fused optimizers). A
-    stamp keeps the memory of its weights, so that no others can come to lie there.
+    Equal stamps mean equal weights, except after changes that torch does not count (fused
+    optimizers). A stamp keeps the memory of its weights, so that no others can take their place.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
