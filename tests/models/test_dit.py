@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.discriminator import count_discriminator_parameters
+from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import DiT, build_model, count_parameters, flops_per_token
 from didi_instruct.models.layers import NEVER, Block, LayerNorm
 from didi_instruct.models.network import Mixture, aligned, all_logits, logits_at, weights_stamp
@@ -65,7 +65,7 @@ def states(dit, tokens=TOKENS, sigma=SIGMA):
 )
 def test_published_parameter_counts(name, count, critic):
     assert count_parameters(architecture(name)) == count
-    assert count_discriminator_parameters(architecture(name)) == critic
+    assert count_parameters(architecture(name), build_discriminator) == critic
     with torch.device("meta"):
         logits = build_model(architecture(name))(torch.zeros(2, 1024, dtype=torch.long))
     assert logits.shape == (2, 1024, 50257)

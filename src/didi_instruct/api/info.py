@@ -16,7 +16,7 @@ from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, load_model
-from didi_instruct.models.discriminator import count_discriminator_parameters
+from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.layouts import FIRST, WeightSet, clean, find_discriminator
 from didi_instruct.models.foreign.places import locate
@@ -45,7 +45,7 @@ _SHAPE = ("vocab_size", "mask_id", "length", "discriminator_parameters")
 def describe_architecture(name: str) -> dict[str, Any]:
     """Facts about a named architecture, without allocating it."""
     config = architecture(name)
-    critic = None if config.kind == "ar" else count_discriminator_parameters(config)
+    critic = None if config.kind == "ar" else count_parameters(config, build_discriminator)
     return {"architecture": name, **_facts(config, count_parameters(config), critic)}
 
 

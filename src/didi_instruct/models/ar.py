@@ -97,8 +97,7 @@ class ARModel(nn.Module):
         if cache is not None:
             cache.position += length
         x = x[:, -1:] if last_only else x
-        logits: Tensor = self.output_layer(x, num=self.config.num_tokens)
-        return logits
+        return self.output_layer(x, num=self.config.num_tokens)
 
     def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
         """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each."""

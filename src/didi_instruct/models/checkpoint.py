@@ -20,26 +20,14 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import parse
-from didi_instruct.data.files import (
-    AtomicFile,
-    no_space_as_user_error,
-    remove_temporaries,
-    require_space,
-    sha256_file,
-    write_atomic,
-)
+from didi_instruct.data import files
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models import tensor_files
 from didi_instruct.models.discriminator import Discriminator, build_discriminator, flat_name
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.quantised import Storage, StoredWeights, pack
-from didi_instruct.models.tensor_files import (
-    Shapes,
-    check_shapes,
-    shown,
-    shown_value,
-    write_tensors,
-)
+from didi_instruct.models.tensor_files import Shapes, shown, shown_value
 
 CONFIG = "config.json"
 MODEL = "model.safetensors"
@@ -47,15 +35,11 @@ DISCRIMINATOR = "discriminator.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 FORMAT = "didi"
 VERSION = 1
-MAX_LENGTH = 1 << 20
-"""Tokens of a text: more than any model here was trained on, and a rotary table that still fits."""
+MAX_LENGTH = 1 << 20  # more than any model was trained on, and its rotary table still fits
+_NEVER_DEFAULTED = ("kind", "layers", "hidden", "heads", "vocab_size", "length")  # in config.json
 
-_NEVER_DEFAULTED = ("kind", "layers", "hidden", "heads", "vocab_size", "length")
-"""Settings of a shape that config.json has to name."""
-
-Network = TypeVar("Network", bound=nn.Module)
-Weights = nn.Module | Mapping[str, Tensor]
-"""A network, or its whole state dict (gathered first, if it is sharded)."""
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Weights = nn.Module | Mapping[str, Tensor]  # a network, or its whole (gathered) state dict
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        return cls(path.stat().st_size, sha256_file(path))
+        return cls(path.stat().st_size, files.sha256_file(path))
 
     def damage(self, path: Path, *, verify: bool = True) -> str | None:
         """Return in words how a file differs from its record; `verify` compares checksums."""
@@ -76,7 +60,7 @@ class FileRecord:
         if (size := path.stat().st_size) != self.bytes:
             change = "truncated" if size < self.bytes else "altered"
             return f"{path} is {change}: it has {size} bytes instead of {self.bytes}"
-        if verify and (digest := sha256_file(path)) != self.sha256:
+        if verify and (digest := files.sha256_file(path)) != self.sha256:
             return f"{path} was altered: its SHA-256 is {digest} instead of {self.sha256}"
         return None
 
@@ -89,11 +73,9 @@ class Manifest:
     files: dict[str, FileRecord]
     discriminator: ModelConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
-    storage: Storage | None = None
-    """Type of the parameters in the files; None: the type in which they are used."""
+    storage: Storage | None = None  # of the parameters in the files; None: as they are used
 
     def __post_init__(self) -> None:
-        """Refuse files that do not belong together, and lengths that no memory holds."""
         for name in self.files:
             if name not in (MODEL, DISCRIMINATOR, *TOKENIZER):
                 raise UserError(f"`files` lists {shown_value(name)}, no file of a model folder.")
@@ -153,29 +135,30 @@ def save_model(
     provenance = json.loads(json.dumps(provenance or {}))  # what is not JSON fails here
     old = read_manifest(folder).files if (folder / CONFIG).exists() else {}
 
-    with no_space_as_user_error(folder), ExitStack() as cleanup:
+    with files.no_space_as_user_error(folder), ExitStack() as cleanup:
         folder.mkdir(parents=True, exist_ok=True)
         _finish_interrupted(folder, old)
-        require_space(folder, sum(t.nbytes for part in tensors.values() for t in part.values()))
+        needed = sum(t.nbytes for part in tensors.values() for t in part.values())
+        files.require_space(folder, needed)
         texts = {} if tokenizer is None else tokenizer.files()
-        files: dict[str, AtomicFile] = {}
+        written: dict[str, files.AtomicFile] = {}
         records: dict[str, FileRecord] = {}
         for name in (*tensors, *sorted(texts)):
-            file = files[name] = AtomicFile(folder / name)
+            file = written[name] = files.AtomicFile(folder / name)
             cleanup.callback(file.discard)
             if name in tensors:
-                records[name] = FileRecord(*write_tensors(file.write, tensors[name]))
+                records[name] = FileRecord(*tensor_files.write_tensors(file.write, tensors[name]))
             else:
                 file.write(texts[name])
                 digest = hashlib.sha256(texts[name]).hexdigest()
                 records[name] = FileRecord(len(texts[name]), digest)
         manifest = Manifest(config, records, trunk, provenance, storage)
-        for name in files:
+        for name in written:
             _keep_previous(folder / name)
-        for file in files.values():
+        for file in written.values():
             file.commit()
-        write_atomic(folder / CONFIG, manifest.to_bytes())
-        for name in old.keys() - files.keys():
+        files.write_atomic(folder / CONFIG, manifest.to_bytes())
+        for name in old.keys() - written.keys():
             (folder / name).unlink(missing_ok=True)
         _forget_previous(folder)
     return folder
@@ -206,12 +189,10 @@ def load_model(
     # Every header is checked before the first tensor is read.
     weights = StoredWeights(paths[MODEL], manifest.storage)
     network = _on_meta(weights.path, weights.shapes, build_model, manifest.model)
-    discriminator = None
-    if manifest.discriminator is not None:
+    discriminator, trunk = None, manifest.discriminator
+    if trunk is not None:
         critic = StoredWeights(paths[DISCRIMINATOR], manifest.storage)
-        discriminator = _on_meta(
-            critic.path, critic.shapes, build_discriminator, manifest.discriminator
-        )
+        discriminator = _on_meta(critic.path, critic.shapes, build_discriminator, trunk)
         _fill(discriminator, critic, device, dtype)
     _fill(network, weights, device, dtype)
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
@@ -252,7 +233,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that anyone may have written."""
+    """Read a JSON file; `UserError` if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -261,32 +242,38 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if there is no such file, or something else in it."""
+    content = read_json(path) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
 def is_ours(folder: Path) -> bool:
     """Tell whether a folder was written by didi, or is one of its unfinished runs."""
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / CONFIG).exists():
         return (folder / "checkpoints").is_dir()
-    except (OSError, ValueError, RecursionError):
+    try:
+        return read_object(folder / CONFIG).get("format") == FORMAT
+    except UserError:
         return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def _on_meta(
-    path: Path, shapes: Shapes, build: Callable[[ModelConfig], Network], config: ModelConfig
-) -> Network:
-    """Build a network without memory, after checking that `shapes` are just its tensors'."""
+    path: Path, shapes: Shapes, build: Callable[[ModelConfig], AnyModule], config: ModelConfig
+) -> AnyModule:
+    """Build a network without memory, after checking that `shapes` are those of its tensors."""
     wanted = (
         f"`{config.kind}` with {config.layers} layers, hidden {config.hidden}, {config.heads} "
         f"heads, vocab_size {config.vocab_size}"
     )
     if config.layers > len(shapes):
         # Not worth building to name each tensor: nonsense in config.json could ask for millions.
-        check_shapes(path, shapes, {f"blocks.{config.layers - 1}.norm1.weight": (-1,)}, wanted)
+        last = {f"blocks.{config.layers - 1}.norm1.weight": (-1,)}
+        tensor_files.check_shapes(path, shapes, last, wanted)
     with torch.device("meta"):
         network = build(config)
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
-    check_shapes(path, shapes, expected, wanted)
+    tensor_files.check_shapes(path, shapes, expected, wanted)
     return network
 
 
@@ -351,14 +338,14 @@ def _current(path: Path, record: FileRecord) -> Path:
     return kept if interrupted else path
 
 
-def _finish_interrupted(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Undo what a killed save left undone, so that files and config.json agree again."""
-    for name, record in files.items():
+def _finish_interrupted(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Undo a save that was killed, so that files and config.json agree again."""
+    for name, record in records.items():
         path = folder / name
         if (current := _current(path, record)) != path:
             current.replace(path)
     _forget_previous(folder)
-    remove_temporaries(folder)
+    files.remove_temporaries(folder)
 
 
 def _forget_previous(folder: Path) -> None:

@@ -47,7 +47,7 @@ def compiled(function: Function, *, dynamic: bool | None = None, graphs: bool = 
     if graphs:
         options["triton.cudagraphs"] = True
     result: Any = torch.compile(function, dynamic=dynamic, options=options or None)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 @contextmanager

@@ -73,9 +73,8 @@ class DiscriminatorHead(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.main = nn.Sequential(
-            SpectralLinear(hidden, hidden), nn.SiLU(), SpectralLinear(hidden, 1)
-        )
+        first, last = SpectralLinear(hidden, hidden), SpectralLinear(hidden, 1)
+        self.main = nn.Sequential(first, nn.SiLU(), last)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (..., d) to (..., 1), the last layer in float32: log-ratios are summed over a text.
@@ -136,10 +135,7 @@ class Discriminator(nn.Module):
 
     @property
     def frozen(self) -> int:
-        """Number of lowest blocks whose output can be kept: neither they nor embeddings learn.
-
-        0 where the trunk cannot be split.
-        """
+        """Number of lowest blocks that do not learn; 0 if embeddings do, or trunks do not split."""
         if not self.trunk.splits:
             return 0
         learn = [any(p.requires_grad for p in block.parameters()) for block in self.blocks]
@@ -183,7 +179,7 @@ class Discriminator(nn.Module):
 
 
 def flat_name(name: str) -> str:
-    """Name of a tensor in files and checkpoints: a discriminator's trunk is named like a DiT."""
+    """Return a tensor's name in files and checkpoints, where the trunk has no prefix."""
     return name.removeprefix(PREFIX)
 
 
@@ -194,7 +190,7 @@ def _flatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: objec
 
 
 def _unflatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Put it back where a state dict is loaded."""
+    """Put the trunk's prefix back before a state dict is loaded."""
     for name in [name for name in state if name.startswith(prefix)]:
         if not name.startswith((prefix + PREFIX, prefix + "output_layer.")):
             state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
@@ -203,9 +199,3 @@ def _unflatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: obj
 def build_discriminator(config: ModelConfig) -> Discriminator:
     """Return a freshly initialised discriminator on a DiT's trunk."""
     return Discriminator(DiT(config, head=False))
-
-
-def count_discriminator_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the discriminator with that trunk."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_discriminator(config).parameters())

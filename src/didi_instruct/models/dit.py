@@ -1,5 +1,6 @@
 """The DiT of the public MDLM and DUO checkpoints, and the cost of our networks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,8 +24,7 @@ class DiT(nn.Module):
 
     align: int = 1
     splits: bool = True
-    output_layer: layers.OutputLayer
-    """Absent without `head`."""
+    output_layer: layers.OutputLayer  # absent without `head`
 
     def __init__(self, config: ModelConfig, *, head: bool = True) -> None:
         super().__init__()
@@ -40,9 +40,8 @@ class DiT(nn.Module):
         )
         self.has_head = head
         if head:
-            self.output_layer = layers.OutputLayer(
-                config.hidden, config.vocab_size, config.cond_dim
-            )
+            sizes = config.hidden, config.vocab_size, config.cond_dim
+            self.output_layer = layers.OutputLayer(*sizes)
 
     @property
     def vectors(self) -> Tensor:
@@ -100,13 +99,12 @@ class DiT(nn.Module):
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         """Logits (..., V) of states (..., d); c has one row, or one per leading index of hidden.
 
-        Where texts have windows of their own their end is given, and so never predicted.
+        The end of a text is never predicted by a model that is given it (`config.end_id`).
         """
         assert mods is not None, "the final norm is modulated: give what `modulations` gives"
         num, never = self.config.num_tokens, self.config.end_id
         layer = mods.of_layer(-1)
-        logits: Tensor = self.output_layer(hidden, *layer, num=num, align=self.align, never=never)
-        return logits
+        return self.output_layer(hidden, *layer, num=num, align=self.align, never=never)
 
     def forward(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
@@ -140,10 +138,12 @@ def build_model(config: ModelConfig) -> DiT | ARModel:
     return ARModel(config) if config.kind == "ar" else DiT(config)
 
 
-def count_parameters(config: ModelConfig) -> int:
+def count_parameters(
+    config: ModelConfig, build: Callable[[ModelConfig], nn.Module] = build_model
+) -> int:
     """Return the number of parameters, buffers not counted, without allocating them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in build_model(config).parameters())
+        return sum(p.numel() for p in build(config).parameters())
 
 
 def flops_per_token(

@@ -18,10 +18,8 @@ ROTARY_BASE = 10_000.0
 NORM_EPS = 1e-5
 TIME_WIDTH = 256
 TIME_PERIOD = 10_000.0
-ALIGN = 64
-"""GPUs multiply matrices of other widths than multiples of it slowly."""
-NEVER = -1e4
-"""A logit that means probability 0; divergences of two laws that have it stay finite."""
+ALIGN = 64  # GPUs multiply matrices of other widths than multiples of it slowly
+NEVER = -1e4  # a logit that means probability 0; divergences of two laws that have it stay finite
 
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values (B, H, L, D); returns all of them so far, (B, H, S, D) each."""
@@ -33,7 +31,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which a matrix product with a weight is computed."""
+    """Return the type in which a matrix product with a weight is computed."""
     kind = weight.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -41,14 +39,13 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Context without autocast."""
+    """Return a context without autocast."""
     if device.type == "meta":  # where autocast does not exist
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def first_weight(layers: nn.Sequential) -> Tensor:
-    """Return the weight of the first layer."""
     weight = layers[0].weight
     assert isinstance(weight, Tensor)
     return weight
@@ -68,10 +65,9 @@ class Rotary(nn.Module):
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
         self.width, self.length = width, length
-        device = torch.empty(0).device
-        self.register_buffer("inv_freq", self._frequencies().to(device))
-        self.register_buffer("cos", torch.empty(0, device=device), persistent=False)
-        self.register_buffer("sin", torch.empty(0, device=device), persistent=False)
+        self.register_buffer("inv_freq", self._frequencies().to(torch.empty(0).device))
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
         self._fill(self.inv_freq)
 
     def _frequencies(self) -> Tensor:
@@ -79,7 +75,6 @@ class Rotary(nn.Module):
         return 1.0 / ROTARY_BASE**exponents
 
     def _fill(self, inv_freq: Tensor) -> None:
-        """Set the frequencies and rebuild the tables."""
         device = inv_freq.device
         self.inv_freq = inv_freq.float()
         if inv_freq.is_meta:  # shapes alone: a length read from a file may be absurd
@@ -172,9 +167,8 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, cond_dim: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(TIME_WIDTH, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
-        )
+        first, second = nn.Linear(TIME_WIDTH, cond_dim), nn.Linear(cond_dim, cond_dim)
+        self.mlp = nn.Sequential(first, nn.SiLU(), second)
 
     def forward(self, sigma: Tensor) -> Tensor:
         """Map σ (N,) to (N, cond_dim)."""
@@ -182,8 +176,7 @@ class TimeEmbedding(nn.Module):
         ramp = torch.arange(half, dtype=sigma.dtype, device=sigma.device)
         angles = sigma[:, None] * torch.exp(-math.log(TIME_PERIOD) / half * ramp)
         embedding = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        out: Tensor = self.mlp(embedding.to(first_weight(self.mlp).dtype))
-        return out
+        return self.mlp(embedding.to(first_weight(self.mlp).dtype))
 
 
 class Modulation(nn.Linear):
@@ -198,11 +191,8 @@ class Modulation(nn.Linear):
         """Compute `parts` tensors: (d,) each for one row of c, else (N, 1, ..., d) of `ndim`."""
         with no_autocast(c.device):
             out = upcast(self(c.to(self.weight.dtype)))
-        out = (
-            out[0]
-            if out.shape[0] == 1
-            else out.view(out.shape[0], *(1,) * (ndim - 2), out.shape[1])
-        )
+        rows, width = out.shape
+        out = out[0] if rows == 1 else out.view(rows, *(1,) * (ndim - 2), width)
         return out.chunk(parts, dim=-1)
 
 
@@ -220,11 +210,8 @@ class Block(nn.Module):
         self.attn_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.attn_out = nn.Linear(hidden, hidden, bias=False)
         self.norm2 = LayerNorm(hidden)
-        self.mlp = nn.Sequential(
-            nn.Linear(hidden, 4 * hidden),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * hidden, hidden),
-        )
+        wide, narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.mlp = nn.Sequential(wide, nn.GELU(approximate="tanh"), narrow)
         if cond_dim is not None:
             self.adaLN_modulation = Modulation(cond_dim, 6 * hidden)
 
@@ -267,11 +254,11 @@ class Block(nn.Module):
         dtype = product_dtype(first_weight(self.mlp))
         narrow = dtype in (torch.bfloat16, torch.float16)
         if not (x.is_cuda and narrow) or torch.is_grad_enabled():
-            return self.mlp(x)  # type: ignore[no-any-return]
+            return self.mlp(x)
         product = torch.ops.aten._addmm_activation.default  # its GELU is the tanh one on GPUs
         rows, weight, bias = x.flatten(0, -2), first.weight, first.bias
         inner = product(bias.to(dtype), rows.to(dtype), weight.to(dtype).T, use_gelu=True)
-        return second(inner).view_as(x)  # type: ignore[no-any-return]
+        return second(inner).view_as(x)
 
     def attend(
         self,
@@ -283,14 +270,13 @@ class Block(nn.Module):
         extend: Extend | None,
     ) -> Tensor:
         """Attention of x (B, L, d); qkv packed in one linear, ordered q, k, v then heads."""
-        qkv = self.attn_qkv(x.to(self.attn_qkv.weight.dtype))
-        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        qkv = self.attn_qkv(x.to(self.attn_qkv.weight.dtype)).unflatten(-1, (3, self.heads, -1))
         q, k = rotate(qkv[:, :, :2], cos, sin).transpose(1, 3).unbind(2)
         v = qkv[:, :, 2].transpose(1, 2)
         if extend is not None:
             k, v = extend(k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return self.attn_out(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.attn_out(out.transpose(1, 2).flatten(2))
 
     def residual(self, x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
         """Return x + gate · dropout(branch)."""
@@ -324,8 +310,7 @@ class OutputLayer(nn.Module):
             affine = folded.unbind()
         elif c is not None:
             affine = self.affine(c, hidden.ndim)
-        x: Tensor = self.norm_final(hidden, *affine)
-        return x.to(self.linear.weight.dtype)
+        return self.norm_final(hidden, *affine).to(self.linear.weight.dtype)
 
     def forward(
         self,
@@ -347,8 +332,7 @@ class OutputLayer(nn.Module):
         if never is not None:
             bias = bias.index_fill(0, torch.full((), never, device=bias.device), NEVER)
         if extra := -len(weight) % align:
-            dtype = product_dtype(weight)  # before it is copied
-            weight, bias = weight.to(dtype), bias.to(dtype)
-            weight = F.pad(weight, (0, 0, 0, extra))
-            bias = F.pad(bias, (0, extra), value=NEVER)
+            dtype = product_dtype(weight)  # cast before it is copied
+            weight = F.pad(weight.to(dtype), (0, 0, 0, extra))
+            bias = F.pad(bias.to(dtype), (0, extra), value=NEVER)
         return F.linear(x.to(weight.dtype), weight, bias)

@@ -20,22 +20,16 @@ from torch import Tensor, nn
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer, quiet
 from didi_instruct.errors import UserError
-from didi_instruct.models.checkpoint import CONFIG, FORMAT, LoadedModel
+from didi_instruct.models.checkpoint import CONFIG, FORMAT, LoadedModel, read_object
 from didi_instruct.models.foreign.folders import new_folder
 from didi_instruct.models.foreign.places import SUFFIXES, USUAL
 from didi_instruct.models.foreign.stores import Header, open_store
-from didi_instruct.models.masked_network import (
-    Family,
-    MaskedLM,
-    SpecialIds,
-    read_object,
-    special_ids,
-)
+from didi_instruct.models.masked_network import Family, MaskedLM, SpecialIds, special_ids
 from didi_instruct.models.tensor_files import first_few, shown, shown_value
 
 _ROBERTA = Family(trunk="roberta", head=("lm_head",), counts_from_padding=True)
 
-FAMILIES = {
+FAMILIES = {  # by `model_type`
     "bert": Family(trunk="bert", head=("cls",)),
     "camembert": _ROBERTA,
     "distilbert": Family(
@@ -55,24 +49,19 @@ FAMILIES = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
-"""By `model_type`."""
+_REMOTE = ("llada", "Dream")  # masked LMs that `transformers` does not have, by `model_type`
 
-_REMOTE = ("llada", "Dream")
-"""Masked LMs that `transformers` does not have, by `model_type`."""
-
-_SHAPE = {
+_SHAPE = {  # our name, and theirs
     "layers": ("num_hidden_layers", "n_layers"),
     "hidden": ("hidden_size", "dim"),
     "heads": ("num_attention_heads", "n_heads"),
     "vocab_size": ("vocab_size",),
     "length": ("max_position_embeddings",),
 }
-"""Our name, and theirs."""
-
 _LARGEST = 1 << 40
-_FRAME = 2
-"""Special tokens that usually surround a text."""
+_FRAME = 2  # special tokens that usually surround a text
 
+# Settings that fetch or run something, or that are decided here.
 _NOT_THE_NETWORK = {
     "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
     "_attn_implementation_autoset", "experts_implementation", "_experts_implementation",
@@ -80,17 +69,15 @@ _NOT_THE_NETWORK = {
     "kernel_config", "use_kernels", "distributed_config", "dtype", "torch_dtype",
     "chunk_size_feed_forward",
 }  # fmt: skip
-"""Settings that fetch or run something, or that are decided here."""
 
-_DPLM = "model.net."
-"""Before the names in checkpoints of DPLM's training."""
+_DPLM = "model.net."  # before the names in checkpoints of DPLM's training
 _EMBEDDING = re.compile(r"embeddings\.(word|tok)_embeddings\.weight$")
 _LAYER = re.compile(r"\.(?:layer|layers)\.(\d{1,6})\.")
+# Tensors of other tasks than predicting tokens, and tables: files have them or not.
 _OTHER = re.compile(r"(^|\.)(pooler|seq_relationship|contact_head|position_ids|inv_freq)(\.|$)")
-"""Tensors of other tasks than predicting tokens, and tables: files have them or not."""
 
+# Files of tokenizers without tokenizer.json, of which `transformers` makes one.
 _VOCABULARIES = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
-"""Files of tokenizers without tokenizer.json, of which `transformers` makes one."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +87,8 @@ class FoundMaskedLM:
     path: Path
     model_type: str
     description: str
-    config: ModelConfig
-    """`length` leaves room for two special tokens, which the tokenizer may correct."""
-    settings: dict[str, Any]
-    """config.json."""
+    config: ModelConfig  # `length` leaves room for two special tokens; the tokenizer may differ
+    settings: dict[str, Any]  # config.json
 
     @property
     def layout(self) -> str:
@@ -124,8 +109,8 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
     decodes = settings.get("is_decoder") or settings.get("is_encoder_decoder")
     if not isinstance(model_type, str) or ours or decodes:
         return None
-    known = model_type in (*FAMILIES, *_REMOTE)
-    if not known and not any(name.endswith("ForMaskedLM") for name in classes):
+    named = any(name.endswith("ForMaskedLM") for name in classes)
+    if not named and model_type not in (*FAMILIES, *_REMOTE):
         return None
     reasons = []
     if settings.get("auto_map"):
@@ -165,7 +150,7 @@ def _config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelCon
 
 
 def _number(path: Path, settings: Mapping[str, Any], *names: str, least: int = 1) -> int:
-    """The whole number that config.json has under one of some names."""
+    """Return the whole number that config.json has under one of several names."""
     for name in names:
         value = settings.get(name)
         if type(value) is int and least <= value <= _LARGEST:
@@ -185,29 +170,27 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.stores = [open_store(path) for path in weight_files(folder)]
         dplm = any(name.startswith(_DPLM) for store in self.stores for name in store.headers)
-        prefix = _DPLM if dplm else ""
-        self._names = [
-            {name: name.removeprefix(prefix) for name in store.headers if name.startswith(prefix)}
-            for store in self.stores
-        ]
+        self._prefix = _DPLM if dplm else ""
         self.headers: dict[str, Header] = {
-            name: store.headers[theirs]
-            for store, names in zip(self.stores, self._names, strict=True)
-            for theirs, name in names.items()
+            name.removeprefix(self._prefix): header
+            for store in self.stores
+            for name, header in store.headers.items()
+            if name.startswith(self._prefix)
         }
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """All weights, memory-mapped. `dtype` casts each as it is read, but no frequencies."""
+        """Read all weights, memory-mapped; `dtype` casts all but rotary frequencies."""
         weights = {}
-        for store, names in zip(self.stores, self._names, strict=True):
+        for store in self.stores:
+            names = [name for name in store.headers if name.startswith(self._prefix)]
             for name, tensor in store.read(names):
                 cast = tensor.is_floating_point() and not name.endswith("inv_freq")
-                weights[names[name]] = tensor.to(dtype if cast else None)
+                weights[name.removeprefix(self._prefix)] = tensor.to(dtype if cast else None)
         return weights
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights of a folder; safetensors come first."""
+    """Return the files of weights of a folder; safetensors are preferred."""
     for name in USUAL:
         if (folder / name).is_file():
             return [folder / name]
@@ -247,9 +230,9 @@ def open_weights(found: FoundMaskedLM) -> WeightFiles:
 
 
 def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelConfig]:
-    """Read its tokenizer and special ids; the configuration gets the length that is left to a text.
+    """Read tokenizer and special ids, and set the configuration's length to that left for a text.
 
-    From tokenizer.json or ESM's vocab.txt, from other forms through `transformers`.
+    tokenizer.json and ESM's vocab.txt are read here, other forms by `transformers`.
     """
     folder = found.path
     if (folder / "tokenizer.json").is_file() or found.model_type == "esm":
@@ -300,7 +283,6 @@ def load_masked_lm(
 
 def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """Write a folder that `load_masked_lm` and `transformers` read: new, or empty."""
-    network: Any = model.network
     if model.config.masks > 1:
         raise UserError(
             f"{folder}: a folder of transformers has one mask, and the model {model.config.masks} "
@@ -309,7 +291,7 @@ def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) ->
     with new_folder(Path(folder)) as hidden, _silence():
         tokenizer.save(hidden)
         # Else transformers undoes renamings that never were: ESM's norms would get old names.
-        network.save_pretrained(hidden, save_original_format=False)
+        model.network.save_pretrained(hidden, save_original_format=False)
     return Path(folder)
 
 
@@ -387,24 +369,21 @@ def _refuse_names(
     found: FoundMaskedLM, network: str, missing: Iterable[str], unknown: Iterable[str] = ()
 ) -> None:
     """Refuse tensors that are not there, or not the network's; those of other tasks do no harm."""
-    missing, unknown = (
-        sorted(name for name in names if not _OTHER.search(name)) for names in (missing, unknown)
-    )
-    if missing:
+    if lacks := sorted(name for name in missing if not _OTHER.search(name)):
         raise UserError(
-            f"{found.path} lacks tensors of {network} ({first_few(missing)}). A model without its "
+            f"{found.path} lacks tensors of {network} ({first_few(lacks)}). A model without its "
             "output layer cannot write: use the checkpoint that was trained to predict masked "
             "tokens."
         )
-    if unknown:
+    if more := sorted(name for name in unknown if not _OTHER.search(name)):
         raise UserError(
-            f"{found.path} has tensors that {network} does not know ({first_few(unknown)})."
+            f"{found.path} has tensors that {network} does not know ({first_few(more)})."
         )
 
 
 @contextmanager
 def _explained(problem: str, remedy: str) -> Iterator[None]:
-    """Make one line of what `transformers` says to files that nobody checked."""
+    """Turn any exception of `transformers` into a `UserError` of one line."""
     try:
         yield
     except Exception as error:  # files in any state fail in any way
@@ -414,10 +393,8 @@ def _explained(problem: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep the library's reports and bars off the terminal: what matters is checked here."""
-    from transformers.utils import logging as library
-
-    logging: Any = library
+    """Keep the library's reports and progress bars off the terminal."""
+    logging: Any = _transformers().utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

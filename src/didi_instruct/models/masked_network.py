@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,38 +19,31 @@ from torch import Tensor, nn
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.checkpoint import read_json
+from didi_instruct.models.checkpoint import read_object
 from didi_instruct.models.foreign.special_ids import NEVER
 from didi_instruct.models.layers import upcast
 from didi_instruct.models.network import Mixture, Modulations, all_logits
 
-ESM_MASKED = 0.15 * 0.8
-"""Share of tokens that ESM saw as masks in training."""
+ESM_MASKED = 0.15 * 0.8  # share of tokens that ESM saw as masks in training
 
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 _UNUSED = re.compile(r"\[unused\d+\]")
-_RESIDUES = set("ACDEFGHIKLMNPQRSTVWY")
-_RARE_RESIDUES = set("OU")
-"""Pyrrolysine and selenocysteine. The other letters of protein vocabularies mean `any` (X), `one of
-two` (B, J, Z) or a gap (`.`, `-`): they are notation, not residues."""
+_COMMON_RESIDUES = set("ACDEFGHIKLMNPQRSTVWY")
+# With pyrrolysine and selenocysteine. The other letters of protein vocabularies mean `any` (X),
+# `one of two` (B, J, Z) or a gap (`.`, `-`): they are notation, not residues.
+_RESIDUES = _COMMON_RESIDUES | set("OU")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Parts of a `…ForMaskedLM`, by the names of its attributes."""
 
-    trunk: str
-    """The transformer, without output layer."""
-    head: tuple[str, ...]
-    """Parts of the output layer, in order."""
-    blocks: str = "encoder.layer"
-    """Layers of the trunk."""
-    unused: tuple[str, ...] = ()
-    """Parts of the trunk that have no effect on logits."""
-    counts_from_padding: bool = False
-    """Positions are numbered from the padding id + 1, as in fairseq's models."""
-    embeds_apart: bool = False
-    """The trunk's `inputs_embeds` bypass its `embeddings`: neither positions nor norm are added."""
+    trunk: str  # the transformer, without output layer
+    head: tuple[str, ...]  # parts of the output layer, in order
+    blocks: str = "encoder.layer"  # layers of the trunk
+    unused: tuple[str, ...] = ()  # parts of the trunk that have no effect on logits
+    counts_from_padding: bool = False  # positions start at the padding id + 1, as in fairseq
+    embeds_apart: bool = False  # `inputs_embeds` lack the positions and norm of `embeddings`
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +52,9 @@ class SpecialIds:
 
     mask: int
     pad: int
-    before: tuple[int, ...]
-    """Special tokens before a text."""
+    before: tuple[int, ...]  # special tokens before a text
     after: tuple[int, ...]
-    banned: tuple[int, ...]
-    """Never written: special tokens, rows without a token and, of proteins, what is no residue."""
+    banned: tuple[int, ...]  # never written: special tokens, unused rows, notation of proteins
 
 
 class MaskedLM(nn.Module):
@@ -75,8 +66,8 @@ class MaskedLM(nn.Module):
     """
 
     splits: bool = False
-    codes: nn.Parameter | None
-    """(masks, d), added to the embeddings of several masks; None: there is one."""
+    network: Any
+    codes: nn.Parameter | None  # (masks, d), added to the embeddings of several masks
     before: Tensor
     after: Tensor
     banned: Tensor
@@ -87,9 +78,8 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.network = network
         self.config, self.ids, self.family, self.align = config, ids, family, 1
-        settings: Any = network.config
-        self.padding: int = settings.pad_token_id
-        self.hides_masks = bool(family.embeds_apart and settings.token_dropout)
+        self.padding: int = self.network.config.pad_token_id
+        self.hides_masks = bool(family.embeds_apart and self.network.config.token_dropout)
         self.register_parameter("codes", None)
         for name in ("before", "after", "banned"):
             values = torch.tensor(getattr(ids, name), dtype=torch.long)
@@ -99,8 +89,7 @@ class MaskedLM(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Layers of the transformer."""
-        return cast("nn.ModuleList", self._trunk.get_submodule(self.family.blocks))
+        return self._trunk.get_submodule(self.family.blocks)
 
     @property
     def vectors(self) -> Tensor:
@@ -137,17 +126,13 @@ class MaskedLM(nn.Module):
         if self.hides_masks:
             share = hidden.sum(-1).float() / (ids.shape[1] if seen is None else seen.sum(-1))
             x = (x * (1 - ESM_MASKED) / (1 - share)[:, None, None]).to(x.dtype)
-        embedded: Tensor = self._trunk.embeddings(
-            inputs_embeds=x, attention_mask=seen, position_ids=self._positions(seen)
-        )
-        return embedded
+        positions = self._positions(seen)
+        return self._trunk.embeddings(inputs_embeds=x, attention_mask=seen, position_ids=positions)
 
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations | None:
-        """None: the network is not told the time."""
         return None
 
     def constants(self) -> Modulations | None:
-        """None: there are no modulations."""
         return None
 
     def trunk(
@@ -167,11 +152,9 @@ class MaskedLM(nn.Module):
         return upcast(states[:, len(self.before) : x.shape[1] - len(self.after)])
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
-        """Logits (..., V) of the real tokens from states (..., d); banned ids at `NEVER`."""
-        network: Any = self.network
-        logits = hidden.to(network.get_output_embeddings().weight.dtype)
+        logits = hidden.to(self.network.get_output_embeddings().weight.dtype)
         for name in self.family.head:
-            logits = getattr(network, name)(logits)
+            logits = getattr(self.network, name)(logits)
         logits = logits.index_fill(-1, self.banned, NEVER)
         extra = -logits.shape[-1] % self.align
         return F.pad(logits, (0, extra), value=NEVER) if extra else logits
@@ -179,11 +162,9 @@ class MaskedLM(nn.Module):
     def forward(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, L, V); attended (B, L), None: all."""
         return all_logits(self, tokens, sigma, attended)
 
     def without_head(self) -> "MaskedLM":
-        """Copy of the trunk alone, for a network with another head."""
         twin = copy.deepcopy(self)
         for name in self.family.head:
             setattr(twin.network, name, None)
@@ -192,11 +173,8 @@ class MaskedLM(nn.Module):
         return twin
 
     def with_masks(self, offsets: Tensor) -> "MaskedLM":
-        """Copy with more masks: embeddings of the last one, and offsets (K, d) to them."""
-        twin, config, more = copy.deepcopy(self), self.config, len(offsets)
-        twin.config = replace(
-            config, masks=config.masks + more, vocab_size=config.vocab_size + more
-        )
+        twin, masks = copy.deepcopy(self), self.config.masks + len(offsets)
+        twin.config = replace(self.config, masks=masks, vocab_size=self.config.num_tokens + masks)
         known = torch.zeros_like(offsets[:1]) if self.codes is None else self.codes.detach()
         twin.codes = nn.Parameter(torch.cat([known, known[-1:] + offsets]))
         return twin
@@ -228,18 +206,18 @@ class MaskedLM(nn.Module):
         return seen.scatter(1, self._ends(attended), 1)
 
     def _ends(self, attended: Tensor) -> Tensor:
-        """Positions (B, ·) of the closing special tokens, right after each text's last token."""
+        """Positions (B, n) of the closing special tokens, right after each text's last token."""
         numbers = torch.arange(1, attended.shape[1] + 1, device=attended.device)
         end = (attended * numbers).amax(1, keepdim=True) + len(self.before)
         return end + torch.arange(len(self.after), device=attended.device)
 
     def _positions(self, seen: Tensor | None) -> Tensor | None:
-        """Numbers of the positions as fairseq counts them; None: one after the other."""
+        """Position numbers from the padding id + 1, or None where all positions are seen."""
         return None if seen is None else seen.cumsum(1) * seen + self.padding
 
 
 def _freeze(part: nn.Module) -> None:
-    """Make buffers of parameters: they are kept and saved, and no gradient is expected of them."""
+    """Turn parameters into buffers: kept and saved, but not trained."""
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             delattr(module, name)
@@ -278,8 +256,8 @@ def _no_text(vocabulary: Mapping[str, int]) -> set[int]:
     spare = {index for word, index in vocabulary.items() if _UNUSED.fullmatch(word)}
     letters = {word for word in vocabulary if len(word) == 1}
     pieces = any(len(word) > 1 and word[0] not in "<[" for word in vocabulary)
-    if letters >= _RESIDUES and not pieces:
-        spare |= {vocabulary[letter] for letter in letters - _RESIDUES - _RARE_RESIDUES}
+    if letters >= _COMMON_RESIDUES and not pieces:
+        spare |= {vocabulary[letter] for letter in letters - _RESIDUES}
     return spare
 
 
@@ -292,9 +270,3 @@ def _special_tokens(folder: Path) -> dict[str, str]:
             if name.endswith("_token") and isinstance(word, str):
                 names[name] = word
     return names
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if there is no such file, or something else in it."""
-    content = read_json(path) if path.is_file() else {}
-    return content if isinstance(content, dict) else {}

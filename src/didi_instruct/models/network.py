@@ -7,7 +7,7 @@ on the same trunk.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -15,12 +15,10 @@ from didi_instruct.config.model import ModelConfig
 
 
 class Modulations(NamedTuple):
-    """Condition of a pass, and the modulations that layers compute from it, if made beforehand."""
+    """Condition of a pass, and what the layers compute from it if that was done beforehand."""
 
-    c: Tensor
-    """(1 or B, cond_dim) silu(time embedding of σ)."""
-    layers: tuple[Tensor, ...] | None = None
-    """One tensor per block, then the output layer's; None: each layer computes its own."""
+    c: Tensor  # (1 or B, cond_dim) silu(time embedding of σ)
+    layers: tuple[Tensor, ...] | None = None  # one tensor per block, then the output layer's
 
     def of_positions(self, at: Tensor, length: int) -> "Modulations":
         """Modulations of flat positions (R,) in (B, length)."""
@@ -34,10 +32,8 @@ class Modulations(NamedTuple):
 class Mixture(NamedTuple):
     """Soft tokens: vectors shown at some positions in place of tokens."""
 
-    at: Tensor | None
-    """(R,) flat positions in (B, L), each of them once; None: all, in order."""
-    vectors: Tensor
-    """(R, d)."""
+    at: Tensor | None  # (R,) flat positions in (B, L), each of them once; None: all, in order
+    vectors: Tensor  # (R, d)
 
 
 class Network(Protocol):
@@ -45,10 +41,8 @@ class Network(Protocol):
 
     config: ModelConfig
     training: bool
-    align: int
-    """`head` pads its columns to a multiple of it; those added have probability 0."""
-    splits: bool
-    """`trunk` can be run in parts, from block `start` up to block `stop`."""
+    align: int  # `head` pads its columns to a multiple of it; those added have probability 0
+    splits: bool  # `trunk` can be run in parts, from block `start` up to block `stop`
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -98,9 +92,6 @@ class Network(Protocol):
     def buffers(self) -> Iterator[Tensor]: ...
 
 
-AnyNetwork = TypeVar("AnyNetwork", bound=Network)
-
-
 def all_logits(
     network: Network,
     tokens: Tensor,
@@ -138,11 +129,11 @@ def logits_at(
 
 
 @contextmanager
-def aligned(network: AnyNetwork, align: int) -> Iterator[AnyNetwork]:
+def aligned(network: Network, align: int) -> Iterator[None]:
     """Set `Network.align` within the context."""
     before, network.align = network.align, align
     try:
-        yield network
+        yield
     finally:
         network.align = before
 
@@ -150,8 +141,8 @@ def aligned(network: AnyNetwork, align: int) -> Iterator[AnyNetwork]:
 class WeightsStamp:
     """Address of each weight and buffer, and how often torch has counted a change in place.
 
-    Equal stamps mean equal weights, but for changes that are not counted (fused optimizers). A
-    stamp keeps the memory of its weights, so that no others can come to lie there.
+    Equal stamps mean equal weights, except after changes that torch does not count (fused
+    optimizers). A stamp keeps the memory of its weights, so that no others can take their place.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -161,9 +152,6 @@ class WeightsStamp:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightsStamp) and self._counts == other._counts
-
-    def __hash__(self) -> int:
-        return hash(self._counts)
 
 
 def weights_stamp(network: nn.Module | Network) -> WeightsStamp:

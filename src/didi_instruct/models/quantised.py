@@ -19,10 +19,8 @@ Storage = Literal["float32", "bfloat16", "int8"]
 """Type of the parameters in a file; all are read into float32, or into what is asked for."""
 SCALE = ".scale"
 LARGEST = 127
-SMALLEST_MATRIX = 4096
-"""Numbers of a matrix below which int8 saves too little to lose precision for."""
-CLIPS = (0.7, 1.0, 31)
-"""Clipping tried for a row: from, up to (as part of its largest number), and how many."""
+SMALLEST_MATRIX = 4096  # with fewer numbers, int8 saves too little to lose precision for
+CLIPS = (0.7, 1.0, 31)  # tried for a row: from, up to (as part of its largest number), how many
 
 
 def check_storage(storage: str) -> Storage:
@@ -76,16 +74,17 @@ class StoredWeights:
     def __init__(self, path: Path, storage: Storage | None) -> None:
         self.path, self.storage = path, storage
         headers = read_headers(path, also=("I8",) if storage == "int8" else ())
-        self._scales = {name: name + SCALE for name, (dtype, _) in headers.items() if dtype == "I8"}
-        for name, scale in self._scales.items():
-            shape = headers[name][1]
-            if len(shape) != 2 or headers.get(scale) != ("F32", shape[:1]):
+        self.shapes = {name: shape for name, (_, shape) in headers.items()}
+        self._scales: dict[str, tuple[int, ...]] = {}
+        for name, (dtype, shape) in headers.items():
+            if dtype != "I8":
+                continue
+            if len(shape) != 2 or headers.get(name + SCALE) != ("F32", shape[:1]):
                 raise UserError(
                     f"{path}: {shown(name)} has 8 bits without a scale (float32) for each row: "
                     "fetch the file again, or write it with `didi convert --storage int8`."
                 )
-        self.shapes = {name: shape for name, (_, shape) in headers.items()}
-        self._scale_shapes = {scale: self.shapes.pop(scale) for scale in self._scales.values()}
+            self._scales[name + SCALE] = self.shapes.pop(name + SCALE)
 
     def read(
         self, device: torch.device | str, dtype: torch.dtype | None, keep: Collection[str] = ()
@@ -97,11 +96,10 @@ class StoredWeights:
         """
         if dtype is None and self.storage is not None:
             dtype = torch.float32
-        scales = dict(read_tensors(self.path, self._scale_shapes))
+        scales = dict(read_tensors(self.path, self._scales))
         tensors: dict[str, Tensor] = {}
         for name, tensor in read_tensors(self.path, self.shapes):
-            if name in self._scales:
-                scale = scales[self._scales[name]].to(device)
-                tensor = tensor.to(device).float().mul_(scale[:, None])
+            if (scale := scales.get(name + SCALE)) is not None:
+                tensor = tensor.to(device).float().mul_(scale.to(device)[:, None])
             tensors[name] = tensor.to(device, None if name in keep else dtype)
         return tensors

@@ -20,29 +20,23 @@ from torch import Tensor
 from didi_instruct.data.files import AtomicFile
 from didi_instruct.errors import UserError
 
+# Types a weight may have on disk, by their safetensors names.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
 }  # fmt: skip
-"""Types a weight may have on disk, by their safetensors names."""
+# Foreign models keep a few counters beside their weights.
 _WRITABLE = DTYPES | {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Foreign models keep a few counters beside their weights."""
-MAX_SHOWN = 80
-"""Characters of a name or a value that an error shows."""
-MAX_LISTED = 3
-"""Names that an error lists; the rest are counted."""
-ALIGNMENT = 64
-"""Bytes to which torch aligns the tensors it allocates on the CPU."""
-NUMBERS_AT_ONCE = 16 << 20
-"""Read between two openings of a file."""
+MAX_SHOWN = 80  # characters of a name or a value that an error shows
+MAX_LISTED = 3  # names that an error lists; the rest are counted
+ALIGNMENT = 64  # bytes to which torch aligns the tensors it allocates on the CPU
+NUMBERS_AT_ONCE = 16 << 20  # read between two openings of a file
 
 Shapes = Mapping[str, tuple[int, ...]]
-Headers = dict[str, tuple[str, tuple[int, ...]]]
-"""Safetensors type and shape of each tensor."""
-Watch = Callable[[int, int], None]
-"""Called with the bytes written so far and in all."""
+Headers = dict[str, tuple[str, tuple[int, ...]]]  # safetensors type and shape of each tensor
+Watch = Callable[[int, int], None]  # called with the bytes written so far and in all
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 

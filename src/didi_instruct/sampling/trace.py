@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,14 @@ from torch import Tensor
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.sampling.state import PAD, Snapshot
 
 FORMAT = "didi-trace-1"
 SUFFIXES = (".html", ".gif", ".json")
 TEMPLATE = Path(__file__).with_name("trace.html.j2")
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, such as `Tokenizer.decode`."""
+Decode = Callable[[Sequence[int]], str]  # token ids to text, such as `Tokenizer.decode`
 
 _REPLACEMENT = "\ufffd"
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
@@ -61,9 +61,8 @@ def _split_at_tokens(tokens: list[int], decode: Decode) -> list[str]:
     tokens[:settled] decode to text[:settled_at], which ends with a whole character; tokens from
     `context` on are decoded, because the first of a text may look different.
     """
-    text, pieces, done = decode(tokens), [], 0
-    context = settled = settled_at = 0
-    prefix = ""
+    text, pieces, prefix = decode(tokens), [], ""
+    context = settled = settled_at = done = 0
     for k in range(len(tokens)):
         longer = decode(tokens[context : k + 1])[len(prefix) :]
         pairs = zip(longer, text[settled_at:], strict=False)
@@ -111,7 +110,10 @@ def output_ids(
 
 
 class Trace:
-    """Sampler callback that records the first `keep` samples, over one or more batches."""
+    """Sampler callback that records the first `keep` samples, over one or more batches.
+
+    `about` (sampler, seed, …) is shown with the trace.
+    """
 
     def __init__(
         self,
@@ -121,14 +123,12 @@ class Trace:
         keep: int = 4,
         about: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Start empty; `about` (sampler, seed, …) is shown with the trace."""
         self.mask_id, self.eot_id, self.keep = mask_id, eot_id, keep
         self.about = dict(about or {})
         self.samples: list[list[Snapshot]] = []
         self._batch: list[list[Snapshot]] = []
 
     def __call__(self, step: Snapshot) -> None:
-        """Record copies of one step, a sample each, on the CPU."""
         if step.index == 0:
             self._batch = [[] for _ in step.tokens[: self.keep - len(self.samples)]]
             self.samples += self._batch
@@ -211,8 +211,6 @@ def _positions(mask: Tensor) -> list[int]:
 
 def check_path(path: Path) -> None:
     """Refuse a path that no trace can be written to."""
-    from didi_instruct.sampling.trace_gif import require_pillow
-
     if path.suffix.lower() not in SUFFIXES:
         known = ", ".join(SUFFIXES)
         raise UserError(f"{path}: a trace is written as one of {known}, not `{path.suffix}`.")
@@ -224,13 +222,16 @@ def check_path(path: Path) -> None:
         require_pillow()
 
 
-class SpanState(IntEnum):
-    """A span is masked, partly masked, shown with its final text or with another one."""
+def require_pillow() -> None:
+    if find_spec("PIL") is None:
+        raise MissingExtraError("A GIF trace", "eval")
 
+
+class SpanState(IntEnum):
     MASKED = 0
     PARTIAL = 1
-    SHOWN = 2
-    DRAFT = 3
+    SHOWN = 2  # with its final text
+    DRAFT = 3  # with another text
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +241,9 @@ class Span:
     first: int
     last: int
     text: str
-    given: bool
-    """Known before the first step."""
+    given: bool  # known before the first step
     eot: bool
-    repeated_eot: bool
-    """An end-of-text right after another."""
+    repeated_eot: bool  # an end-of-text right after another
 
     @property
     def parts(self) -> tuple[str, str, str]:
@@ -257,14 +256,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """SpanState and text of a span after a step that touched it."""
+    """State and text of a span after a step that touched it."""
 
-    step: int
-    """From 1; 0 before the first step."""
+    step: int  # from 1; 0 before the first step
     span: int
     state: SpanState
-    confidence: float
-    """Of the least certain token."""
+    confidence: float  # of the least certain token
     text: str
 
 
@@ -273,12 +270,9 @@ class Replay:
     """One sample as spans of text that change from step to step."""
 
     spans: list[Span]
-    changes: list[list[Change]]
-    """Of every span before the first step, then of those that each step touched."""
-    times: list[float]
-    """Time before the first step and after each step."""
-    ends: list[int]
-    """Spans that end the output as soon as they are shown."""
+    changes: list[list[Change]]  # of all spans before the first step; then touched by each step
+    times: list[float]  # before the first step and after each step
+    ends: list[int]  # spans that end the output as soon as they are shown
 
     def after(self, step: int) -> list[Change]:
         """Last change of every span after `step` steps."""
@@ -308,8 +302,7 @@ def replay(trace: dict[str, Any], sample: dict[str, Any]) -> Replay:
     changes = [[observe(0, i) for i in range(len(spans))]]
     for n, step in enumerate(sample["steps"], start=1):
         for k, position in enumerate(step["revealed"]):
-            row[position] = step["tokens"][k]
-            pieces[position] = step["pieces"][k]
+            row[position], pieces[position] = step["tokens"][k], step["pieces"][k]
             confidence[position] = step["confidence"][k]
         for position in step["masked"]:
             row[position], confidence[position] = mask_id, 1.0
@@ -343,12 +336,12 @@ def _find_spans(trace: dict[str, Any], sample: dict[str, Any]) -> list[Span]:
 
 
 def render_json(trace: dict[str, Any]) -> bytes:
-    """Render what `Trace.as_dict` returns as a file of one line."""
+    """Render the dictionary of a trace as a file of one line."""
     return (json.dumps(trace, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
 def render_html(trace: dict[str, Any]) -> bytes:
-    """Render what `Trace.as_dict` returns as a page that plays it, without any other file.
+    """Render the dictionary of a trace as a page that plays it, without any other file.
 
     The final texts are in the page itself, to be read, printed and searched without its script,
     which only hides what is not yet written.

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from didi_instruct.errors import MissingExtraError
-from didi_instruct.sampling.trace import Change, Span, SpanState, replay
+from didi_instruct.sampling.trace import Change, Span, SpanState, replay, require_pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,8 +20,7 @@ PAPER, INK, SOFT, RULE = "#fffefc", "#23211e", "#8b857c", "#e4dfd7"
 MASK, HALF, DIM, ACCENT, DRAFT = "#e9e4db", "#d4ccbd", "#c4beb4", "#0d7a74", "#8a5a9e"
 SHADES = 10
 FIRST_MS, LAST_MS, LAST_MS_PER_WORD, LAST_MS_LIMIT = 900, 2000, 20, 6000
-MAX_STEPS = 128
-"""A longer trace is thinned to this many steps, evenly spread."""
+MAX_STEPS = 128  # a longer trace is thinned to this many, evenly spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +36,20 @@ class Style:
 
 
 ALONE = Style()
+# Two columns are as wide as GitHub shows a picture without shrinking it.
 BESIDE = Style(width=398, margin=22, header=70, size=15, small=12, line_height=26)
-"""Two columns are as wide as GitHub shows a picture without shrinking it."""
-
-
-def require_pillow() -> None:
-    """Raise MissingExtraError without Pillow."""
-    if find_spec("PIL") is None:
-        raise MissingExtraError("A GIF trace", "eval")
 
 
 def render_gif(trace: dict[str, Any]) -> bytes:
-    """Draw the first sample of what `Trace.as_dict` returns."""
-    return _animate({"": trace}, ALONE)
+    """Draw the first sample of the dictionary of a trace (`Trace.as_dict`)."""
+    return render_beside({"": trace}, ALONE)
 
 
-def render_beside(traces: Mapping[str, dict[str, Any]]) -> bytes:
+def render_beside(traces: Mapping[str, dict[str, Any]], style: Style = BESIDE) -> bytes:
     """Draw the first samples of several traces beside each other, each under its title.
 
     They keep in step: one that needs more steps is still at work when the others are done.
     """
-    return _animate(traces, BESIDE)
-
-
-def _animate(traces: Mapping[str, dict[str, Any]], style: Style) -> bytes:
     require_pillow()
     from PIL import Image, ImageDraw
 
