@@ -87,9 +87,9 @@ OPTIONS = [
 def inputs(name):
     """Canvases that a sampler can fill."""
     if name == "autoregressive":
-        return canvases(prompts=True, allowed=False)
+        return canvases(prompts=True)
     if name == "uniform-state":
-        return canvases(allowed=False)
+        return canvases()
     return canvases(masks=(1, 1, 2))
 
 

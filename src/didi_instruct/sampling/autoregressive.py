@@ -6,6 +6,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, invert, law_of
 from didi_instruct.sampling.engines.cuda import Decoders
+from didi_instruct.sampling.plan import flat_positions
 from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
 
 
@@ -38,11 +39,11 @@ def autoregressive(
     columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
     to_write = columns[canvas.open.any(0)].tolist()
     start, end = (to_write[0], to_write[-1] + 1) if to_write else (0, 0)
-    state = State(canvas, watched=callback is not None)
+    state = State(canvas, settings, callback, end - start)
     runs = state.open.any(1)
     cache = KVCache(model.config, batch=int(runs.sum()), length=end)
     # A position is drawn once, so all can share a stream, whatever the other prompts are.
-    u = canvas.noise(settings.seed).uniforms(len(columns), Purpose.TOKEN, 0)
+    u = state.noise.uniforms(len(columns), Purpose.TOKEN, 0)
     drawn = torch.zeros_like(runs, dtype=torch.long)
     begin = torch.full_like(state.z[:, :1], model.config.vocab_size - 1)
     unread = torch.cat((begin, state.z[:, :start]), dim=1)
@@ -57,16 +58,13 @@ def autoregressive(
         if writes.any():
             log_p = law_of(logits[writes[runs]], settings)
             token = invert(log_p, u[here])
-            at = here.flatten().nonzero().squeeze(1)
-            state.write(at, token, log_p.gather(-1, token[:, None]).squeeze(-1))
+            state.write(flat_positions(here), token, log_p.gather(-1, token[:, None]).squeeze(-1))
             drawn += writes
         if eot_id is not None:  # what is left of a text that has just drawn its end
             over = writes & (state.z[:, column] == eot_id)
-            rest = (state.masked & over[:, None]).flatten().nonzero().squeeze(1)
+            rest = flat_positions(state.masked & over[:, None])
             state.write(rest, torch.full_like(rest, eot_id), torch.zeros_like(rest))
-        if callback is not None:
-            written = (masked & ~state.masked).flatten().nonzero().squeeze(1)
-            callback(state.snapshot(column - start, max(1, end - start), share, written))
+        state.report(share)
         # What follows the end of a row is read by nobody, but has to be a token.
         last = state.z[:, column]
         unread = torch.where((last == PAD) | (last == canvas.mask_id), 0, last)[:, None]
@@ -85,8 +83,8 @@ def _decoded(
 ) -> Samples:
     """The same by captured passes, of texts without prompts."""
     batch, length = canvas.tokens.shape
-    state = State(canvas)
-    u = canvas.noise(settings.seed).uniforms(length, Purpose.TOKEN, 0)
+    state = State(canvas, settings)
+    u = state.noise.uniforms(length, Purpose.TOKEN, 0)
     drawn, log_p = decoders.find(batch, length).decode(u, eot_id)
     columns = drawn.shape[1]
     counts = torch.ones_like(drawn, dtype=torch.bool)

@@ -17,16 +17,14 @@ from didi_instruct.sampling.state import Reads
 class Denoiser(Protocol):
     """Laws of the clean tokens given noisy texts; t is one time for all of them, or (U,)."""
 
-    num_tokens: int
-    """V, the real tokens."""
-    compiled: bool
-    """Functions beside the network may be compiled too."""
+    num_tokens: int  # V, the real tokens
+    compiled: bool  # functions beside the network may be compiled too
 
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
         """Logits (R, V) at flat positions `at` (R,) of texts (U, L)."""
 
     def logits_in_parts(self, reads: Reads, t: Tensor | float, at: Tensor) -> Iterator[Tensor]:
-        """The same some rows at a time; columns beyond V have probability 0."""
+        """`logits` some rows at a time; columns beyond V have probability 0."""
 
     def draw(self, reads: Reads, step: Step, options: DrawOptions) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities (N,) of what a step writes."""
