@@ -34,12 +34,13 @@ def autoregressive(
     others as without.
     """
     _check(canvas)
-    if decoders is not None and callback is None and _can_decode(canvas, settings):
-        return _decoded(decoders, canvas, settings, eot_id)
-    columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
-    to_write = columns[canvas.open.any(0)].tolist()
+    state = State(canvas, settings, callback)
+    if decoders is not None and callback is None and _can_decode(state):
+        return _decoded(decoders, state, eot_id)
+    columns = torch.arange(state.z.shape[1], device=state.z.device)
+    to_write = columns[state.open.any(0)].tolist()
     start, end = (to_write[0], to_write[-1] + 1) if to_write else (0, 0)
-    state = State(canvas, settings, callback, end - start)
+    state.steps = end - start
     runs = state.open.any(1)
     cache = KVCache(model.config, batch=int(runs.sum()), length=end)
     # A position is drawn once, so all can share a stream, whatever the other prompts are.
@@ -48,7 +49,8 @@ def autoregressive(
     begin = torch.full_like(state.z[:, :1], model.config.vocab_size - 1)
     unread = torch.cat((begin, state.z[:, :start]), dim=1)
     for column in range(start, end):
-        masked, share = state.masked, state.masked_share
+        masked = state.masked
+        share = float(masked.sum() / state.open.sum().clamp(min=1))
         if not masked.any():
             break
         logits = model(unread[runs], cache, last_only=True)[:, -1]
@@ -71,19 +73,16 @@ def autoregressive(
     return state.samples(nfe=max(drawn.tolist(), default=0))
 
 
-def _can_decode(canvas: Canvas, settings: DrawOptions) -> bool:
+def _can_decode(state: State) -> bool:
     """True for texts that begin with nothing, if passes have the type of the weights."""
-    device = canvas.tokens.device.type
-    blank = canvas.tokens.numel() > 0 and bool(canvas.open.all())
-    return blank and not settings.restricted and not torch.is_autocast_enabled(device)
+    blank = state.z.numel() > 0 and bool(state.open.all())
+    autocast = torch.is_autocast_enabled(state.z.device.type)
+    return blank and not state.settings.restricted and not autocast
 
 
-def _decoded(
-    decoders: Decoders, canvas: Canvas, settings: DrawOptions, eot_id: int | None
-) -> Samples:
-    """The same by captured passes, of texts without prompts."""
-    batch, length = canvas.tokens.shape
-    state = State(canvas, settings)
+def _decoded(decoders: Decoders, state: State, eot_id: int | None) -> Samples:
+    """Sample texts without prompts by captured passes."""
+    batch, length = state.z.shape
     u = state.noise.uniforms(length, Purpose.TOKEN, 0)
     drawn, log_p = decoders.find(batch, length).decode(u, eot_id)
     columns = drawn.shape[1]

@@ -21,8 +21,7 @@ from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens
 from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
 from didi_instruct.sampling.state import Callback, Canvas, Reads, Samples, State, split_padding
 
-FARTHEST = 8.5
-"""Normal numbers are cut here, where the last of 2^53 uniform ones would be infinite."""
+FARTHEST = 8.5  # normal numbers end here: the last of 2^53 uniform ones would be infinite
 
 
 class Uniforms(Protocol):

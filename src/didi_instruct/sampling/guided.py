@@ -72,7 +72,7 @@ def rgas(
     plan, draw = plans.make_plan(state, turn, times, begun=canvas.masks > 1), plain(denoiser)
     if any(scales):
         plan = read_all_masks(plan, turn, scales)
-        draw = tilted(denoiser, guide, scales, guidance.clamp)
+        draw = tilting(denoiser, guide, scales, guidance.clamp)
     known = len(scales) if reranks else steps
     run(plan[:known], state, draw)
     if reranks:
@@ -115,7 +115,7 @@ def read_all_masks(plan: list[Step], turn: Tensor, scales: list[float]) -> list[
     return found
 
 
-def tilted(denoiser: Denoiser, guide: Guide, scales: list[float], clamp: float) -> Draw:
+def tilting(denoiser: Denoiser, guide: Guide, scales: list[float], clamp: float) -> Draw:
     """Draw from logits + h * gradient of the reward, Eq. (10), with the h of each step.
 
     The reward of a text is the sum of the log-ratios over its masks, each of which shows the guide

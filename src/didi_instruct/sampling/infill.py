@@ -1,4 +1,4 @@
-"""What is given and what is to be written: prefixes, suffixes, gaps."""
+"""Texts with gaps to fill: their templates, and the lengths of the gaps."""
 
 import re
 from array import array

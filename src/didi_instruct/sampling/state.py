@@ -11,13 +11,12 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise
 
-PAD = -1
-"""In z: nothing is here, neither text nor mask. Never attended, never written."""
+PAD = -1  # neither text nor mask is here: never attended, never written
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Where sampling starts: given tokens, and masks to fill."""
+    """Start of a sampling: given tokens, and masks to fill."""
 
     tokens: Tensor  # (B, L), the mask's id where there is something to write
     mask_id: int
@@ -42,7 +41,7 @@ class Canvas:
         first: int = 0,
         device: str | torch.device = "cpu",
     ) -> Self:
-        """Nothing given: samples first .. first + num of a seed."""
+        """Canvas of masks alone, for the samples first .. first + num of a seed."""
         tokens = torch.full((num, length), mask_id, device=device)
         return cls(tokens, mask_id, torch.arange(first, first + num, device=device))
 
@@ -131,28 +130,22 @@ class State:
     ) -> None:
         """`keeps`: z is not changed in place; `padded`: there is padding, None: not known yet."""
         self.canvas, self.mask_id, self.open = canvas, canvas.mask_id, canvas.open
-        self.settings, self.padded = settings, padded
-        self.steps = steps  # scheduled in all
+        self.settings, self.steps, self.padded = settings, steps, padded
         self.noise = Noise(settings.seed, canvas.samples, canvas.stream)
-        self.measured = canvas.masks == 1 or settings.measure_path
+        self.measured = canvas.masks == 1 or settings.measure_path  # paths of plain draws
         self.z = canvas.tokens.clone(memory_format=torch.contiguous_format)
-        # Log-probability of the token written last at each position.
+        # Log-probabilities: of the token written last at each position, and beside them (B,).
         self.costs = torch.zeros(self.z.shape, dtype=torch.float64, device=self.z.device)
-        self.correction: Tensor | float = 0.0  # (B,) of a path, beside the costs
+        self.correction: Tensor | float = 0.0
         self.passes = 0.0
         self.calls: Tensor | None = None  # (B,) evaluations of a discriminator
         self._keeps, self._callback = keeps or callback is not None, callback
-        self.shown, self._reports = self.z, 0  # z as a callback saw it last
+        self.shown, self._reports = self.z, 0  # z as a callback saw it last, and how many did
 
     @property
     def masked(self) -> Tensor:
         """(B, L) positions still to write."""
         return self.z == self.mask_id
-
-    @property
-    def masked_share(self) -> float:
-        """Part of the open positions that is still masked: falls from 1 to 0 as time does."""
-        return float(self.masked.sum() / self.open.sum().clamp(min=1))
 
     def reads(self, rows: Tensor | None = None, code: Tensor | int | None = None) -> Reads:
         """Texts for a pass: all, or some rows (U,); their masks carry a code (U,), if there is one.
