@@ -6,7 +6,6 @@ if it writes one token at a time.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,11 +33,7 @@ def margin(log_p: Tensor, token: Tensor) -> Tensor:
     return best[:, 0] - best[:, 1]
 
 
-ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "confidence": confidence,
-    "entropy": certainty,
-    "margin": margin,
-}
+ORDERS = {"confidence": confidence, "entropy": certainty, "margin": margin}
 """Sureness of drawn tokens: the highest come first."""
 
 
