@@ -118,7 +118,7 @@ def test_a_sample_is_whole_and_its_own(name, data):
         assert result.passes == pytest.approx(ran / len(tokens))
     running = int(canvas.open.any(1).sum())
     assert (result.passes > 0) == (running > 0), "who has nothing to write runs nothing"
-    if not result.disc_calls and canvas.masks == 1:
+    if not result.disc_calls and canvas.masks == 1 and name != "autoregressive":
         assert result.passes <= result.nfe * running / len(tokens) + 1e-9
     torch.manual_seed(data.draw(st.integers(0, 9)))
     calls, order = [], data.draw(st.permutations(range(len(tokens))))
