@@ -87,9 +87,9 @@ OPTIONS = [
 def inputs(name):
     """Canvases that a sampler can fill."""
     if name == "autoregressive":
-        return canvases(prompts=True, allowed=False)
+        return canvases(prompts=True)
     if name == "uniform-state":
-        return canvases(allowed=False)
+        return canvases()
     return canvases(masks=(1, 1, 2))
 
 
@@ -118,7 +118,7 @@ def test_a_sample_is_whole_and_its_own(name, data):
         assert result.passes == pytest.approx(ran / len(tokens))
     running = int(canvas.open.any(1).sum())
     assert (result.passes > 0) == (running > 0), "who has nothing to write runs nothing"
-    if not result.disc_calls and canvas.masks == 1:
+    if not result.disc_calls and canvas.masks == 1 and name != "autoregressive":
         assert result.passes <= result.nfe * running / len(tokens) + 1e-9
     torch.manual_seed(data.draw(st.integers(0, 9)))
     calls, order = [], data.draw(st.permutations(range(len(tokens))))
@@ -129,7 +129,8 @@ def test_a_sample_is_whole_and_its_own(name, data):
         part = draw(some_rows(canvas, rows), settings=settings)
         assert torch.equal(part.tokens, result.tokens[rows])
         calls.append(part.disc_calls)
-        assert (part.log_prob is None) == (result.log_prob is None)
+        if part.passes or "blocks" not in name:  # a path without blocks is known
+            assert (part.log_prob is None) == (result.log_prob is None)
         if result.log_prob is not None:
             torch.testing.assert_close(part.log_prob, result.log_prob[rows])
     assert result.disc_calls == max(calls)

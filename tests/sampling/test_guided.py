@@ -33,7 +33,7 @@ from didi_instruct.sampling.guide import (
     tilted,
 )
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import PAD, Canvas
 
 from .enumeration import assert_follows, follows, law_of_reranking, law_of_tilting
 from .toys import LINEAR, MASK, TINY, Forbidden, L, LinearGuide, Toy, ToyGuide, toy_of
@@ -236,20 +236,19 @@ def networks(device, dtype=torch.float64, **changes):
 
 
 def starts(device):
-    """Nothing given, the same to all, something; positions that stay masks, for all, for some."""
+    """Nothing given, the same to all, something; padding, for all, for some."""
     blank, columns = torch.full((6, 12), 299), torch.arange(12)
     given = blank.clone()
     given[1, 3:6], given[2], given[4, :11] = 7, 5, 3
-    for_some = (columns < 8).repeat(6, 1)
-    for_some[0, :3] = False
+    for_some = blank.masked_fill(columns >= 8, PAD)
+    for_some[0, :3] = 7
     canvases = [
-        (blank, None, ()), (blank.masked_fill(columns % 5 == 0, 9), None, ()), (given, None, ()),
-        (blank, columns < 8, (3,)), (blank, for_some, ()), (blank[:1], None, ()),
+        (blank, ()), (blank.masked_fill(columns % 5 == 0, 9), ()), (given, ()),
+        (blank.masked_fill(columns >= 8, PAD), (3,)), (for_some, ()), (blank[:1], ()),
     ]  # fmt: skip
-    for tokens, allowed, stream in canvases:
-        allowed = None if allowed is None else allowed.to(device)
+    for tokens, stream in canvases:
         samples = torch.arange(len(tokens), device=device)
-        yield Canvas(tokens.to(device), 299, samples, allowed, stream)
+        yield Canvas(tokens.to(device), 299, samples, stream)
 
 
 ENGINE_RUNS = {

@@ -11,7 +11,7 @@ from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling import draw as draws
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import LogitsDenoiser
-from didi_instruct.sampling.draw import Noise, Purpose
+from didi_instruct.sampling.draw import DrawOptions, Noise, Purpose
 from didi_instruct.sampling.guide import Guidance
 from didi_instruct.sampling.guided import read_all_masks, rgas
 from didi_instruct.sampling.plan import (
@@ -73,14 +73,14 @@ def are_alike(canvas, rows):
 @given(canvases(masks=(1, 2)), st.integers(1, 5), seeds, st.booleans())
 def test_a_plan_writes_every_open_position_once_at_its_turn(canvas, steps, seed, begun):
     """And the first step that writes reads texts that are alike once, but for those begun."""
-    state, noise, turn = State(canvas), canvas.noise(seed), random_turn(canvas, steps, seed)
+    state, turn = State(canvas, DrawOptions(seed=seed)), random_turn(canvas, steps, seed)
     times = [1.0, *torch.linspace(0.9, 0, steps).tolist()]
-    plan = make_plan(state, turn, times, noise, begun=begun)
+    plan = make_plan(state, turn, times, begun=begun)
     assert [step.time for step in plan] == times[:-1] == [step.t for step in plan]
     first = True
     for n, step in enumerate(plan):
         write = canvas.open & (turn == n)
-        check_step(step, n, write, canvas.tokens, noise, canvas.masks)
+        check_step(step, n, write, canvas.tokens, state.noise, canvas.masks)
         rows = write.any(1).nonzero().squeeze(1)
         assert (step.row is not None) == (first and not begun and are_alike(canvas, rows))
         first = first and not len(rows)
@@ -92,12 +92,12 @@ def test_a_plan_writes_every_open_position_once_at_its_turn(canvas, steps, seed,
 @given(canvases(masks=(1, 2)), st.integers(0, 9), seeds)
 def test_a_single_step_writes_where_a_mask_says(canvas, n, seed):
     """From texts that are alike, one is read."""
-    generator, state, noise = torch.Generator().manual_seed(seed), State(canvas), canvas.noise(seed)
+    generator, state = torch.Generator().manual_seed(seed), State(canvas, DrawOptions(seed=seed))
     write = canvas.open & (torch.rand(canvas.tokens.shape, generator=generator) < 0.4)
     rows = write.any(1).nonzero().squeeze(1)
     for begun in (False, True):
-        step = step_where(state, noise, n, 0.5, write, begun=begun)
-        check_step(step, n, write, canvas.tokens, noise, canvas.masks)
+        step = step_where(state, n, 0.5, write, begun=begun)
+        check_step(step, n, write, canvas.tokens, state.noise, canvas.masks)
         assert step.t == 0.5
         assert (step.row is not None) == (not begun and are_alike(canvas, rows))
 
@@ -108,9 +108,9 @@ def test_a_tilting_step_reads_all_masks_of_its_texts_and_first_those_it_writes(
     canvas, steps, seed, nothing
 ):
     """Of texts that write something alone; a step with h = 0 stays as it was."""
-    noise, times = canvas.noise(seed), [1.0, *torch.linspace(0.9, 0, steps).tolist()]
+    times = [1.0, *torch.linspace(0.9, 0, steps).tolist()]
     turn = torch.where(canvas.open, random_turn(canvas, steps, seed), -1)
-    plan = make_plan(State(canvas), turn, times, noise, begun=canvas.masks > 1)
+    plan = make_plan(State(canvas, DrawOptions(seed=seed)), turn, times, begun=canvas.masks > 1)
     scales = [0.0 if nothing and n == 0 else 2.0 for n in range(steps)]
     for n, (step, old) in enumerate(zip(read_all_masks(plan, turn, scales), plan, strict=True)):
         assert torch.equal(step.writes, old.writes)

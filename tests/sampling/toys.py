@@ -1,7 +1,6 @@
 """Denoisers and guides whose every number can be checked, and a sampler without any cleverness."""
 
 import itertools
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -156,8 +155,8 @@ def toy_of(language=TINY):
 
 
 @st.composite
-def canvases(draw, *, allowed=True, prompts=False, masks=(1,), length=L):
-    """Texts given in part, some alike, some padded at the end, some positions not to be written."""
+def canvases(draw, *, prompts=False, masks=(1,), length=L):
+    """Texts given in part, some alike, some padded at the end."""
     batch = draw(st.integers(1, 4))
     token = st.sampled_from([MASK, MASK, MASK, 0, 1, V - 1])
     row = st.lists(token, min_size=length, max_size=length)
@@ -170,24 +169,15 @@ def canvases(draw, *, allowed=True, prompts=False, masks=(1,), length=L):
     if draw(st.booleans()):
         ends = torch.tensor(draw(st.lists(st.integers(0, length), min_size=batch, max_size=batch)))
         tokens[torch.arange(length) >= ends[:, None]] = PAD
-    where = None
-    if allowed and draw(st.booleans()):
-        shape = draw(st.sampled_from([(length,), (batch, length)]))
-        flat = draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape)))
-        where = torch.tensor(flat).view(shape)
     first = draw(st.sampled_from([0, 70]))
     stream = draw(st.sampled_from([(), (), (6, 1)]))
     samples = torch.arange(first, first + batch)
-    return Canvas(tokens, MASK, samples, where, stream, draw(st.sampled_from(masks)))
+    return Canvas(tokens, MASK, samples, stream, draw(st.sampled_from(masks)))
 
 
 def some_rows(canvas, rows):
     """A canvas of some rows (b,) of another."""
-    allowed = canvas.allowed
-    if allowed is not None and allowed.ndim == 2:
-        allowed = allowed[rows]
-    tokens, samples = canvas.tokens[rows], canvas.samples[rows]
-    return replace(canvas, tokens=tokens, samples=samples, allowed=allowed)
+    return replace(canvas, tokens=canvas.tokens[rows], samples=canvas.samples[rows])
 
 
 # The reference

@@ -210,7 +210,7 @@ def row_index(selected: Tensor, state: Tensor, position: Tensor) -> Tensor:
 def texts_from(z: Tensor, mask_id: int) -> State:
     """Texts z (B, L) on their way; states that were read are kept."""
     canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
-    return State(canvas, watched=True, padded=False)
+    return State(canvas, keeps=True, padded=False)
 
 
 def as_denoiser(logits_at: LogitsAt, num_tokens: int = 0) -> LogitsDenoiser:

@@ -1,1 +1,1 @@
-"""From a denoiser to text: exact draws and samplers as free functions."""
+"""Samplers as free functions: from a denoiser to text, by exact draws."""

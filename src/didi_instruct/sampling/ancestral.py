@@ -19,38 +19,30 @@ Draw = Callable[[State, Step], tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def run(
-    plan: Sequence[Step],
-    state: State,
-    draw: Draw,
-    callback: Callback | None = None,
-    steps: int | None = None,
-) -> None:
+def run(plan: Sequence[Step], state: State, draw: Draw) -> None:
     """Take the steps of a plan: the reverse process of every sampler that does not look at tokens.
 
-    A step that reads no text needs no pass. `steps` are all that a callback is told of, where
-    the plan is a part of them.
+    A step that reads no text needs no pass.
     """
-    steps = len(plan) if steps is None else steps
     for step in plan:
         if step.states is None or len(step.states):
             state.write(step.writes, *draw(state, step))
         if step.erases is not None:
             state.erase(step.erases)
-        if callback is not None:
-            callback(state.snapshot(step.index, steps, step.time, step.writes))
+        state.report(step.time)
 
 
-def plain(denoiser: Denoiser, options: DrawOptions = PLAIN) -> Draw:
+def plain(denoiser: Denoiser) -> Draw:
     """Draw from the denoiser's law; the path's is that of a mixture where texts carry codes."""
 
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
-        own = replace(options, temperature=0.0) if step.greedy else options
+        settings = replace(state.settings, temperature=0.0) if step.greedy else state.settings
         reads = state.reads(step.states, step.codes)
         state.count(len(reads))
-        tokens, log_p = denoiser.draw(reads, step, own)
-        if step.codes is not None and options.measure_path:
-            state.correction += _code_correction(denoiser, own, state, step, tokens, log_p)
+        tokens, log_p = denoiser.draw(reads, step, settings)
+        if step.codes is not None and settings.measure_path:
+            correction = _code_correction(denoiser, settings, state, step, tokens, log_p)
+            state.correction += correction
         return tokens, log_p
 
     return draw
@@ -58,7 +50,7 @@ def plain(denoiser: Denoiser, options: DrawOptions = PLAIN) -> Draw:
 
 def _code_correction(
     denoiser: Denoiser,
-    options: DrawOptions,
+    settings: DrawOptions,
     state: State,
     step: Step,
     tokens: Tensor,
@@ -77,7 +69,7 @@ def _code_correction(
         logits = denoiser.logits(state.reads(step.states, code), step.t, step.reads)
         logits = logits if step.row is None else logits[step.row]
         # The drawn code as it was drawn: a batch of another shape may round otherwise.
-        found = torch.where(own_code == code, log_p, log_prob_of(logits, tokens, options))
+        found = torch.where(own_code == code, log_p, log_prob_of(logits, tokens, settings))
         each.append(none.index_add(0, text, found))
     mixture = torch.stack(each).logsumexp(0) - math.log(len(each))
     return mixture - none.index_add(0, text, log_p)
@@ -105,10 +97,10 @@ def ancestral(
 
     `greedy_tail`: the last step takes the most probable tokens instead of drawing them.
     """
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    times, turn = reveal_turns(schedule, state.open, steps, grid, order, noise)
-    plan = make_plan(state, turn, times, noise)
+    state = State(canvas, settings, callback, steps)
+    turn, times = reveal_turns(schedule, state.noise, state.open, steps, grid, order)
+    plan = make_plan(state, turn, times)
     if greedy_tail:
         plan[-1] = replace(plan[-1], greedy=True)
-    run(plan, state, plain(denoiser, settings), callback)
-    return state.samples(nfe=steps, exact_path=canvas.masks == 1 or settings.measure_path)
+    run(plan, state, plain(denoiser))
+    return state.samples()

@@ -6,6 +6,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, invert, law_of
 from didi_instruct.sampling.engines.cuda import Decoders
+from didi_instruct.sampling.plan import flat_positions
 from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
 
 
@@ -33,21 +34,23 @@ def autoregressive(
     others as without.
     """
     _check(canvas)
-    if decoders is not None and callback is None and _can_decode(canvas, settings):
-        return _decoded(decoders, canvas, settings, eot_id)
-    columns = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
-    to_write = columns[canvas.open.any(0)].tolist()
+    state = State(canvas, settings, callback)
+    if decoders is not None and callback is None and _can_decode(state):
+        return _decoded(decoders, state, eot_id)
+    columns = torch.arange(state.z.shape[1], device=state.z.device)
+    to_write = columns[state.open.any(0)].tolist()
     start, end = (to_write[0], to_write[-1] + 1) if to_write else (0, 0)
-    state = State(canvas, watched=callback is not None)
+    state.steps = end - start
     runs = state.open.any(1)
     cache = KVCache(model.config, batch=int(runs.sum()), length=end)
     # A position is drawn once, so all can share a stream, whatever the other prompts are.
-    u = canvas.noise(settings.seed).uniforms(len(columns), Purpose.TOKEN, 0)
+    u = state.noise.uniforms(len(columns), Purpose.TOKEN, 0)
     drawn = torch.zeros_like(runs, dtype=torch.long)
     begin = torch.full_like(state.z[:, :1], model.config.vocab_size - 1)
     unread = torch.cat((begin, state.z[:, :start]), dim=1)
     for column in range(start, end):
-        masked, share = state.masked, state.masked_share
+        masked = state.masked
+        share = float(masked.sum() / state.open.sum().clamp(min=1))
         if not masked.any():
             break
         logits = model(unread[runs], cache, last_only=True)[:, -1]
@@ -57,36 +60,30 @@ def autoregressive(
         if writes.any():
             log_p = law_of(logits[writes[runs]], settings)
             token = invert(log_p, u[here])
-            at = here.flatten().nonzero().squeeze(1)
-            state.write(at, token, log_p.gather(-1, token[:, None]).squeeze(-1))
+            state.write(flat_positions(here), token, log_p.gather(-1, token[:, None]).squeeze(-1))
             drawn += writes
         if eot_id is not None:  # what is left of a text that has just drawn its end
             over = writes & (state.z[:, column] == eot_id)
-            rest = (state.masked & over[:, None]).flatten().nonzero().squeeze(1)
+            rest = flat_positions(state.masked & over[:, None])
             state.write(rest, torch.full_like(rest, eot_id), torch.zeros_like(rest))
-        if callback is not None:
-            written = (masked & ~state.masked).flatten().nonzero().squeeze(1)
-            callback(state.snapshot(column - start, max(1, end - start), share, written))
+        state.report(share)
         # What follows the end of a row is read by nobody, but has to be a token.
         last = state.z[:, column]
         unread = torch.where((last == PAD) | (last == canvas.mask_id), 0, last)[:, None]
     return state.samples(nfe=max(drawn.tolist(), default=0))
 
 
-def _can_decode(canvas: Canvas, settings: DrawOptions) -> bool:
+def _can_decode(state: State) -> bool:
     """True for texts that begin with nothing, if passes have the type of the weights."""
-    device = canvas.tokens.device.type
-    blank = canvas.tokens.numel() > 0 and bool(canvas.open.all())
-    return blank and not settings.restricted and not torch.is_autocast_enabled(device)
+    blank = state.z.numel() > 0 and bool(state.open.all())
+    autocast = torch.is_autocast_enabled(state.z.device.type)
+    return blank and not state.settings.restricted and not autocast
 
 
-def _decoded(
-    decoders: Decoders, canvas: Canvas, settings: DrawOptions, eot_id: int | None
-) -> Samples:
-    """The same by captured passes, of texts without prompts."""
-    batch, length = canvas.tokens.shape
-    state = State(canvas)
-    u = canvas.noise(settings.seed).uniforms(length, Purpose.TOKEN, 0)
+def _decoded(decoders: Decoders, state: State, eot_id: int | None) -> Samples:
+    """Sample texts without prompts by captured passes."""
+    batch, length = state.z.shape
+    u = state.noise.uniforms(length, Purpose.TOKEN, 0)
     drawn, log_p = decoders.find(batch, length).decode(u, eot_id)
     columns = drawn.shape[1]
     counts = torch.ones_like(drawn, dtype=torch.bool)

@@ -6,14 +6,13 @@ if it writes one token at a time.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise, in_parts, invert, law_of
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, in_parts, invert, law_of
 from didi_instruct.sampling.plan import Step, check_steps, step_where
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
@@ -34,11 +33,7 @@ def margin(log_p: Tensor, token: Tensor) -> Tensor:
     return best[:, 0] - best[:, 1]
 
 
-ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "confidence": confidence,
-    "entropy": certainty,
-    "margin": margin,
-}
+ORDERS = {"confidence": confidence, "entropy": certainty, "margin": margin}
 """Sureness of drawn tokens: the highest come first."""
 
 
@@ -66,66 +61,50 @@ def by_confidence(
 
     There is no schedule: the denoiser is told the share of the text that is masked.
     """
-    lowest = _lowest(steps, order, threshold)
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    nfe = keep_surest(
-        denoiser, state, noise, settings, state.open, order,
-        steps=steps, lowest=lowest, callback=callback,
-    )  # fmt: skip
-    return state.samples(nfe=nfe, exact_path=False)
+    lowest, state = _lowest(steps, order, threshold), State(canvas, settings, callback)
+    state.steps = max([1, *state.open.sum(1).tolist()]) if steps is None else steps
+    nfe = keep_surest(denoiser, state, state.open, order, state.steps, lowest)
+    return state.samples(nfe, exact_path=False)
 
 
 def keep_surest(
     denoiser: Denoiser,
     state: State,
-    noise: Noise,
-    options: DrawOptions,
     inside: Tensor,
     order: str,
-    *,
-    steps: int | None,
-    lowest: float = math.nan,
-    first: int = 0,
-    scheduled: int | None = None,
-    callback: Callback | None = None,
+    steps: int,
+    lowest: float | None = None,
 ) -> int:
     """Write the positions `inside` (B, L) in order of sureness; return the number of steps.
 
-    In `steps` steps, or without as many as it takes to keep all that reach `lowest`. A callback is
-    told of steps from `first` on, of those `scheduled` in all.
+    Those are `steps`, or as few as it takes to keep all that reach `lowest`.
     """
-    if steps is not None:
-        check_steps(steps)
     count = inside.sum()
-    most = max([1, *inside.sum(1).tolist()]) if steps is None else steps
-    for n in range(most):
+    for n in range(steps):
         masked = state.masked & inside
-        share, keep = float(masked.sum() / count.clamp(min=1)), masked
+        share = float(masked.sum() / count.clamp(min=1))
         if masked.any():
-            step = step_where(state, noise, n, share, masked)
-            token, log_p, sureness = _candidates(denoiser, state, step, options, order)
+            step = step_where(state, n, share, masked)
+            token, log_p, sureness = _candidates(denoiser, state, step, order)
             value = torch.zeros_like(state.costs).masked_scatter(masked, sureness)
             place = rank(value, masked)
-            if steps is None:
-                keep = masked & ((value >= lowest) | (place < 1))
+            if lowest is None:
+                keep = place < -(-masked.sum(1, keepdim=True) // (steps - n))
             else:
-                left = masked.sum(1, keepdim=True)
-                keep = masked & (place < -(-left // (steps - n)))
+                keep = (value >= lowest) | (place < 1)
             kept = keep.view(-1)[step.writes]
             state.write(step.writes[kept], token[kept], log_p[kept])
-        elif steps is None:
+        elif lowest is not None:
             return n
-        if callback is not None:
-            written = keep.flatten().nonzero().squeeze(1)
-            callback(state.snapshot(first + n, scheduled or most, share, written))
-    return most
+        state.report(share)
+    return steps
 
 
 def _candidates(
-    denoiser: Denoiser, state: State, step: Step, options: DrawOptions, order: str
+    denoiser: Denoiser, state: State, step: Step, order: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, log-probabilities and sureness (N,) of what a step would write."""
-    times = state.reads(step.states).masked_share(state.mask_id)
+    settings, times = state.settings, state.reads(step.states).masked_share(state.mask_id)
     reads = state.reads(step.states, step.codes)
     state.count(len(reads))
     logits = denoiser.logits(reads, times, step.reads)
@@ -133,7 +112,7 @@ def _candidates(
     tokens, log_ps, values = [], [], []
     for part, numbers in in_parts(logits, step.u):
         own = law_of(part)
-        token = invert(law_of(part, options) if options.restricted else own, numbers)
+        token = invert(law_of(part, settings) if settings.restricted else own, numbers)
         tokens.append(token)
         log_ps.append(own.gather(-1, token[:, None]).squeeze(-1))
         values.append(ORDERS[order](own, token))
@@ -150,14 +129,16 @@ def rank(value: Tensor, masked: Tensor) -> Tensor:
     return highest.argsort(1)
 
 
-def _lowest(steps: int | None, order: str, threshold: float | None) -> float:
+def _lowest(steps: int | None, order: str, threshold: float | None) -> float | None:
     """Return the sureness that passes a threshold, or say what is wrong with the arguments."""
     if order not in ORDERS:
         raise UserError(f"`{order}` is not an order. Known: {', '.join(ORDERS)}.")
     if (steps is None) == (threshold is None):
         raise UserError("Sampling in order needs steps or a threshold: give one of the two.")
+    if steps is not None:
+        check_steps(steps)
     if threshold is None:
-        return math.nan
+        return None
     if order == "entropy":
         if not threshold >= 0:
             raise UserError(f"threshold is {threshold}: an entropy is 0 or more.")

@@ -1,6 +1,7 @@
 """Denoisers: p(x | z_t) as samplers ask for it, evaluated only where a step needs it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,31 +18,26 @@ from didi_instruct.sampling.state import Reads
 class Denoiser(Protocol):
     """Laws of the clean tokens given noisy texts; t is one time for all of them, or (U,)."""
 
-    num_tokens: int
-    """V, the real tokens."""
-    compiled: bool
-    """Functions beside the network may be compiled too."""
+    num_tokens: int  # V, the real tokens
+    compiled: bool  # functions beside the network may be compiled too
 
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
         """Logits (R, V) at flat positions `at` (R,) of texts (U, L)."""
 
     def logits_in_parts(self, reads: Reads, t: Tensor | float, at: Tensor) -> Iterator[Tensor]:
-        """The same some rows at a time; columns beyond V have probability 0."""
+        """`logits` some rows at a time; columns beyond V have probability 0."""
 
     def draw(self, reads: Reads, step: Step, options: DrawOptions) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities (N,) of what a step writes."""
 
 
+@dataclass(eq=False)
 class LogitsDenoiser:
     """A denoiser whose draws start from logits that are all held at once."""
 
-    compiled = False
-
-    def __init__(
-        self, logits: Callable[[Reads, Tensor | float, Tensor], Tensor], num_tokens: int
-    ) -> None:
-        """Take (reads, t, at (R,)) -> logits (R, V)."""
-        self.logits, self.num_tokens = logits, num_tokens
+    logits: Callable[[Reads, Tensor | float, Tensor], Tensor]  # (reads, t, at (R,)) -> (R, V)
+    num_tokens: int
+    compiled: bool = False
 
     def logits_in_parts(self, reads: Reads, t: Tensor | float, at: Tensor) -> Iterator[Tensor]:
         yield self.logits(reads, t, at)

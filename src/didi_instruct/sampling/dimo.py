@@ -21,8 +21,7 @@ from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens
 from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
 from didi_instruct.sampling.state import Callback, Canvas, Reads, Samples, State, split_padding
 
-FARTHEST = 8.5
-"""Normal numbers are cut here, where the last of 2^53 uniform ones would be infinite."""
+FARTHEST = 8.5  # normal numbers end here: the last of 2^53 uniform ones would be infinite
 
 
 class Uniforms(Protocol):
@@ -35,12 +34,9 @@ class Uniforms(Protocol):
 class Seen:
     """Texts on their way as a network sees them."""
 
-    tokens: Tensor
-    """(B, L): what is written, the start elsewhere."""
-    unwritten: Tensor
-    """(B, L) positions that show the start."""
-    normals: Tensor | None
-    """(B, L, d) standard normal numbers: the noise of the start. None: it has none."""
+    tokens: Tensor  # (B, L): what is written, the start elsewhere
+    unwritten: Tensor  # (B, L) positions that show the start
+    normals: Tensor | None  # (B, L, d) standard normal noise of the start; None: it has none
 
     def only(self, rows: Tensor) -> "Seen":
         """Return some of the texts, selected by (B,) or by their numbers (U,)."""
@@ -57,8 +53,7 @@ class Seen:
 class Start:
     """Settings of random starts."""
 
-    random: float
-    """Share of the masks that are random tokens instead."""
+    random: float  # share of the masks that are random tokens instead
     noise: float
     """σ: an embedding e becomes sqrt(1 - σ²) e + σ s n, with n standard normal and s the deviation
     of all embeddings."""
@@ -113,9 +108,9 @@ def dimo(
     `log_prob` is given the start, as if it were known: path entropies are then too low, and path
     KL bounds the KL of the sampler from above, though less closely than without a start.
     """
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
+    state = State(canvas, settings, callback, steps)
     width, end_id = network.vectors.shape[1], network.config.end_id
-    begun = start.begin(canvas.tokens, canvas.mask_id, width, noise, end_id)
+    begun = start.begin(canvas.tokens, canvas.mask_id, width, state.noise, end_id)
 
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
         seen = begun.later(state.z, state.mask_id)
@@ -125,6 +120,6 @@ def dimo(
         logits = start.logits(network, seen, sigma, step.reads)[:, : network.config.num_tokens]
         return draw_tokens(logits, step.u, step.row, settings)
 
-    times, turn = reveal_turns(schedule, state.open, steps, grid, "random", noise)
-    run(make_plan(state, turn, times, noise, begun=True), state, draw, callback)
-    return state.samples(nfe=steps)
+    turn, times = reveal_turns(schedule, state.noise, state.open, steps, grid, "random")
+    run(make_plan(state, turn, times, begun=True), state, draw)
+    return state.samples()

@@ -18,16 +18,11 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.compile import Fused, fuses
 from didi_instruct.transfer import sent
 
-GREEDY = 1e-8
-"""Temperatures below it count as 0: logits divided by them would overflow."""
-LAW_ELEMENTS = 2**24
-"""Entries of float64 laws over the vocabulary that are held at a time."""
-NOISE_ELEMENTS = 2**21
-"""Random numbers that are made at a time."""
-CHUNK = 64
-"""Tokens of the vocabulary whose probabilities are summed together."""
-LOWEST = torch.finfo(torch.float64).min
-"""Below all logits, where -inf minus itself would be NaN."""
+GREEDY = 1e-8  # lower temperatures count as 0: logits divided by them would overflow
+LAW_ELEMENTS = 2**24  # entries of float64 laws over the vocabulary that are held at a time
+NOISE_ELEMENTS = 2**21  # random numbers that are made at a time
+CHUNK = 64  # tokens of the vocabulary whose probabilities are summed together
+LOWEST = torch.finfo(torch.float64).min  # below all logits, where -inf minus itself would be NaN
 
 Sums = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -144,10 +139,8 @@ class Noise:
     """All random numbers of some samples."""
 
     seed: int
-    samples: Tensor
-    """(B,) index of each sample within the seed."""
-    stream: tuple[int, ...] = ()
-    """First numbers of all streams: parts of a text that are written in turn differ in them."""
+    samples: Tensor  # (B,) index of each sample within the seed
+    stream: tuple[int, ...] = ()  # first numbers of all streams; blocks of a text differ in them
 
     def uniforms(self, count: int, *stream: int | Tensor) -> Tensor:
         """(B, count) numbers in [0, 1), or as `stream` broadcasts."""

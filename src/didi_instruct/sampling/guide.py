@@ -26,9 +26,7 @@ from didi_instruct.sampling.state import Reads
 Score = Literal["sum", "mean"]
 Select = Literal["sample", "best"]
 
-FORWARD = 1
-FORWARD_AND_BACKWARD = 3
-"""Cost of the discriminator's part in a step, in forward passes."""
+FORWARD, FORWARD_AND_BACKWARD = 1, 3  # costs in forward passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,18 +35,14 @@ class Guidance:
 
     h_start: float = 30.0
     """Tilting scale h of the first step. A negative h is the control: it must do harm."""
-    h_end: float = 40.0
-    """h of the last tilting step, with a straight line between the two."""
-    candidates: int = 4
-    """M, the states among which a re-ranking step chooses."""
-    split: float = 0.5
-    """Fraction of the steps that tilt, rounded down; the others re-rank."""
+    h_end: float = 40.0  # h of the last tilting step, with a straight line between the two
+    candidates: int = 4  # M, the states among which a re-ranking step chooses
+    split: float = 0.5  # fraction of the steps that tilt, rounded down; the others re-rank
     score: Score = "sum"
     """Re-rank by log-ratios summed over all written positions, or averaged over masked ones."""
     select: Select = "sample"
     """Take a candidate with probability softmax(score), or the one of the best score."""
-    clamp: float = 1.0
-    """Largest entry of the reward's gradient with respect to the logits."""
+    clamp: float = 1.0  # largest entry of the reward's gradient with respect to the logits
 
     def __post_init__(self) -> None:
         for name, value in (("h_start", self.h_start), ("h_end", self.h_end)):
@@ -78,8 +72,7 @@ class Guidance:
 class Guide(Protocol):
     """Log-ratios of teacher over student."""
 
-    num_tokens: int
-    """V, the real tokens it knows."""
+    num_tokens: int  # V, the real tokens it knows
 
     def vectors(self, columns: int) -> Tensor:
         """(W, d) embeddings of the real tokens, and rows of 0 up to the number of columns."""
@@ -200,18 +193,3 @@ def tilted(logits: Tensor, slope: Tensor, h: Tensor, clamp: Tensor) -> Tensor:
 
 
 fused_tilt: Fused[[Tensor, Tensor, Tensor, Tensor], Tensor] = Fused(tilted, "A tilt")
-
-
-def total_score(
-    log_ratio: Tensor, z: Tensor, written: Tensor, mask_id: int, score: Score
-) -> Tensor:
-    """Log-ratios, summed over written positions or averaged over masked ones (0 without any).
-
-    Written are those that the sampler fills: what is given, and what fills a window behind the end
-    of its text, a discriminator has not learnt to judge.
-
-    Shapes: (B, L) each -> (B,) in float64.
-    """
-    counted = written if score == "sum" else written & (z == mask_id)
-    total = log_ratio.double().masked_fill(~counted, 0.0).sum(1)
-    return total if score == "sum" else total / counted.sum(1).clamp(min=1)

@@ -18,13 +18,12 @@ from didi_instruct.sampling import guide as guides
 from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.ancestral import Draw, ancestral, plain, run
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise, Purpose, draw_tokens, invert
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens, invert
 from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.plan import Grid, Step
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
-MIXED_ROWS = 4096
-"""Rows of probabilities over the vocabulary that are mixed at a time."""
+MIXED_ROWS = 4096  # of probabilities over the vocabulary that are mixed at a time
 
 
 @torch.no_grad()
@@ -67,23 +66,20 @@ def rgas(
             f"{denoiser.num_tokens}: use one that was trained for this model."
         )
     # The law of a guided step is not the denoiser's, whose code could be summed out.
-    coded, settings = canvas.masks > 1, replace(settings, measure_path=False)
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    times, turn = plans.reveal_turns(schedule, state.open, steps, grid, order, noise)
+    state = State(canvas, replace(settings, measure_path=False), callback, steps)
+    turn, times = plans.reveal_turns(schedule, state.noise, state.open, steps, grid, order)
     turn = torch.where(state.masked, turn, -1)
-    plan = plans.make_plan(state, turn, times, noise, begun=coded)
-    draw = plain(denoiser, settings)
+    plan, draw = plans.make_plan(state, turn, times, begun=canvas.masks > 1), plain(denoiser)
     if any(scales):
         plan = read_all_masks(plan, turn, scales)
-        draw = tilted(denoiser, guide, settings, scales, guidance.clamp)
+        draw = tilting(denoiser, guide, scales, guidance.clamp)
     known = len(scales) if reranks else steps
-    run(plan[:known], state, draw, callback, steps)
+    run(plan[:known], state, draw)
     if reranks:
         chances = plans.reveal_chances(schedule, times) if order == "random" else None
-        search = Search(denoiser, guide, state, noise, settings, guidance, times, turn, chances)
-        begun = coded or any(len(step.writes) for step in plan[:known])
-        search.run(range(known, steps), callback, begun=begun)
-    return state.samples(nfe=steps, exact_path=not reranks and not coded)
+        search = Search(denoiser, guide, state, guidance, times, turn, chances)
+        search.run(range(known, steps), plan[:known])
+    return state.samples(exact_path=state.measured and not reranks)
 
 
 # Tilting
@@ -119,15 +115,13 @@ def read_all_masks(plan: list[Step], turn: Tensor, scales: list[float]) -> list[
     return found
 
 
-def tilted(
-    denoiser: Denoiser, guide: Guide, options: DrawOptions, scales: list[float], clamp: float
-) -> Draw:
+def tilting(denoiser: Denoiser, guide: Guide, scales: list[float], clamp: float) -> Draw:
     """Draw from logits + h * gradient of the reward, Eq. (10), with the h of each step.
 
     The reward of a text is the sum of the log-ratios over its masks, each of which shows the guide
     the average embedding under the denoiser. A gradient is taken where tokens are drawn.
     """
-    otherwise = plain(denoiser, options)
+    otherwise = plain(denoiser)
 
     @fusing(denoiser.compiled)
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
@@ -135,7 +129,7 @@ def tilted(
         if h == 0:
             return otherwise(state, step)
         reads, count, start = state.reads(step.states), len(step.writes), 0
-        coded = reads if step.codes is None else reads.with_codes(state.mask_id, step.codes)
+        coded = reads if step.codes is None else state.reads(step.states, step.codes)
         kept: list[Tensor] = []
         mixed: list[Tensor] = []
         for logits in denoiser.logits_in_parts(coded, step.t, step.reads):
@@ -156,7 +150,7 @@ def tilted(
         slope = guides.slopes(gradient[row], vectors, dtype)
         strength, limit = (slope.new_full((), x) for x in (h, clamp))
         logits = guides.fused_tilt(logits[row], slope, strength, limit)
-        return draw_tokens(logits[:, : denoiser.num_tokens], step.u, None, options)
+        return draw_tokens(logits[:, : denoiser.num_tokens], step.u, None, state.settings)
 
     return draw
 
@@ -171,29 +165,24 @@ class Search:
     denoiser: Denoiser
     guide: Guide
     state: State
-    noise: Noise
-    options: DrawOptions
     guidance: Guidance
     times: list[float]
-    turn: Tensor
-    """(B, L) the step that reveals each position, where chance has no say in it."""
-    chances: list[float] | None
-    """Probability that each step reveals a mask; None: it has its turn."""
+    turn: Tensor  # (B, L) step that reveals each position, where chance has no say in it
+    chances: list[float] | None  # that each step reveals a mask; None: it has its turn
 
-    def run(self, steps: range, callback: Callback | None, *, begun: bool) -> None:
-        """Take the steps; `begun`: something is written, so texts are no longer alike."""
-        count, length = self.guidance.candidates, self.state.z.shape[1]
+    def run(self, steps: range, before: list[Step]) -> None:
+        """Take the steps that come after those `before`."""
+        state, count, length = self.state, self.guidance.candidates, self.state.z.shape[1]
         coins, numbers = (
-            (each for some in self.noise.of_steps(purpose, steps, length, count) for each in some)
+            (each for some in state.noise.of_steps(purpose, steps, length, count) for each in some)
             for purpose in (Purpose.REVEAL, Purpose.TOKEN)
         )
+        # With codes, or once something is written, texts are no longer alike.
+        begun = state.canvas.masks > 1 or any(len(step.writes) for step in before)
         for n in steps:
-            before = self.state.z
             with fusing(self.denoiser.compiled):  # not in the callback
                 begun |= self.step(n, next(coins), next(numbers), begun=begun)
-            if callback is not None:
-                at = (self.state.z != before).flatten().nonzero().squeeze(1)
-                callback(self.state.snapshot(n, steps.stop, self.times[n], at))
+            state.report(self.times[n])
 
     def step(self, n: int, coins: Tensor, numbers: Tensor, *, begun: bool) -> bool:
         """Take step n by numbers (M, B, L) of its candidates; return whether any wrote something.
@@ -214,7 +203,7 @@ class Search:
         at, rows = plans.first_true(either.flatten(), size), plans.first_true(ran, active)
         shared = None if begun else plans.shared_positions(state, at, rows)
         numbers, hit = numbers.flatten(1)[:, at], reveal.flatten(1)[:, at]
-        step = plans.make_step(state, self.noise, n, self.times[n], at, rows, numbers, shared)
+        step = plans.make_step(state, n, self.times[n], at, rows, numbers, shared)
         token, log_p = self._draw(step, hit)
         token, log_p = token.masked_fill(~hit, state.mask_id), log_p.masked_fill(~hit, 0.0)
         z = state.z.flatten().repeat(num, 1).index_copy_(1, at, token).view_as(reveal)
@@ -233,7 +222,7 @@ class Search:
         rows = torch.arange(len(step.writes), device=hit.device) if step.row is None else step.row
         start = 0
         for logits in self.denoiser.logits_in_parts(reads, step.t, step.reads):
-            if not self.options.restricted and step.row is None:
+            if not self.state.settings.restricted and step.row is None:
                 here = slice(start, start + len(logits))
                 own, row = numbers[:, here], rows[: len(logits)].expand(len(numbers), -1)
                 drawn = draw_tokens(logits, own.flatten(), row.flatten())
@@ -243,23 +232,30 @@ class Search:
                 chosen = inside.nonzero(as_tuple=True)
                 row = rows[chosen[1]] - start
                 real = logits[:, : self.denoiser.num_tokens]
-                drawn = draw_tokens(real, numbers[chosen], row, self.options)
+                drawn = draw_tokens(real, numbers[chosen], row, self.state.settings)
                 tokens[chosen], log_ps[chosen] = drawn
             start += len(logits)
         return tokens, log_ps
 
     def _choose(self, n: int, z: Tensor, rows: Tensor) -> Tensor:
-        """(A,) which of the candidates z (M, B, L) the texts `rows` (A,) take."""
-        state, guidance, written = self.state, self.guidance, self.state.open
+        """(A,) which of the candidates z (M, B, L) the texts `rows` (A,) take.
+
+        Their score is a sum of log-ratios over the positions that are written, or their average
+        over masks: given tokens, and ends behind a text, a discriminator has not learnt to judge.
+        """
+        state, written = self.state, self.state.open
         if len(rows) < len(state.z):
             z, written = z[:, rows], written[rows]
         flat = z.flatten(0, 1)
-        ratio = self.guide.log_ratio(state.as_reads(flat), self.times[n + 1])
+        ratio = self.guide.log_ratio(state.as_reads(flat), self.times[n + 1]).double()
         state.count(len(flat), guides.FORWARD)
-        written = written.repeat(len(z), 1)
-        scores = guides.total_score(ratio, flat, written, state.mask_id, guidance.score)
+        if self.guidance.score == "sum":
+            scores = ratio.masked_fill(~written.repeat(len(z), 1), 0.0).sum(1)
+        else:
+            masked = flat == state.mask_id
+            scores = ratio.masked_fill(~masked, 0.0).sum(1) / masked.sum(1).clamp(min=1)
         scores = scores.view(len(z), -1).T
-        if guidance.select == "best":
+        if self.guidance.select == "best":
             return scores.argmax(1)
-        select = self.noise.uniforms(1, Purpose.SELECT, n).squeeze(1)
+        select = state.noise.uniforms(1, Purpose.SELECT, n).squeeze(1)
         return invert(scores.log_softmax(1), select[rows])

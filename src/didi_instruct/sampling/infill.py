@@ -1,4 +1,4 @@
-"""What is given and what is to be written: prefixes, suffixes, gaps."""
+"""Texts with gaps to fill: their templates, and the lengths of the gaps."""
 
 import re
 from array import array
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import LengthLaw
+from didi_instruct.process.masking import LengthLaw, with_code
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import Purpose, uniforms
 from didi_instruct.sampling.state import PAD, split_padding
 
 GAP = re.compile(r" *_{3,}")
-WITNESSES = 4
-"""Given tokens after a gap that testify to its length."""
+WITNESSES = 4  # given tokens after a gap that testify to its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +24,9 @@ class Gap:
 
     shortest: int
     longest: int
-    chosen: bool = False
-    """The model chooses the number; else it is drawn evenly."""
+    chosen: bool = False  # the model chooses the number; else it is drawn evenly
 
     def __post_init__(self) -> None:
-        """Refuse gaps that cannot be."""
         if not 1 <= self.shortest <= self.longest:
             raise UserError(
                 f"A gap of {self.shortest} to {self.longest} tokens cannot be: give 1 or more, the "
@@ -43,8 +40,7 @@ class Ending:
 
     law: LengthLaw
     end_id: int
-    length: int
-    """Of a window."""
+    length: int  # of a window
 
     def fill(self, row: list[int]) -> list[int]:
         """Return a window: the row, and ends behind it."""
@@ -55,11 +51,9 @@ class Ending:
 class Template:
     """Given tokens, and the gaps between them."""
 
-    pieces: list[list[int]]
-    """One more than gaps: the first and the last may be empty."""
+    pieces: list[list[int]]  # one more than gaps: the first and the last may be empty
     gaps: list[Gap]
-    ending: Ending | None = None
-    """Of texts that have windows of their own."""
+    ending: Ending | None = None  # of texts that have windows of their own
 
     @property
     def given(self) -> int:
@@ -184,11 +178,12 @@ def _length_scores(
     start += texts.shape[1] * torch.arange(len(texts))
     at = (start[:, None] + torch.arange(len(witnesses))).flatten()
     texts.view(-1)[at] = mask_id
-    reads, at = split_padding(texts.to(device)), at.to(device)
-    time, truth = reads.masked_share(mask_id), witnesses * len(texts)
+    z, at = texts.to(device), at.to(device)
+    time, truth = split_padding(z).masked_share(mask_id), witnesses * len(texts)
     each = []
     for code in range(masks):
-        logits = denoiser.logits(reads.with_codes(mask_id, code), time, at)
+        coded = split_padding(with_code(z, mask_id, code))
+        logits = denoiser.logits(coded, time, at)
         log_p = logits.double().log_softmax(-1).cpu()
         each.append(log_p[range(len(truth)), truth].view(len(texts), -1).sum(1))
     return scores + torch.stack(each).logsumexp(0), masks * len(texts)

@@ -29,28 +29,17 @@ Grid = str | Sequence[float]
 class Step:
     """One reverse step: what it reads, what it writes, and the noise it draws by."""
 
-    index: int
-    """Number of the step, from 0."""
-    time: float
-    """Where it starts, 1 to 0, as a callback is told."""
-    t: Tensor | float
-    """Time of the states that are read: one for all, or (U,)."""
-    states: Tensor | None
-    """(U,) rows of z to read; None: all."""
-    reads: Tensor
-    """(R,) flat positions in (U, L) whose laws are needed."""
-    writes: Tensor
-    """(N,) flat positions in (B, L) that are written."""
-    u: Tensor
-    """(N,) float64 numbers in [0, 1) that their tokens are drawn by."""
-    row: Tensor | None = None
-    """(N,) which of the reads each token is drawn from; None: the same one."""
-    erases: Tensor | None = None
-    """Flat positions in (B, L) that are masked again after the writing."""
-    codes: Tensor | None = None
-    """(U,) which mask the states carry, where a model has several."""
-    greedy: bool = False
-    """Take the most probable tokens."""
+    index: int  # from 0
+    time: float  # where it starts, 1 to 0, as a callback is told
+    t: Tensor | float  # time of the states that are read: one for all, or (U,)
+    states: Tensor | None  # (U,) rows of z to read; None: all
+    reads: Tensor  # (R,) flat positions in (U, L) whose laws are needed
+    writes: Tensor  # (N,) flat positions in (B, L) that are written
+    u: Tensor  # (N,) float64 numbers in [0, 1) that their tokens are drawn by
+    row: Tensor | None = None  # (N,) which read each token is drawn from; None: the same one
+    erases: Tensor | None = None  # flat positions in (B, L) that are masked after the writing
+    codes: Tensor | None = None  # (U,) which mask the states carry, where a model has several
+    greedy: bool = False  # take the most probable tokens
 
 
 def time_grid(grid: Grid, steps: int) -> list[float]:
@@ -89,18 +78,18 @@ def reveal_chances(schedule: Schedule, times: Sequence[float]) -> list[float]:
 
 
 def reveal_turns(
-    schedule: Schedule, open: Tensor, steps: int, grid: Grid | None, order: Order, noise: Noise
-) -> tuple[list[float], Tensor]:
-    """Times of the steps, and the step (B, L) that reveals each of the `open` positions."""
+    schedule: Schedule, noise: Noise, open: Tensor, steps: int, grid: Grid | None, order: Order
+) -> tuple[Tensor, list[float]]:
+    """Step (B, L) that reveals each of the `open` positions, and the times of the steps."""
     if order == "random":
         times = time_grid("uniform" if grid is None else grid, steps)
-        return times, random_turns(noise, reveal_chances(schedule, times), open.shape[1])
+        return random_turns(noise, reveal_chances(schedule, times), open.shape[1]), times
     if order != "streams":
         raise UserError(f"order is `{order}`: use random or streams.")
     if grid is not None:
         raise UserError("order=streams has steps of its own: leave out grid.")
     check_steps(steps)
-    return interleaved_times(schedule, steps), interleaved_turns(open, steps)
+    return interleaved_turns(open, steps), interleaved_times(schedule, steps)
 
 
 def random_turns(noise: Noise, chances: Sequence[float], length: int) -> Tensor:
@@ -116,12 +105,12 @@ def random_turns(noise: Noise, chances: Sequence[float], length: int) -> Tensor:
 
 
 def make_plan(
-    state: State, turn: Tensor, times: Sequence[float], noise: Noise, *, begun: bool = False
+    state: State, turn: Tensor, times: Sequence[float], *, begun: bool = False
 ) -> list[Step]:
-    """Steps that write each open mask at its turn; waits for a GPU once.
+    """Steps that write each mask at its turn, -1 for never; waits for a GPU once.
 
     Texts that start alike are read once in the first step that writes; `begun`: they are on their
-    way already and no longer alike. Shapes: turn (B, L), in 0 .. steps - 1.
+    way already and no longer alike. Shapes: turn (B, L), in -1 .. steps - 1.
     """
     z, (batch, length), steps = state.z, state.z.shape, len(times) - 1
     turn = torch.where(state.masked, turn, -1)
@@ -136,7 +125,7 @@ def make_plan(
     *sizes, num_columns, shares, state.padded = found.tolist()  # the one transfer
     written, running = sizes[: steps + 1], sizes[steps + 1 :]
     order = torch.argsort(turn.flatten(), stable=True)
-    u = noise.uniforms(length, Purpose.TOKEN, turn).flatten()[order]
+    u = state.noise.uniforms(length, Purpose.TOKEN, turn).flatten()[order]
     every = first_true(active.flatten(), sum(running)) % batch
     parts = zip(
         torch.split(order, written)[1:], torch.split(u, written)[1:], torch.split(every, running),
@@ -145,27 +134,26 @@ def make_plan(
     plan, share = [], bool(shares) and not begun
     for n, (at, numbers, rows) in enumerate(parts):
         shared = first_true(columns, num_columns) if share and len(rows) > 1 else None
-        plan.append(make_step(state, noise, n, times[n], at, rows, numbers, shared))
+        plan.append(make_step(state, n, times[n], at, rows, numbers, shared))
         share = share and not len(at)
     return plan
 
 
 def make_step(
     state: State,
-    noise: Noise,
     index: int,
     time: float,
     at: Tensor,
     rows: Tensor,
     u: Tensor,
-    shared: Tensor | None = None,
+    shared: Tensor | None,
 ) -> Step:
     """Step that writes flat positions `at` (N,) of the texts `rows` (A,) by numbers u (N,).
 
     `shared` (C,): texts are alike, and the first is read for all, at these of its positions; with
     several masks once for each code that they have, which a GPU is waited for.
     """
-    length, codes = state.z.shape[1], step_codes(noise, index, state.canvas.masks)
+    length, codes = state.z.shape[1], step_codes(state.noise, index, state.canvas.masks)
     if shared is None:
         codes = None if codes is None else codes[rows]
         states = None if len(rows) == len(state.z) else rows
@@ -180,19 +168,17 @@ def make_step(
     return Step(index, time, time, states, reads, at, u, row, codes=codes)
 
 
-def step_where(
-    state: State, noise: Noise, index: int, time: float, mask: Tensor, *, begun: bool = False
-) -> Step:
-    """Step that writes where a mask (B, L) says; a GPU is waited for."""
-    at, rows = places(mask)
-    u = noise.uniforms(mask.shape[1], Purpose.TOKEN, index).flatten()[at]
+def step_where(state: State, index: int, time: float, mask: Tensor, *, begun: bool = False) -> Step:
+    """Step that writes where a mask (B, L) says; waits for a GPU."""
+    at, rows = flat_positions(mask), mask.any(1).nonzero().squeeze(1)
+    u = state.noise.uniforms(mask.shape[1], Purpose.TOKEN, index).flatten()[at]
     shared = None if begun else shared_positions(state, at, rows)
-    return make_step(state, noise, index, time, at, rows, u, shared)
+    return make_step(state, index, time, at, rows, u, shared)
 
 
-def places(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat positions (N,) and rows (A,) at which a mask (B, L) is true; a GPU is waited for."""
-    return mask.flatten().nonzero().squeeze(1), mask.any(1).nonzero().squeeze(1)
+def flat_positions(mask: Tensor) -> Tensor:
+    """Flat positions (N,) at which a mask (B, L) is true; waits for a GPU."""
+    return mask.flatten().nonzero().squeeze(1)
 
 
 def shared_positions(state: State, at: Tensor, rows: Tensor) -> Tensor | None:

@@ -2,31 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import with_code
-from didi_instruct.sampling.draw import Noise
+from didi_instruct.sampling.draw import PLAIN, DrawOptions, Noise
 
-PAD = -1
-"""In z: nothing is here, neither text nor mask. Never attended, never written."""
+PAD = -1  # neither text nor mask is here: never attended, never written
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Where sampling starts: given tokens, and masks to fill."""
+    """Start of a sampling: given tokens, and masks to fill."""
 
-    tokens: Tensor
-    """(B, L), the mask's id where there is something to write."""
+    tokens: Tensor  # (B, L), the mask's id where there is something to write
     mask_id: int
-    samples: Tensor
-    """(B,) index of each sample within the seed."""
-    allowed: Tensor | None = None
-    """(L,) or (B, L) positions where masks may be filled; the others stay masks. None: all."""
-    stream: tuple[int, ...] = ()
-    """First numbers of all random streams."""
+    samples: Tensor  # (B,) index of each sample within the seed
+    stream: tuple[int, ...] = ()  # first numbers of all random streams
     masks: int = 1
     """Ids that mean a mask, from `mask_id` on. In a step all masks of a text carry one of them, its
     code, drawn anew for each step: what is drawn independently shares something random."""
@@ -34,12 +29,7 @@ class Canvas:
     @property
     def open(self) -> Tensor:
         """(B, L) positions to write."""
-        masked = self.tokens == self.mask_id
-        return masked if self.allowed is None else masked & self.allowed
-
-    def noise(self, seed: int) -> Noise:
-        """Random numbers of its samples."""
-        return Noise(seed, self.samples, self.stream)
+        return self.tokens == self.mask_id
 
     @classmethod
     def blank(
@@ -50,8 +40,8 @@ class Canvas:
         *,
         first: int = 0,
         device: str | torch.device = "cpu",
-    ) -> "Canvas":
-        """Nothing given: samples first .. first + num of a seed."""
+    ) -> Self:
+        """Canvas of masks alone, for the samples first .. first + num of a seed."""
         tokens = torch.full((num, length), mask_id, device=device)
         return cls(tokens, mask_id, torch.arange(first, first + num, device=device))
 
@@ -60,20 +50,13 @@ class Canvas:
 class Snapshot:
     """The batch after one step, as a callback sees it."""
 
-    index: int
-    """Number of the step, from 0."""
-    steps: int
-    """Steps scheduled in all."""
-    time: float
-    """Where the step started, 1 to 0."""
-    tokens: Tensor
-    """(B, L) after the step, masks where nothing is written yet."""
-    revealed: Tensor
-    """(B, L) positions written by this step."""
-    confidence: Tensor
-    """(B, L) probability that the denoiser gave to the token written last, 0 elsewhere."""
-    open: Tensor
-    """(B, L) positions that were to write."""
+    index: int  # number of the step, from 0
+    steps: int  # steps scheduled in all
+    time: float  # where the step started, 1 to 0
+    tokens: Tensor  # (B, L) after the step, masks where nothing is written yet
+    revealed: Tensor  # (B, L) positions written by this step
+    confidence: Tensor  # (B, L) probability of the token written last, 0 where there is none
+    open: Tensor  # (B, L) positions that were to write
 
 
 Callback = Callable[[Snapshot], None]
@@ -83,17 +66,13 @@ Callback = Callable[[Snapshot], None]
 class Samples:
     """Sequences, and how they came about."""
 
-    tokens: Tensor
-    """(B, L)."""
+    tokens: Tensor  # (B, L)
     log_prob: Tensor | None
     """(B,) log-probability of the drawn tokens along the path, whose negative mean is the path
     entropy; None where a sampler's path has no such meaning."""
-    nfe: int
-    """Scheduled steps of the denoiser per sample."""
-    passes: float
-    """Forward-pass equivalents that really ran, per sample; a backward pass counts as two."""
-    disc_calls: int = 0
-    """Discriminator evaluations per sample."""
+    nfe: int  # scheduled steps of the denoiser per sample
+    passes: float  # forward passes that really ran, per sample; a backward pass counts as two
+    disc_calls: int = 0  # discriminator evaluations per sample
 
 
 def join(parts: Sequence[Samples]) -> Samples:
@@ -111,55 +90,80 @@ def join(parts: Sequence[Samples]) -> Samples:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Texts as networks read them."""
+
+    tokens: Tensor  # (U, L), any token where there is padding
+    attended: Tensor | None = None  # (U, L) positions that are not padding; None: all
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def masked_share(self, mask_id: int) -> Tensor:
+        """(U,) part of each text that is masked, padding not counted."""
+        attended = self.tokens.shape[1] if self.attended is None else self.attended.sum(1)
+        masked = (self.tokens == mask_id).sum(1)
+        return masked / torch.as_tensor(attended, device=masked.device).clamp(min=1)
+
+
+def split_padding(z: Tensor) -> Reads:
+    """Texts (U, L) with padding as networks read them; waits for a GPU."""
+    padded = z == PAD
+    if not padded.any():
+        return Reads(z)
+    return Reads(z.masked_fill(padded, 0), ~padded)
+
+
 class State:
-    """Texts z (B, L), what is still to write, and what the tokens written so far cost."""
+    """Texts z (B, L), how they are drawn, and what the tokens written so far cost."""
 
     def __init__(
-        self, canvas: Canvas, *, watched: bool = False, padded: bool | None = None
+        self,
+        canvas: Canvas,
+        settings: DrawOptions = PLAIN,
+        callback: Callback | None = None,
+        steps: int = 0,
+        *,
+        keeps: bool = False,
+        padded: bool | None = None,
     ) -> None:
-        """`watched`: others keep what they see of it, so nothing is changed in place."""
-        self.canvas, self.mask_id, self.watched = canvas, canvas.mask_id, watched
+        """`keeps`: z is not changed in place; `padded`: there is padding, None: not known yet."""
+        self.canvas, self.mask_id, self.open = canvas, canvas.mask_id, canvas.open
+        self.settings, self.steps, self.padded = settings, steps, padded
+        self.noise = Noise(settings.seed, canvas.samples, canvas.stream)
+        self.measured = canvas.masks == 1 or settings.measure_path  # paths of plain draws
         self.z = canvas.tokens.clone(memory_format=torch.contiguous_format)
-        self.open = canvas.open
-        """Positions to write, whether they are written yet or not."""
+        # Log-probabilities: of the token written last at each position, and beside them (B,).
         self.costs = torch.zeros(self.z.shape, dtype=torch.float64, device=self.z.device)
-        """Log-probability of the token written last at each position."""
         self.correction: Tensor | float = 0.0
-        """(B,) added to the log-probability of a path beside the costs."""
         self.passes = 0.0
-        self.calls: Tensor | None = None
-        """(B,) evaluations of a discriminator, where there are any."""
-        self.padded = padded
-        """There is padding; None: not known yet."""
+        self.calls: Tensor | None = None  # (B,) evaluations of a discriminator
+        self._keeps, self._callback = keeps or callback is not None, callback
+        self.shown, self._reports = self.z, 0  # z as a callback saw it last, and how many did
 
     @property
     def masked(self) -> Tensor:
         """(B, L) positions still to write."""
-        return (self.z == self.mask_id) & self.open
+        return self.z == self.mask_id
 
-    @property
-    def masked_share(self) -> float:
-        """Part of the open positions that is still masked: falls from 1 to 0 as time does."""
-        return float(self.masked.sum() / self.open.sum().clamp(min=1))
-
-    def reads(self, rows: Tensor | None = None, code: Tensor | int | None = None) -> "Reads":
+    def reads(self, rows: Tensor | None = None, code: Tensor | int | None = None) -> Reads:
         """Texts for a pass: all, or some rows (U,); their masks carry a code (U,), if there is one.
 
         The first call waits for a GPU.
         """
-        reads = self.as_reads(self.z if rows is None else self.z[rows])
-        return reads if code is None else reads.with_codes(self.mask_id, code)
+        z = self.z if rows is None else self.z[rows]
+        return self.as_reads(z if code is None else with_code(z, self.mask_id, code))
 
-    def as_reads(self, z: Tensor) -> "Reads":
+    def as_reads(self, z: Tensor) -> Reads:
         """Any texts (U, L) of this batch for a pass."""
         if self.padded is None:
             self.padded = bool((self.canvas.tokens == PAD).any())
         return split_padding(z) if self.padded else Reads(z)
 
     def same_as(self, row: Tensor) -> Tensor:
-        """(B,) texts that are that of `row` (1,), with the same positions to write."""
-        masked = self.masked
-        return ((self.z == self.z[row]) & (masked == masked[row])).all(1)
+        """(B,) texts that equal that of `row` (1,)."""
+        return (self.z == self.z[row]).all(1)
 
     def count(self, rows: int, passes: int = 1) -> None:
         """Count passes over so many texts."""
@@ -173,61 +177,33 @@ class State:
 
     def write(self, at: Tensor, tokens: Tensor, log_p: Tensor) -> None:
         """Write tokens (N,) with their log-probabilities (N,) at flat positions (N,)."""
-        if self.watched:
+        if self._keeps:
             self.z, self.costs = self.z.clone(), self.costs.clone()
         self.z.view(-1).scatter_(0, at, tokens)
         self.costs.view(-1).scatter_(0, at, log_p.double())
 
     def erase(self, at: Tensor) -> None:
         """Mask flat positions (N,) that were written."""
-        if self.watched:
-            self.z, self.costs = self.z.clone(), self.costs.clone()
-        self.z.view(-1).index_fill_(0, at, self.mask_id)
-        self.costs.view(-1).index_fill_(0, at, 0.0)
+        self.write(at, torch.full_like(at, self.mask_id), torch.zeros_like(at))
 
-    def snapshot(self, index: int, steps: int, time: float, at: Tensor) -> Snapshot:
-        """The batch after a step that wrote the flat positions `at` (N,)."""
-        revealed = torch.zeros_like(self.open)
-        revealed.view(-1).index_fill_(0, at, True)
-        written = self.open & (self.z != self.mask_id)
-        confidence = self.costs.exp().masked_fill(~written, 0.0)
-        return Snapshot(index, steps, time, self.z, revealed, confidence, self.open)
+    def report(self, time: float) -> None:
+        """Show a callback, if there is one, the batch after a step that started at a time."""
+        if self._callback is None:
+            return
+        z, index, revealed = self.z, self._reports, (self.z != self.shown) & ~self.masked
+        self.shown, self._reports = z, index + 1
+        confidence = self.costs.exp().masked_fill(~self.open | self.masked, 0.0)
+        self._callback(Snapshot(index, self.steps, time, z, revealed, confidence, self.open))
 
-    def samples(self, nfe: int, *, exact_path: bool = True) -> Samples:
-        """Return the result; weights that give no numbers are refused here, once."""
+    def samples(self, nfe: int | None = None, *, exact_path: bool | None = None) -> Samples:
+        """Return the result, by `nfe` steps if not those that were scheduled.
+
+        Weights that give no numbers are refused here, once.
+        """
         log_prob = self.costs.sum(1) + self.correction
         if bool(log_prob.isnan().any()):
             raise UserError("The model's logits are not numbers: its weights are damaged.")
+        exact = self.measured if exact_path is None else exact_path
         calls = 0 if self.calls is None else max(self.calls.tolist())
-        return Samples(self.z, log_prob if exact_path else None, nfe, self.passes, calls)
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Texts as networks read them."""
-
-    tokens: Tensor
-    """(U, L), any token where there is padding."""
-    attended: Tensor | None = None
-    """(U, L) positions that are not padding; None: all."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def with_codes(self, mask_id: int, code: Tensor | int) -> "Reads":
-        """The same with masks that carry a code (U,), or one for all."""
-        return Reads(with_code(self.tokens, mask_id, code), self.attended)
-
-    def masked_share(self, mask_id: int) -> Tensor:
-        """(U,) part of each text that is masked, padding not counted."""
-        attended = self.tokens.shape[1] if self.attended is None else self.attended.sum(1)
-        masked = (self.tokens == mask_id).sum(1)
-        return masked / torch.as_tensor(attended, device=masked.device).clamp(min=1)
-
-
-def split_padding(z: Tensor) -> Reads:
-    """Texts (U, L) with padding as networks read them; a GPU is waited for."""
-    padded = z == PAD
-    if not padded.any():
-        return Reads(z)
-    return Reads(z.masked_fill(padded, 0), ~padded)
+        nfe = self.steps if nfe is None else nfe
+        return Samples(self.z, log_prob if exact else None, nfe, self.passes, calls)

@@ -9,7 +9,7 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.process.uniform import posterior
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, in_parts, invert, law_of
-from didi_instruct.sampling.plan import Grid, local_positions, time_grid
+from didi_instruct.sampling.plan import Grid, flat_positions, local_positions, time_grid
 from didi_instruct.sampling.state import Callback, Canvas, Samples, State
 
 
@@ -39,22 +39,22 @@ def uniform_state(
     A text can be reached along many paths: `log_prob` is None. A callback sees as revealed what a
     step has changed, and as confidence what the denoiser thinks of the tokens now there.
     """
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
+    state = State(canvas, settings, callback, steps)
     num_tokens, length, times = denoiser.num_tokens, state.z.shape[1], time_grid(grid, steps)
     alphas = schedule.alpha(torch.tensor(times, dtype=torch.float64))
     alphas[-1] = 1.0  # not up to rounding
-    start = (noise.uniforms(length, Purpose.START, 0) * num_tokens).long().clamp(max=num_tokens - 1)
-    state.z = torch.where(state.open, start, state.z)
-    at = state.open.flatten().nonzero().squeeze(1)
+    start = state.noise.uniforms(length, Purpose.START, 0) * num_tokens
+    start = start.long().clamp(max=num_tokens - 1)
+    state.z = state.shown = torch.where(state.open, start, state.z)
+    at = flat_positions(state.open)
     rows = state.open.any(1).nonzero().squeeze(1)
     reads = local_positions(at, rows, length)
     for n in range(steps):
-        before = state.z.clone() if callback is not None else state.z
         if len(at):
             shown = state.reads(rows)
             state.count(len(shown))
             logits = denoiser.logits(shown, times[n], reads)
-            u = noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
+            u = state.noise.uniforms(length, Purpose.TOKEN, n).flatten()[at]
             greedy = greedy_tail and n == steps - 1
             alpha_t, alpha_s = alphas[n : n + 2].to(at.device).view(2, 1, 1)
             tokens, beliefs = [], []
@@ -65,7 +65,5 @@ def uniform_state(
                 tokens.append(token)
                 beliefs.append(log_p.gather(-1, token[:, None]).squeeze(-1))
             state.write(at, torch.cat(tokens), torch.cat(beliefs))
-        if callback is not None:
-            changed = (state.z != before).flatten().nonzero().squeeze(1)
-            callback(state.snapshot(n, steps, times[n], changed))
-    return state.samples(nfe=steps, exact_path=False)
+        state.report(times[n])
+    return state.samples(exact_path=False)

@@ -41,23 +41,24 @@ def first_hitting(
     sample has its own times. With an exact denoiser the samples are exact. `nfe` is the number of
     masks of the longest.
     """
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
+    state = State(canvas, settings, callback)
     counts = state.open.sum(1)
-    nfe = max(counts.tolist(), default=0)
+    nfe = state.steps = max(counts.tolist(), default=0)
     # A position that is not open comes after all others; its level is never looked at.
-    uniform = noise.uniforms(state.z.shape[1], Purpose.ORDER, 0).masked_fill(~state.open, -1.0)
+    uniform = state.noise.uniforms(state.z.shape[1], Purpose.ORDER, 0)
+    uniform = uniform.masked_fill(~state.open, -1.0)
     level, position = uniform.sort(dim=1, descending=True, stable=True)
     masked_at_start = 1 - schedule.eps
     times = schedule.time(1 - masked_at_start * level.clamp(min=0.0))
     left = (counts[:, None] - torch.arange(nfe, device=counts.device)).clamp(min=0).sum(0)
     shares = (left / counts.sum()).tolist()
-    plan = plans.make_plan(state, position.argsort(1), [*shares, 0.0], noise, begun=True)
+    plan = plans.make_plan(state, position.argsort(1), [*shares, 0.0], begun=True)
     plan = [
         replace(step, t=times[:, n] if step.states is None else times[step.states, n])
         for n, step in enumerate(plan)
     ]
-    run(plan, state, plain(denoiser, settings), callback)
-    return state.samples(nfe, exact_path=canvas.masks == 1 or settings.measure_path)
+    run(plan, state, plain(denoiser))
+    return state.samples()
 
 
 @torch.no_grad()
@@ -85,24 +86,20 @@ def remasking(
     With eta = 0 it is `ancestral`, bit for bit. Otherwise a text can be reached along many paths,
     and `log_prob` is None.
     """
-    exact = eta == 0 and (canvas.masks == 1 or settings.measure_path)
-    settings = replace(settings, measure_path=exact)
-    state, noise = State(canvas, watched=callback is not None), canvas.noise(settings.seed)
-    times, length, begun = plans.time_grid(grid, steps), state.z.shape[1], False
+    settings = replace(settings, measure_path=eta == 0 and settings.measure_path)
+    state, times = State(canvas, settings, callback, steps), plans.time_grid(grid, steps)
+    uniforms, length, begun = state.noise.uniforms, state.z.shape[1], False
     masked, plan = state.masked, []
-    for n, (reveal_chance, remask_chance) in enumerate(
-        remask_chances(schedule, times, eta, strategy)
-    ):
-        reveal = masked & (noise.uniforms(length, Purpose.REVEAL, n) < reveal_chance)
-        written = state.open & ~masked
-        erase = written & (noise.uniforms(length, Purpose.REMASK, n) < remask_chance)
+    for n, (reveals, remasks) in enumerate(remask_chances(schedule, times, eta, strategy)):
+        reveal = masked & (uniforms(length, Purpose.REVEAL, n) < reveals)
+        erase = state.open & ~masked & (uniforms(length, Purpose.REMASK, n) < remasks)
         masked = (masked & ~reveal) | erase
-        step = plans.step_where(state, noise, n, times[n], reveal, begun=begun)
+        step = plans.step_where(state, n, times[n], reveal, begun=begun)
         greedy = greedy_tail and n == steps - 1
-        plan.append(replace(step, erases=plans.places(erase)[0], greedy=greedy))
+        plan.append(replace(step, erases=plans.flat_positions(erase), greedy=greedy))
         begun = begun or len(step.writes) > 0
-    run(plan, state, plain(denoiser, settings), callback)
-    return state.samples(nfe=steps, exact_path=exact)
+    run(plan, state, plain(denoiser))
+    return state.samples(exact_path=eta == 0 and state.measured)
 
 
 def remask_chances(
@@ -165,26 +162,21 @@ def blocks(
         raise UserError(f"block_length is {block_length}: use 1 or more.")
     if inner not in ("ancestral", *ORDERS):
         raise UserError(f"`{inner}` does not fill blocks. Known: ancestral, {', '.join(ORDERS)}.")
-    state = State(canvas, watched=callback is not None)
+    state = State(canvas, settings, callback)
     columns = torch.arange(state.z.shape[1], device=state.z.device)
     numbers = sorted(set((columns[state.open.any(0)] // block_length).tolist()))
-    nfe = steps * len(numbers)
+    state.steps = steps * len(numbers)
     plan: list[Step] = []
     for place, number in enumerate(numbers):
         # By the block's number, not by how many came before: that depends on the batch.
         stream = (*canvas.stream, Purpose.BLOCK, number) if number else canvas.stream
-        noise = replace(canvas.noise(settings.seed), stream=stream)
-        inside, first = state.open & (columns // block_length == number), place * steps
+        state.noise = replace(state.noise, stream=stream)
+        inside = state.open & (columns // block_length == number)
         if inner != "ancestral":
-            keep_surest(
-                denoiser, state, noise, settings, inside, inner,
-                steps=steps, first=first, scheduled=nfe, callback=callback,
-            )  # fmt: skip
+            keep_surest(denoiser, state, inside, inner, steps)
             continue
-        times, turn = plans.reveal_turns(schedule, inside, steps, None, order, noise)
-        turn = torch.where(inside, turn, -1)
-        part = plans.make_plan(state, turn, times, noise, begun=place > 0)
-        plan += [replace(step, index=first + step.index) for step in part]
-    run(plan, state, plain(denoiser, settings), callback, nfe)
-    known = canvas.masks == 1 or settings.measure_path
-    return state.samples(nfe, exact_path=not numbers or (inner == "ancestral" and known))
+        turn, times = plans.reveal_turns(schedule, state.noise, inside, steps, None, order)
+        plan += plans.make_plan(state, turn.where(inside, -1), times, begun=place > 0)
+    run(plan, state, plain(denoiser))
+    known = not numbers or (inner == "ancestral" and state.measured)
+    return state.samples(exact_path=known)

@@ -306,14 +306,13 @@ def canvases(config, device):
     given[1, 3:6], given[2] = 7, 5
     padded = given.clone()
     padded[:, -2:] = PAD
-    allowed = torch.arange(length, device=device) < length - 3
     of = functools.partial(Canvas, mask_id=config.mask_id, masks=masks)
     return [
         of(blank, samples=samples),
         of(given, samples=samples),
         of(padded, samples=samples),
         of(blank[:1], samples=samples[2:3]),
-        of(given[1:2], samples=samples[4:5], allowed=allowed, stream=(6, 1)),
+        of(given[1:2], samples=samples[4:5], stream=(6, 1)),
         of(blank[:1, :5], samples=samples[1:2]),
         of(blank[:1], samples=samples[:1]),
     ]
