@@ -178,5 +178,4 @@ def blocks(
         turn, times = plans.reveal_turns(schedule, state.noise, inside, steps, None, order)
         plan += plans.make_plan(state, turn.where(inside, -1), times, begun=place > 0)
     run(plan, state, plain(denoiser))
-    known = not numbers or (inner == "ancestral" and state.measured)
-    return state.samples(exact_path=known)
+    return state.samples(exact_path=inner == "ancestral" and state.measured)
