@@ -24,14 +24,7 @@ from torch import Tensor
 
 from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.auxiliary import (
-    Drawn,
-    Plan,
-    auxiliary_networks,
-    take_turns,
-    walk_to_state,
-    write_step,
-)
+from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
 from didi_instruct.distillation.losses import entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import path_step
@@ -81,13 +74,13 @@ class Dimo:
             log_p = self._log_probs(seen, torch.as_tensor(step.t), sent(step.reads, device))
             return draw_tokens(log_p, step.u, step.row)
 
-        z, t = walk_to_state(d, plan, draw), sent(plan.path.t, device)
+        z, t = plan.walk(d, draw), sent(plan.path.t, device)
         at = sent(plan.revealed.flatten().nonzero().squeeze(1), device)
         with torch.set_grad_enabled(learns):
             log_p = self._log_probs(begun.later(z, d.mask_id), t, at, sync=plan.batch.last)
         stream = Purpose.TOKEN, plan.path.times.shape[1]
         uniforms = plan.batch.noise.uniforms(d.length, *stream)
-        return write_step(plan, z, t, log_p, uniforms, d.mask_id)
+        return plan.write(z, t, log_p, uniforms, d.mask_id)
 
     def begin(self, plan: Plan) -> Seen:
         """Starts (B, L), partly random."""

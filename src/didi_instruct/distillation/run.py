@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
@@ -41,7 +40,7 @@ from didi_instruct.models.network import Network
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import CPU_TOKENS, World, compiles
+from didi_instruct.training.distributed import CPU_TOKENS, World, compiles, whole
 from didi_instruct.training.optim import learning_rate
 from didi_instruct.transfer import sent
 
@@ -363,9 +362,9 @@ class DistillTask:
         """Write the averaged student, and the discriminator if there is one."""
         d = self.distillation
         with d.student.averaged() as network:
-            student = _whole(network)
+            student = _gathered(network)
         critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
-        discriminator = None if critic is None else _whole(critic)
+        discriminator = None if critic is None else _gathered(critic)
         if self.world.is_main:
             save_model(
                 folder,
@@ -378,9 +377,6 @@ class DistillTask:
             )
 
 
-def _whole(network: Any) -> dict[str, Tensor]:
-    """State of a network, gathered from all processes if it is sharded."""
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in network.state_dict().items()
-    }
+def _gathered(network: Any) -> dict[str, Tensor]:
+    """A copy of a network's state, gathered from all processes if it is sharded."""
+    return {name: whole(t).detach().clone() for name, t in network.state_dict().items()}

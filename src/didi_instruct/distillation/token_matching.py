@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import TokenMatchingConfig
-from didi_instruct.distillation.auxiliary import (
-    Drawn,
-    Plan,
-    auxiliary_networks,
-    take_turns,
-    walk_to_state,
-    write_step,
-)
+from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import as_denoiser, path_step
@@ -68,13 +61,13 @@ class TokenMatching:
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
         d, student = self.d, self.d.student.replica
-        z = walk_to_state(d, plan, plain(as_denoiser(student.logits)))
+        z = plan.walk(d, plain(as_denoiser(student.logits)))
         t = sent(plan.path.t, z.device)
         with torch.set_grad_enabled(learns):
             log_p = student.log_probs_with_grad(z, t, plan.revealed, sync=plan.batch.last)
         stream = Purpose.TOKEN, plan.path.times.shape[1], Purpose.SELECT
         uniforms = plan.batch.noise.uniforms(d.length, *stream)
-        return write_step(plan, z, t, log_p, uniforms, d.mask_id)
+        return plan.write(z, t, log_p, uniforms, d.mask_id)
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         d, log_anchor = self.d, None
