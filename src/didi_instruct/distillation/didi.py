@@ -351,7 +351,8 @@ def update_student(
         return loss, {"policy_loss": policy, "kl": kl, "entropy": entropy}
 
     share = d.world.share(len(advantage))
-    own = advantage[share.start : share.stop].split([len(pair.fake.z) for pair in pairs])
+    sizes = [len(pair.fake.z) for pair in pairs]
+    own = torch.split(advantage[share.start : share.stop], sizes)
     return d.descend(step, [pair.batch for pair in pairs], map(loss_of, pairs, own))
 
 

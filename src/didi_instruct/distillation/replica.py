@@ -147,7 +147,7 @@ class Replica:
 
     @torch.no_grad()
     def logits(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
-        """The same without the sum over the vocabulary, for what normalises anyway."""
+        """Logits as the network gives them, not normalised."""
         sigma, (at, count) = self.schedule.sigma(t), flat_positions(where, self.device)
         logits: Tensor = self.run(lambda network: logits_at(network, z, sigma, at))
         return logits[:count]
@@ -196,8 +196,8 @@ class Learner:
         return self.updater.tensors()
 
 
-class Snapshot:
-    """A frozen copy of the student at another time, which teaches it meanwhile."""
+class FrozenCopy:
+    """A copy that takes over the student's weights now and then and teaches it in between."""
 
     def __init__(self, network: Any, train: TrainConfig, world: World) -> None:
         self.replica = Replica(network.requires_grad_(False), train, world)

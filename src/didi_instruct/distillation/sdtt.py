@@ -20,7 +20,7 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import Loss, Metrics, Snapshot
+from didi_instruct.distillation.replica import FrozenCopy, Loss, Metrics
 from didi_instruct.distillation.rollout import LogitsAt
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
@@ -104,7 +104,7 @@ class Sdtt:
 
     def __init__(self, d: Distillation, before: Any) -> None:
         self.d, self.rounds = d, d.config.sdtt.rounds(d.config.train.steps)
-        self.before = Snapshot(before, d.train, d.world)
+        self.before = FrozenCopy(before, d.train, d.world)
         """The student at the end of the round before: the teacher of all rounds but the first."""
         self.learners = {"teacher": self.before}
         self.state: dict[str, Tensor] = {}

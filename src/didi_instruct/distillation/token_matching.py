@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.config.distill import TokenMatchingConfig
 from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
@@ -70,14 +69,31 @@ class TokenMatching:
         return plan.write(z, t, log_p, uniforms, d.mask_id)
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
-        d, log_anchor = self.d, None
+        """Matching, anchor and completion terms of one part, and numbers of them."""
+        d, settings, clip = self.d, self.settings, self.settings.ratio_clip
         log_theta = d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
-        if self.settings.anchor:
+        log_anchor = None
+        if settings.anchor:
             log_anchor = d.teacher_log_probs(drawn.z, drawn.t, plan.revealed)
-        tokens = d.model_config.num_tokens
-        return student_loss(
-            self.settings, plan, drawn, log_phi, log_theta, log_anchor, counts, tokens
-        )
+        ratio = log_phi - log_theta
+        clipped = ratio.clamp(-clip, clip) if clip else ratio
+        log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
+        loss = matching = matching_loss(log_p, clipped).sum() / counts[0]
+        changed = (clipped != ratio)[:, : d.model_config.num_tokens]
+        numbers = {
+            "entropy": entropy(drawn.log_p.detach()).sum() / counts[1],
+            "matching_loss": matching,
+            "aux_kl": kl(log_phi, log_theta).sum() / counts[0],
+            "ratio_clip_fraction": changed.double().mean(-1).sum() / counts[0],
+        }
+        if log_anchor is not None:
+            numbers["kl"] = divergence(settings.kl, log_anchor, drawn.log_p).sum() / counts[1]
+            loss = loss + settings.anchor * numbers["kl"]
+        if settings.completion:
+            gaps = matching_loss(log_p.detach(), clipped)
+            completion = completion_term(plan, drawn, gaps, settings.contexts)
+            loss = loss + settings.completion * completion / counts[0]
+        return loss, numbers
 
 
 def _context_time(schedule: Schedule, t: Tensor, after: Tensor, share: Tensor) -> Tensor:
@@ -93,42 +109,6 @@ def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
     when the ratio is exact.
     """
     return (log_p.exp() * log_ratio).sum(-1)
-
-
-def student_loss(
-    settings: TokenMatchingConfig,
-    plan: Plan,
-    drawn: Drawn,
-    log_phi: Tensor,
-    log_theta: Tensor,
-    log_anchor: Tensor | None,
-    counts: Tensor,
-    num_tokens: int,
-) -> Loss:
-    """Matching, anchor and completion terms of one part, and numbers of them.
-
-    Log-probabilities (R, V): of φ and of the teacher at the hidden positions, of the teacher at the
-    revealed positions of the states (for the anchor).
-    """
-    clip, ratio = settings.ratio_clip, log_phi - log_theta
-    clipped = ratio.clamp(-clip, clip) if clip else ratio
-    log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
-    loss = matching = matching_loss(log_p, clipped).sum() / counts[0]
-    changed = (clipped != ratio)[:, :num_tokens]
-    numbers = {
-        "entropy": entropy(drawn.log_p.detach()).sum() / counts[1],
-        "matching_loss": matching,
-        "aux_kl": kl(log_phi, log_theta).sum() / counts[0],
-        "ratio_clip_fraction": changed.double().mean(-1).sum() / counts[0],
-    }
-    if log_anchor is not None:
-        numbers["kl"] = divergence(settings.kl, log_anchor, drawn.log_p).sum() / counts[1]
-        loss = loss + settings.anchor * numbers["kl"]
-    if settings.completion:
-        gaps = matching_loss(log_p.detach(), clipped)
-        completion = completion_term(plan, drawn, gaps, settings.contexts)
-        loss = loss + settings.completion * completion / counts[0]
-    return loss, numbers
 
 
 def completion_term(plan: Plan, drawn: Drawn, gaps: Tensor, contexts: int) -> Tensor:
