@@ -83,11 +83,12 @@ class Didi:
         d, critic, settings = self.d, self.critic, self.d.config.discriminator
         for turn in range(settings.steps):
             batches = d.micro_batches(step, turn)
-            pairs = [make_pair(d, each, self.student_texts) for each in batches]  # t; x, x'; z, z'
+            pairs = [make_pair(d, each, self.student_texts) for each in batches]  # t, x, x', z, z'
             update = critic.update(step, pairs)  # D_λ by Eq. (8)
-        reward = [critic.reward(*each) for each in zip(pairs, update.states, strict=True)]  # (6)
-        advantage = normalise(d.config.didi, d.world.gather(torch.cat(reward)))  # Eq. (7)
         metrics, accuracy = update.metrics, critic.remember(update)
+        known = zip(pairs, update.states, strict=True)
+        reward = torch.cat([critic.reward(*each) for each in known])  # R of Eq. (6)
+        advantage = normalise(d.config.didi, d.world.gather(reward))  # Eq. (7)
         at_chance = d.learns(step) and accuracy < settings.chance
         learns = d.learns(step) and not at_chance
         if learns:  # p_ν by Eq. (5) and (9)
@@ -108,7 +109,7 @@ class Didi:
 
 @torch.no_grad()
 def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -> Pair:
-    """Texts of the student and of the teacher, corrupted to one time."""
+    """Texts x and x' of the student and of the teacher, corrupted to one time: z and z'."""
     didi, noise, device = d.config.didi, batch.noise, d.world.device
     tau = _times(didi, noise, 0)  # t ~ π
     reference = _references(d, batch)  # x' ~ p_θ

@@ -81,7 +81,7 @@ class Starts:
     """
 
     def __init__(self, model: ModelConfig, length: int, prompt: int = 0) -> None:
-        """Where the model has no mask, the id V marks what is to be written."""
+        """Take the vocabulary and the ends of a model; an id V stands for a mask that it lacks."""
         self.mask_id, self.length, self.prompt = model.num_tokens, length, prompt
         self.end_id = model.end_id  # fills a window behind its text; None: texts fill their windows
         self.law = None if model.end_id is None else LengthLaw(model.lengths)
@@ -240,15 +240,9 @@ class Rollout:
 
 
 def walk(
-    draw: Draw,
-    schedule: Schedule,
-    start: Tensor,
-    state: Tensor,
-    times: Tensor,
-    noise: Noise,
-    mask_id: int,
-    order: Tensor | None = None,
-) -> Walk:
+    draw: Draw, schedule: Schedule, start: Tensor, state: Tensor, times: Tensor, noise: Noise,
+    mask_id: int, order: Tensor | None = None,
+) -> Walk:  # fmt: skip
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
     A text whose time stands still takes no step. `order` (W, L) tells when each position is
@@ -282,18 +276,9 @@ def walk(
 
 
 def rollout(
-    denoiser: LogitsAt,
-    schedule: Schedule,
-    start: Tensor,
-    state: Tensor,
-    tau: Tensor | None,
-    noise: Noise,
-    mask_id: int,
-    *,
-    steps: int = 1,
-    shared: int = 1,
-    order: Order = "random",
-) -> Rollout:
+    denoiser: LogitsAt, schedule: Schedule, start: Tensor, state: Tensor, tau: Tensor | None,
+    noise: Noise, mask_id: int, *, steps: int = 1, shared: int = 1, order: Order = "random",
+) -> Rollout:  # fmt: skip
     """Go from `start` to z_τ in `steps` steps, then draw all that is left at once (Algorithm 1).
 
     In `streams`, `steps` are those of the whole path, and the stop is the last one before τ.

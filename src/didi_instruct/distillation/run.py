@@ -152,9 +152,8 @@ class Distillation:
         self.train = self._train_settings()
         own.requires_grad_(True)
         steps = self.train.steps - config.warmup
-        self.student = Learner(
-            own, config.optim, self.train, world, steps=steps, ema=self.train.ema
-        )
+        ema = self.train.ema
+        self.student = Learner(own, config.optim, self.train, world, steps=steps, ema=ema)
         self.teacher = Replica(network.requires_grad_(False), self.train, world)
         self.teacher_logits: LogitsAt = self.teacher.logits
         self.teacher_log_probs: LogitsAt = self.teacher.log_probs
@@ -297,9 +296,8 @@ class DistillTask:
         self.distillation, self.method, d = distillation, method, distillation
         self.config, self.entry, self.world = d.config, d.entry, d.world
         self.parts: dict[str, Learner | FrozenCopy] = {"student": d.student, **method.learners}
-        self.sharded = (
-            d.train.strategy == "fsdp" and d.world.size > 1 and d.train.checkpoints == "sharded"
-        )
+        fsdp = d.train.strategy == "fsdp" and d.world.size > 1
+        self.sharded = fsdp and d.train.checkpoints == "sharded"
         self.variety_at_start = torch.zeros(1, dtype=torch.float64, device=d.world.device)
         """Mean of the collapse metric over the first texts, before much is learnt."""
 
