@@ -138,7 +138,7 @@ def take_turns(method: AuxiliaryMethod, step: int, turns: int) -> Metrics:
         aux_norm = auxiliary.update(step)
     metrics = d.summed(totals)
     if learns:
-        metrics |= d.update_student(step)
+        metrics |= d.apply_gradients(step)
     x = torch.cat(texts)
     opened = torch.cat([(plan.start == d.mask_id)[plan.owner] for plan in plans])
     written = (x != d.mask_id) & sent(opened, x.device)

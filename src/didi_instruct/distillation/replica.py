@@ -108,7 +108,8 @@ class Replica:
         """
         if not _iterating.get():  # an evaluation, which keeps nothing of a pass
             self.release()
-        with gradient_sync(self._root, sync), self.autocast():
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        with gradient_sync(self._root, sync), autocast:
             return self._root(function)
 
     def release(self) -> None:
@@ -121,9 +122,6 @@ class Replica:
         with gradient_sync(self._root, sync):
             # DDP and FSDP average over processes; the shares are already parts of a sum.
             (loss * self._processes).backward()  # type: ignore[no-untyped-call]
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     # A denoiser at some positions (`LogitsAt`): z (U, L), t (U,), where (U, L) -> (R, V)
 

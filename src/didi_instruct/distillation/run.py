@@ -187,10 +187,10 @@ class Distillation:
         for batch, (loss, numbers) in zip(batches, losses, strict=True):
             self.student.backward(loss, sync=batch.last)
             totals.add(**({"loss": loss} | numbers))
-        return self.summed(totals) | self.update_student(step)
+        return self.summed(totals) | self.apply_gradients(step)
 
-    def update_student(self, step: int) -> Metrics:
-        """Apply the student's gradients of an iteration."""
+    def apply_gradients(self, step: int) -> Metrics:
+        """Update the student by its gradients of an iteration."""
         return {"grad_norm": self.student.update(step - self.config.warmup)}
 
     # Numbers

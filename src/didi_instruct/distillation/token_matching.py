@@ -19,7 +19,6 @@ from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import as_denoiser, path_step
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.process.masking import stratified_times
-from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.transfer import sent
@@ -54,8 +53,9 @@ class TokenMatching:
         share = coins.uniforms(1, Purpose.SELECT, 0)
         shown = (coins.uniforms(d.length, Purpose.SELECT, 1) < share)[which]
         hidden = path.revealed[state] & ~shown
-        share, t, after = share[which].squeeze(1), path.t[state], path.after[state]
-        t_context = _context_time(d.schedule, t, after, share)
+        # The context's time is that at which as much is masked.
+        before, after = (d.schedule.alpha(t[state].clamp(min=0)) for t in (path.t, path.after))
+        t_context = d.schedule.time(before + share[which].squeeze(1) * (after - before))
         return Plan(batch, start, owner, path, path.revealed, state, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
@@ -94,12 +94,6 @@ class TokenMatching:
             completion = completion_term(plan, drawn, gaps, settings.contexts)
             loss = loss + settings.completion * completion / counts[0]
         return loss, numbers
-
-
-def _context_time(schedule: Schedule, t: Tensor, after: Tensor, share: Tensor) -> Tensor:
-    """Time at which as much is masked as in a context that shows a share of a step."""
-    alpha, then = schedule.alpha(t), schedule.alpha(after.clamp(min=0))
-    return schedule.time(alpha + share * (then - alpha))
 
 
 def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
