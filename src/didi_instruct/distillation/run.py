@@ -151,8 +151,7 @@ class Distillation:
             own.align = network.align = ALIGN
         self.train = self._train_settings()
         own.requires_grad_(True)
-        steps = self.train.steps - config.warmup
-        ema = self.train.ema
+        steps, ema = self.train.steps - config.warmup, self.train.ema
         self.student = Learner(own, config.optim, self.train, world, steps=steps, ema=ema)
         self.teacher = Replica(network.requires_grad_(False), self.train, world)
         self.teacher_logits: LogitsAt = self.teacher.logits

@@ -54,8 +54,9 @@ class TokenMatching:
         shown = (coins.uniforms(d.length, Purpose.SELECT, 1) < share)[which]
         hidden = path.revealed[state] & ~shown
         # The context's time is that at which as much is masked.
-        before, after = (d.schedule.alpha(t[state].clamp(min=0)) for t in (path.t, path.after))
-        t_context = d.schedule.time(before + share[which].squeeze(1) * (after - before))
+        alpha, after = d.schedule.alpha(path.t), d.schedule.alpha(path.after.clamp(min=0))
+        alpha, after = alpha[state], after[state]
+        t_context = d.schedule.time(alpha + share[which].squeeze(1) * (after - alpha))
         return Plan(batch, start, owner, path, path.revealed, state, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
