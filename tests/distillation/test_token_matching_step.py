@@ -14,6 +14,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from didi_instruct.distillation.rollout import path_times
 from didi_instruct.distillation.token_matching import matching_loss
+from didi_instruct.process.schedule import LogLinear
 
 from .small import (
     PROMPT,
@@ -144,7 +145,7 @@ def test_iterations_and_turns_have_their_own_texts():
 def test_path_times_at_the_ends(dtype):
     """The smallest and the largest number of `dtype` in [0, 1) are a first and a last step."""
     place = torch.tensor([0.0, 1 - torch.finfo(dtype).eps / 2], dtype=dtype)
-    times, t, after, budget = path_times((4, 3, 8), place)
+    times, t, after, budget = path_times((4, 3, 8), place, LogLinear())
     assert times.tolist() == [[1.0] * 8, [1 - k / 8 for k in range(8)]]
     assert (t.tolist(), after.tolist()) == ([1.0, 1 / 8], [3 / 4, 0.0])
     assert budget.tolist() == [4, 8]

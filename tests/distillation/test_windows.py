@@ -48,7 +48,7 @@ def task_of(method, changes=None, **options):
 
 
 def starts_of(prompt=0, lengths=(0, 3, 5, 0, 0, 4, 1)):
-    return Starts.of(ModelConfig(vocab_size=6, length=L, end_id=END, lengths=lengths), L, prompt)
+    return Starts(ModelConfig(vocab_size=6, length=L, end_id=END, lengths=lengths), L, prompt)
 
 
 def test_lengths_follow_the_teachers_law_and_belong_to_their_texts():
@@ -87,12 +87,12 @@ def test_a_prompt_and_its_own_end_are_given():
 
 
 def test_texts_that_fill_their_windows_share_one_row():
-    starts = Starts.of(ModelConfig(vocab_size=6, length=8), 8, 0)
+    starts = Starts(ModelConfig(vocab_size=6, length=8), 8, 0)
     start, owner = starts(Noise(0, torch.arange(5)))
     assert starts.shared
     assert start.tolist() == [[5] * 8]
     assert owner.tolist() == [0] * 5
-    whole = Starts.of(ModelConfig(vocab_size=6, length=3), 3, 1)
+    whole = Starts(ModelConfig(vocab_size=6, length=3), 3, 1)
     assert whole.open(torch.tensor([[1, 0, 3]])).tolist() == [[0, 1, 1]]
 
 

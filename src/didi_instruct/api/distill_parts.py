@@ -225,7 +225,7 @@ def _bank(
     schedule = make_schedule(model.schedule)
     denoiser = network_denoiser(teacher.network, schedule)
     seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
-    starts = Starts.of(model, length, config.prompt)
+    starts = Starts(model, length, config.prompt)
     if teacher.tokenizer is None:
         raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
 

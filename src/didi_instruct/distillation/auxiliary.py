@@ -23,6 +23,24 @@ from didi_instruct.transfer import sent
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens of a step, where the networks are."""
+
+    z: Tensor  # (U, L) the states before it
+    t: Tensor  # (U,) their times
+    x: Tensor  # (B, L) the states with the step's tokens written
+    context: Tensor  # (B, L) the same with some of the text hidden again
+    t_context: Tensor  # (B,) noise level of the contexts
+    log_p: Tensor  # (R, V) the student's law at the revealed positions, with gradient if it learns
+    log_prob: Tensor  # log-probability of all drawn tokens, 0-d
+
+    def at(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Text and position of what a plan selects (B, L): (R,), (R,)."""
+        text, position = where.nonzero(as_tuple=True)
+        return sent(text, self.x.device), sent(position, self.x.device)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about the texts of a part that no network decides; on the host."""
 
@@ -55,47 +73,25 @@ class Plan:
         text, position = where.nonzero(as_tuple=True)
         return row_index(self.revealed, self.state[text], position)
 
+    def walk(self, d: Distillation, draw: Draw) -> Tensor:
+        """States (U, L) in which the steps that are learned start."""
+        noise, path = self.batch.noise.of_groups(self.contexts), self.path
+        given = self.start, self.owner, path.times, noise
+        return walk(draw, d.schedule, *given, d.mask_id, path.order).z
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The tokens of a step, where the networks are."""
-
-    z: Tensor  # (U, L) the states before it
-    t: Tensor  # (U,) their times
-    x: Tensor  # (B, L) the states with the step's tokens written
-    context: Tensor  # (B, L) the same with some of the text hidden again
-    t_context: Tensor  # (B,) noise level of the contexts
-    log_p: Tensor  # (R, V) the student's law at the revealed positions, with gradient if it learns
-    log_prob: Tensor  # log-probability of all drawn tokens, 0-d
-
-    def at(self, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Text and position of what a plan selects (B, L): (R,), (R,)."""
-        text, position = where.nonzero(as_tuple=True)
-        return sent(text, self.x.device), sent(position, self.x.device)
+    def write(self, z: Tensor, t: Tensor, log_p: Tensor, uniforms: Tensor, mask_id: int) -> Drawn:
+        """Draw a step's tokens from its laws (R, V) by uniforms (B, L); hide some of the text."""
+        text, position = (sent(index, z.device) for index in self.drawn.nonzero(as_tuple=True))
+        row = sent(self.rows_of(self.drawn), z.device)
+        token, log_prob = draw_tokens(log_p.detach(), uniforms[text, position], row)
+        rest = (self.state, self.hidden, self.t_context)
+        state, hidden, t_context = (sent(each, z.device) for each in rest)
+        x = z[state].index_put((text, position), token)
+        return Drawn(z, t, x, x.masked_fill(hidden, mask_id), t_context, log_p, log_prob.sum())
 
 
-def walk_to_state(d: Distillation, plan: Plan, draw: Draw) -> Tensor:
-    """States (U, L) in which the steps that are learned start."""
-    noise, path = plan.batch.noise.of_groups(plan.contexts), plan.path
-    given = plan.start, plan.owner, path.times, noise
-    return walk(draw, d.schedule, *given, d.mask_id, path.order).z
-
-
-def write_step(
-    plan: Plan, z: Tensor, t: Tensor, log_p: Tensor, uniforms: Tensor, mask_id: int
-) -> Drawn:
-    """Draw a step's tokens from its laws (R, V) by uniforms (B, L), and hide some of the text."""
-    text, position = (sent(index, z.device) for index in plan.drawn.nonzero(as_tuple=True))
-    row = sent(plan.rows_of(plan.drawn), z.device)
-    token, log_prob = draw_tokens(log_p.detach(), uniforms[text, position], row)
-    rest = (plan.state, plan.hidden, plan.t_context)
-    state, hidden, t_context = (sent(each, z.device) for each in rest)
-    x = z[state].index_put((text, position), token)
-    return Drawn(z, t, x, x.masked_fill(hidden, mask_id), t_context, log_p, log_prob.sum())
-
-
-class Player(Protocol):
-    """What a method decides of its turns."""
+class AuxiliaryMethod(Protocol):
+    """A method whose student learns from an auxiliary denoiser φ."""
 
     d: Distillation
     auxiliary: Learner
@@ -113,18 +109,18 @@ class Player(Protocol):
         """
 
 
-def take_turns(player: Player, step: int, turns: int) -> Metrics:
-    """Update φ on fresh text `turns` times; the last text is the student's too."""
-    d, auxiliary = player.d, player.auxiliary
+def take_turns(method: AuxiliaryMethod, step: int, turns: int) -> Metrics:
+    """Update φ on fresh text `turns` times; the student learns from the last text too."""
+    d, auxiliary = method.d, method.auxiliary
     for turn in range(turns):
         final = turn == turns - 1
         learns = d.learns(step) and final
-        plans = [player.plan(batch) for batch in d.micro_batches(step, turn)]
+        plans = [method.plan(batch) for batch in d.micro_batches(step, turn)]
         counts = d.count(torch.stack([p.hidden.sum(), p.revealed.sum()]) for p in plans)
         totals, texts = Totals(), []
         for plan in plans:
             sync = plan.batch.last
-            drawn = player.draw(plan, learns=learns)
+            drawn = method.draw(plan, learns=learns)
             log_phi = auxiliary.replica.log_probs_with_grad(
                 drawn.context, drawn.t_context, plan.hidden, sync=sync
             )
@@ -134,7 +130,7 @@ def take_turns(player: Player, step: int, turns: int) -> Metrics:
             path_entropy = -drawn.log_prob / (counts[1] * plan.contexts)
             totals.add(aux_loss=aux_loss, path_entropy=path_entropy)
             if final:
-                loss, numbers = player.loss(plan, drawn, log_phi.detach(), counts)
+                loss, numbers = method.loss(plan, drawn, log_phi.detach(), counts)
                 totals.add(loss=loss, **numbers)
                 if learns:
                     d.student.backward(loss, sync=sync)
@@ -142,7 +138,7 @@ def take_turns(player: Player, step: int, turns: int) -> Metrics:
         aux_norm = auxiliary.update(step)
     metrics = d.summed(totals)
     if learns:
-        metrics |= d.update_student(step)
+        metrics |= d.apply_gradients(step)
     x = torch.cat(texts)
     opened = torch.cat([(plan.start == d.mask_id)[plan.owner] for plan in plans])
     written = (x != d.mask_id) & sent(opened, x.device)

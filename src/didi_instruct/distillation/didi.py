@@ -16,7 +16,7 @@ from didi_instruct.config.didi import DidiConfig
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation import losses
-from didi_instruct.distillation.losses import Advantages, PathScore, rewards, smooth_bce
+from didi_instruct.distillation.losses import PathScore
 from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout
 from didi_instruct.distillation.run import USUAL_STEPS, Distillation, MethodEntry, MicroBatch
@@ -57,7 +57,7 @@ Score = Callable[[Distillation, Pair], PathScore]
 
 
 class Didi:
-    """Student and discriminator, in turns."""
+    """Student p_ν and discriminator D_λ, updated in turns."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Didi:
         path_score: Score | None = None,
         keep_states: bool = True,
     ) -> None:
-        """Replace parts of the iteration, for a benchmark, by functions of the same law."""
+        """A benchmark replaces parts of the iteration by others that give the same numbers."""
         self.d, self.critic = d, Critic(d, discriminator, keep_states=keep_states)
         self.student_texts = student_texts or write_texts
         self.path_score = path_score or score_texts
@@ -83,20 +83,16 @@ class Didi:
         d, critic, settings = self.d, self.critic, self.d.config.discriminator
         for turn in range(settings.steps):
             batches = d.micro_batches(step, turn)
-            pairs = [
-                make_pair(d, batch, self.student_texts) for batch in batches
-            ]  # t, x, x', z, z'
-            update = critic.update(step, pairs)  # Eq. (8)
-        accuracy = critic.remember(update)
-        rewarded = [critic.reward(*each) for each in zip(pairs, update.states, strict=True)]
-        reward = d.world.gather(torch.cat(rewarded))  # Eq. (6)
-        advantage = normalise(d.config.didi, reward)  # Eq. (7)
+            pairs = [make_pair(d, each, self.student_texts) for each in batches]  # t, x, x', z, z'
+            update = critic.update(step, pairs)  # D_λ by Eq. (8)
+        metrics, accuracy = update.metrics, critic.remember(update)
+        known = zip(pairs, update.states, strict=True)
+        reward = torch.cat([critic.reward(*each) for each in known])  # R of Eq. (6)
+        advantage = normalise(d.config.didi, d.world.gather(reward))  # Eq. (7)
         at_chance = d.learns(step) and accuracy < settings.chance
-        learns, metrics = d.learns(step) and not at_chance, update.metrics
-        if learns:
-            share = d.world.share(len(reward))
-            own = advantage.values[share.start : share.stop]
-            metrics |= update_student(d, step, pairs, own, self.path_score)  # Eq. (5) and (9)
+        learns = d.learns(step) and not at_chance
+        if learns:  # p_ν by Eq. (5) and (9)
+            metrics |= update_student(d, step, pairs, advantage.values, self.path_score)
         return metrics | {
             "student_waits": d.number(not learns),
             "at_chance": d.number(at_chance),
@@ -113,30 +109,27 @@ class Didi:
 
 @torch.no_grad()
 def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -> Pair:
-    """Texts of the student and of the teacher, corrupted to one time."""
+    """Texts x and x' of the student and of the teacher, corrupted to one time: z and z'."""
     didi, noise, device = d.config.didi, batch.noise, d.world.device
     tau = _times(didi, noise, 0)  # t ~ π
     reference = _references(d, batch)  # x' ~ p_θ
-    prompts = reference if d.config.prompt else None
-    texts = student_texts(d, batch, tau, prompts)  # x ~ p_ν, by way of z_τ
+    texts = student_texts(d, batch, tau, reference if d.config.prompt else None)  # x ~ p_ν
     reference = sent(reference, device)
     time = tau if didi.coupled_time else _times(didi, noise, 1)
     # Texts that share a state are corrupted alike; those that share a prompt have one reference.
     shared = _texts_per_state(didi)
     group = sent(torch.arange(len(tau)) // shared, device)
     coins = noise.of_groups(shared).uniforms(d.length, Purpose.REMASK, 0)[group]
-    fake = _corrupt(d, texts.x, texts.written, sent(time, device), coins)
-    first_of_prompt = torch.arange(len(reference)) * _texts_per_reference(d)
-    of_reference = replace(noise, indices=noise.indices[first_of_prompt])
-    coins = of_reference.uniforms(d.length, Purpose.REMASK, 1)
-    written, time = d.starts.open(reference), time[first_of_prompt]
-    return Pair(batch, texts, fake, _corrupt(d, reference, written, sent(time, device), coins))
+    fake = _corrupt(d, texts.x, texts.written, time, coins)  # z
+    first = torch.arange(len(reference)) * _texts_per_reference(d)
+    coins = replace(noise, indices=noise.indices[first]).uniforms(d.length, Purpose.REMASK, 1)
+    real = _corrupt(d, reference, d.starts.open(reference), time[first], coins)  # z'
+    return Pair(batch, texts, fake, real)
 
 
 def write_texts(d: Distillation, batch: MicroBatch, tau: Tensor, prompts: Tensor | None) -> Rollout:
     """Texts of the student that go through z_τ."""
-    didi = d.config.didi
-    shared = _texts_per_state(didi)
+    didi, shared = d.config.didi, _texts_per_state(d.config.didi)
     rows = None if prompts is None else prompts.cpu()
     start, state = d.starts(batch.noise.on_host, rows, shared)
     return rollout(
@@ -179,7 +172,8 @@ def _references(d: Distillation, batch: MicroBatch) -> Tensor:
 
 
 def _corrupt(d: Distillation, x: Tensor, written: Tensor, t: Tensor, coins: Tensor) -> Corrupted:
-    """Corrupt text to time t, Eq. (1); what was given stays."""
+    """Corrupt text to times t (B,), which may be on the host, Eq. (1); what was given stays."""
+    t = sent(t, x.device)
     z = mask(x, d.schedule.alpha(t)[:, None], d.mask_id, coins)
     return Corrupted(torch.where(written, z, x), t, written)
 
@@ -195,8 +189,8 @@ def _unique(d: Distillation, pairs: Sequence[Pair]) -> Tensor:
 # The discriminator: it learns to tell texts apart, and rewards them
 
 
-class Verdict(NamedTuple):
-    """What a discriminator makes of texts of one kind: means over the batch."""
+class DiscriminatorTerms(NamedTuple):
+    """Loss, accuracy and reward of texts of one kind, real or fake: means over the batch, 0-d."""
 
     loss: Tensor
     accuracy: Tensor  # share of texts classified correctly
@@ -232,8 +226,8 @@ class Critic:
         for pair in pairs:
             ratio, ratio_real, below = self._log_ratios(pair)
             states.append(below)
-            fake = self._judge(pair.fake, ratio, teacher=False, count=batch)
-            real = self._judge(pair.real, ratio_real, teacher=True, count=count)
+            fake = self._terms(pair.fake, ratio, teacher=False, count=batch)
+            real = self._terms(pair.real, ratio_real, teacher=True, count=count)
             loss = (fake.loss + real.loss) / 2
             tokens = pair.fake.written.sum(1).clamp(min=1)
             totals.add(
@@ -249,7 +243,10 @@ class Critic:
                 found = Later(metrics["disc_accuracy"], metrics["disc_sharpness"])
             self.learner.backward(loss, sync=pair.batch.last)
         accuracy, sharpness = found.read()
-        saturated = self.is_saturated()
+        # Judged by positions, of which its loss is: whole texts are told apart long before. And by
+        # earlier batches: to learn from those alone that it errs on were a bias. Batches not seen
+        # yet count as one half, so that a few good ones are not enough.
+        saturated = self.sharpness.cautious(0.5) > d.config.discriminator.saturation
         if saturated:  # it waits until the student has caught up
             self.learner.drop_gradients()
             norm = d.number(0.0)
@@ -258,26 +255,20 @@ class Critic:
         metrics |= {"disc_grad_norm": norm, "disc_waits": d.number(saturated)}
         return CriticUpdate(metrics, accuracy, sharpness, states)
 
-    def _judge(self, texts: Corrupted, log_ratio: Tensor, *, teacher: bool, count: int) -> Verdict:
-        """The share of some texts in `count` of their kind; log-ratios (B, L) with gradient."""
+    def _terms(
+        self, texts: Corrupted, log_ratio: Tensor, *, teacher: bool, count: int
+    ) -> DiscriminatorTerms:
+        """Terms of some of `count` texts of a kind; log-ratios (B, L) with gradient."""
         settings, written = self.d.config.discriminator, texts.written
         masked = texts.z == self.d.mask_id
         where = masked if settings.positions == "masked" else written
         target = 1 - settings.label_smoothing if teacher else settings.label_smoothing
-        loss = smooth_bce(log_ratio, where, target).sum() / count
+        loss = losses.smooth_bce(log_ratio, where, target).sum() / count
         log_ratio = log_ratio.detach()
-        reward = rewards(log_ratio, masked, written)
+        reward = losses.rewards(log_ratio, masked, written)
         towards, margin = (log_ratio, reward) if teacher else (-log_ratio, -reward)
         right, sharp = num_correct(margin, written), share_correct(towards, where)
-        return Verdict(loss, right / count, sharp / count, reward.sum() / count)
-
-    def is_saturated(self) -> bool:
-        """Judge by positions, of which its loss is: whole texts are told apart long before.
-
-        And by batches before this one: to learn from those alone that it errs on were a bias. What
-        it has not seen yet counts as one half, so that a few good batches are not enough.
-        """
-        return self.sharpness.cautious(0.5) > self.d.config.discriminator.saturation
+        return DiscriminatorTerms(loss, right / count, sharp / count, reward.sum() / count)
 
     def remember(self, update: CriticUpdate) -> float:
         """Add an update to the memory of the gates; return the running accuracy."""
@@ -316,7 +307,7 @@ class Critic:
             return network(z, sigma) if below is None else network.above(below, sigma)
 
         ratio = self.learner.replica.run(forward)
-        return rewards(ratio, z == self.d.mask_id, pair.fake.written)
+        return losses.rewards(ratio, z == self.d.mask_id, pair.fake.written)
 
 
 def num_correct(margin: Tensor, written: Tensor) -> Tensor:
@@ -330,7 +321,7 @@ def share_correct(log_ratio: Tensor, where: Tensor) -> Tensor:
     return torch.where(where.any(1), shares, 0.5).sum()
 
 
-def normalise(didi: DidiConfig, reward: Tensor) -> Advantages:
+def normalise(didi: DidiConfig, reward: Tensor) -> losses.Advantages:
     """Advantages of the rewards (B,) of a whole batch, Eq. (7)."""
     return losses.advantages(
         reward,
@@ -348,7 +339,7 @@ def normalise(didi: DidiConfig, reward: Tensor) -> Advantages:
 def update_student(
     d: Distillation, step: int, pairs: Sequence[Pair], advantage: Tensor, path_score: Score
 ) -> Metrics:
-    """Policy gradient with KL and entropy terms; advantage (B,) of this process's texts."""
+    """Policy gradient with KL and entropy terms; advantage (B,) of the texts of all processes."""
     didi, batch = d.config.didi, d.config.train.batch_size
 
     def loss_of(pair: Pair, advantage: Tensor) -> Loss:
@@ -360,7 +351,9 @@ def update_student(
             loss = policy + didi.kl_weight * kl - didi.entropy_weight * entropy
         return loss, {"policy_loss": policy, "kl": kl, "entropy": entropy}
 
-    own = torch.split(advantage, [len(pair.fake.z) for pair in pairs])
+    share = d.world.share(len(advantage))
+    sizes = [len(pair.fake.z) for pair in pairs]
+    own = torch.split(advantage[share.start : share.stop], sizes)
     return d.descend(step, [pair.batch for pair in pairs], map(loss_of, pairs, own))
 
 
@@ -386,7 +379,7 @@ def score_texts(d: Distillation, pair: Pair) -> PathScore:
 
 
 def mean_log_prob(score: PathScore, jumps: Sequence[Jump]) -> PathScore:
-    """The same with `log_prob` per drawn token."""
+    """Divide `log_prob` by the number of drawn tokens of each text."""
     tokens = torch.stack([jump.writes.sum(1) for jump in jumps]).sum(0).clamp(min=1)
     return score._replace(log_prob=score.log_prob / sent(tokens, score.log_prob.device))
 

@@ -24,14 +24,7 @@ from torch import Tensor
 
 from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.auxiliary import (
-    Drawn,
-    Plan,
-    auxiliary_networks,
-    take_turns,
-    walk_to_state,
-    write_step,
-)
+from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
 from didi_instruct.distillation.losses import entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import path_step
@@ -73,7 +66,9 @@ class Dimo:
         return Plan(batch, start, everyone, path, path.masked, everyone, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
-        d, device, begun = self.d, self.d.world.device, self.begin(plan)
+        d, device, model = self.d, self.d.world.device, self.d.model_config
+        start, noise = sent(plan.start, device), plan.batch.noise
+        begun = self.start.begin(start, d.mask_id, model.hidden, noise, model.end_id)
 
         def draw(texts: State, step: Step) -> tuple[Tensor, Tensor]:
             assert step.states is not None
@@ -81,19 +76,13 @@ class Dimo:
             log_p = self._log_probs(seen, torch.as_tensor(step.t), sent(step.reads, device))
             return draw_tokens(log_p, step.u, step.row)
 
-        z, t = walk_to_state(d, plan, draw), sent(plan.path.t, device)
+        z, t = plan.walk(d, draw), sent(plan.path.t, device)
         at = sent(plan.revealed.flatten().nonzero().squeeze(1), device)
         with torch.set_grad_enabled(learns):
             log_p = self._log_probs(begun.later(z, d.mask_id), t, at, sync=plan.batch.last)
         stream = Purpose.TOKEN, plan.path.times.shape[1]
-        uniforms = plan.batch.noise.uniforms(d.length, *stream)
-        return write_step(plan, z, t, log_p, uniforms, d.mask_id)
-
-    def begin(self, plan: Plan) -> Seen:
-        """Starts (B, L), partly random."""
-        d, model = self.d, self.d.model_config
-        start = sent(plan.start, d.world.device)
-        return self.start.begin(start, d.mask_id, model.hidden, plan.batch.noise, model.end_id)
+        uniforms = noise.uniforms(d.length, *stream)
+        return plan.write(z, t, log_p, uniforms, d.mask_id)
 
     def _log_probs(self, seen: Seen, t: Tensor, at: Tensor, *, sync: bool = True) -> Tensor:
         """The student's log-probabilities (R, V) at flat positions (R,), given what it is shown."""
@@ -106,8 +95,22 @@ class Dimo:
         return log_probs
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
+        """A loss whose gradient is the token gradient, where both hidden and just written.
+
+        The token gradient sums to 0, so it makes no difference that it meets log-probabilities
+        instead of logits.
+        """
         log_theta = self.d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
-        return student_loss(plan, drawn, log_phi, log_theta, counts[0], self.settings.beta)
+        device, revealed, hidden = log_phi.device, plan.revealed, plan.hidden
+        learned = drawn.log_p[sent(hidden[revealed].nonzero().squeeze(1), device)]
+        gradient = token_gradient(log_phi, log_theta, self.settings.beta)
+        gradient = gradient[sent(revealed[hidden].nonzero().squeeze(1), device)]
+        loss = (gradient * learned).sum() / counts[0]
+        return loss, {
+            "aux_kl": kl(log_phi, log_theta).sum() / counts[0],
+            "tv": (log_phi.exp() - log_theta.exp()).abs().sum() / (2 * counts[0]),
+            "entropy": entropy(learned.detach()).sum() / counts[0],
+        }
 
 
 def hidden_share(kind: str, uniforms: Tensor) -> Tensor:
@@ -126,26 +129,6 @@ def token_gradient(log_phi: Tensor, log_theta: Tensor, beta: float) -> Tensor:
         return forward
     reverse = phi * (log_phi - log_theta - kl(log_phi, log_theta)[:, None])
     return (1 - beta) * forward + beta * reverse
-
-
-def student_loss(
-    plan: Plan, drawn: Drawn, log_phi: Tensor, log_theta: Tensor, count: Tensor, beta: float
-) -> Loss:
-    """A loss whose gradient is the token gradient, where both hidden and just written; numbers.
-
-    The token gradient sums to 0, so it makes no difference that it meets log-probabilities instead
-    of logits. Shapes: log_phi and log_theta (R, V) at the hidden positions.
-    """
-    device, revealed, hidden = log_phi.device, plan.revealed, plan.hidden
-    learned = drawn.log_p[sent(hidden[revealed].nonzero().squeeze(1), device)]
-    gradient = token_gradient(log_phi, log_theta, beta)
-    gradient = gradient[sent(revealed[hidden].nonzero().squeeze(1), device)]
-    loss = (gradient * learned).sum() / count
-    return loss, {
-        "aux_kl": kl(log_phi, log_theta).sum() / count,
-        "tv": (log_phi.exp() - log_theta.exp()).abs().sum() / (2 * count),
-        "entropy": entropy(learned.detach()).sum() / count,
-    }
 
 
 def _sampling_flags(config: DistillConfig) -> str:

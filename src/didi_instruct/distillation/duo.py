@@ -18,7 +18,7 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import Loss, Metrics, Snapshot
+from didi_instruct.distillation.replica import FrozenCopy, Loss, Metrics
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import stratified_times
@@ -32,7 +32,7 @@ class Duo:
 
     def __init__(self, d: Distillation, target: Any) -> None:
         self.d, self.rounds = d, d.config.duo.rounds(d.config.train.steps)
-        self.target = Snapshot(target, d.train, d.world)
+        self.target = FrozenCopy(target, d.train, d.world)
         self.learners = {"target": self.target}
         self.state: dict[str, Tensor] = {}
 

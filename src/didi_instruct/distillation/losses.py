@@ -259,14 +259,9 @@ class Advantages(NamedTuple):
 
 
 def advantages(
-    reward: Tensor,
-    group_size: int,
-    *,
-    baseline: str = "mean",
-    scale: str = "group",
-    eps: float = 1e-6,
-    clip: float = 0.0,
-) -> Advantages:
+    reward: Tensor, group_size: int, *, baseline: str = "mean", scale: str = "group",
+    eps: float = 1e-6, clip: float = 0.0,
+) -> Advantages:  # fmt: skip
     """Centre rewards (B,) within groups of consecutive texts, scale, clip, Eq. (7).
 
     `mean` with scale `group` standardises as in the paper (population variance); `leave-one-out`

@@ -107,7 +107,8 @@ class Replica:
         """
         if not _iterating.get():  # an evaluation, which keeps nothing of a pass
             self.release()
-        with gradient_sync(self._root, sync), self.autocast():
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        with gradient_sync(self._root, sync), autocast:
             return self._root(function)
 
     def release(self) -> None:
@@ -120,9 +121,6 @@ class Replica:
         with gradient_sync(self._root, sync):
             # DDP and FSDP average over processes; the shares are already parts of a sum.
             (loss * self._processes).backward()  # type: ignore[no-untyped-call]
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     # A denoiser at some positions (`LogitsAt`): z (U, L), t (U,), where (U, L) -> (R, V)
 
@@ -146,7 +144,7 @@ class Replica:
 
     @torch.no_grad()
     def logits(self, z: Tensor, t: Tensor, where: Tensor) -> Tensor:
-        """The same without the sum over the vocabulary, for what normalises anyway."""
+        """Logits as the network gives them, not normalised."""
         sigma, (at, count) = self.schedule.sigma(t), flat_positions(where, self.device)
         logits: Tensor = self.run(lambda network: logits_at(network, z, sigma, at))
         return logits[:count]
@@ -195,8 +193,8 @@ class Learner:
         return self.updater.tensors()
 
 
-class Snapshot:
-    """A frozen copy of the student at another time, which teaches it meanwhile."""
+class FrozenCopy:
+    """A copy that takes over the student's weights now and then and teaches it in between."""
 
     def __init__(self, network: Any, train: TrainConfig, world: World) -> None:
         self.replica = Replica(network.requires_grad_(False), train, world)

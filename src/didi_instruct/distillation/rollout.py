@@ -28,7 +28,7 @@ from didi_instruct.sampling import draw as sampling
 from didi_instruct.sampling.ancestral import Draw, plain, run
 from didi_instruct.sampling.denoiser import LogitsDenoiser
 from didi_instruct.sampling.draw import Purpose
-from didi_instruct.sampling.plan import Step
+from didi_instruct.sampling.plan import Step, time_grid
 from didi_instruct.sampling.state import Canvas, Reads, State
 from didi_instruct.transfer import sent
 
@@ -39,9 +39,8 @@ REPRESENTATIVE_LENGTHS = 8
 """Lengths of windows that stand for all in a number of the log."""
 
 LogitsAt = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A denoiser at some positions: (z (U, L), t (U,), where (U, L)) -> logits (R, V), in order.
-
-`where` may be on the host. Logits may be normalised: log-probabilities."""
+"""Denoiser at some positions: (z (U, L), t (U,), where (U, L)) -> logits or log-probabilities
+(R, V), in order. `where` may be on the host."""
 
 References = Callable[[int, int], Tensor]
 """Texts start .. start + count - 1 of an endless stream: (count, L)."""
@@ -65,7 +64,7 @@ class Noise:
 
     @property
     def on_host(self) -> "Noise":
-        """The same numbers on the host, for plans."""
+        """Noise of the same numbers, made on the host for plans."""
         return Noise(self.seed, self.indices)
 
     @cached_property
@@ -73,27 +72,19 @@ class Noise:
         return sent(self.indices, self.device)
 
 
-@dataclass(frozen=True, slots=True)
 class Starts:
-    """Where texts start: what they are given, and what is left to write.
+    """States that texts start from: tokens that are given, and masks to be written.
 
     Usually nothing is given, one row of masks for all. A prompt gives the first tokens. Where each
     text has a window of its own, its end is given too: that of the text whose prompt it continues,
     or one of a length drawn from the teacher's law.
     """
 
-    mask_id: int
-    length: int
-    prompt: int = 0
-    end_id: int | None = None
-    """The id that fills a window behind its text; None: texts fill their windows."""
-    law: LengthLaw | None = None  # with `end_id`: how long texts are
-
-    @classmethod
-    def of(cls, model: ModelConfig, length: int, prompt: int) -> "Starts":
-        """Starts of a model's texts; where it has no mask, the id V marks what is to be written."""
-        law = None if model.end_id is None else LengthLaw(model.lengths)
-        return cls(model.num_tokens, length, prompt, model.end_id, law)
+    def __init__(self, model: ModelConfig, length: int, prompt: int = 0) -> None:
+        """Take the vocabulary and the ends of a model; an id V stands for a mask that it lacks."""
+        self.mask_id, self.length, self.prompt = model.num_tokens, length, prompt
+        self.end_id = model.end_id  # fills a window behind its text; None: texts fill their windows
+        self.law = None if model.end_id is None else LengthLaw(model.lengths)
 
     @property
     def shared(self) -> bool:
@@ -249,15 +240,9 @@ class Rollout:
 
 
 def walk(
-    draw: Draw,
-    schedule: Schedule,
-    start: Tensor,
-    state: Tensor,
-    times: Tensor,
-    noise: Noise,
-    mask_id: int,
-    order: Tensor | None = None,
-) -> Walk:
+    draw: Draw, schedule: Schedule, start: Tensor, state: Tensor, times: Tensor, noise: Noise,
+    mask_id: int, order: Tensor | None = None,
+) -> Walk:  # fmt: skip
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
     A text whose time stands still takes no step. `order` (W, L) tells when each position is
@@ -291,18 +276,9 @@ def walk(
 
 
 def rollout(
-    denoiser: LogitsAt,
-    schedule: Schedule,
-    start: Tensor,
-    state: Tensor,
-    tau: Tensor | None,
-    noise: Noise,
-    mask_id: int,
-    *,
-    steps: int = 1,
-    shared: int = 1,
-    order: Order = "random",
-) -> Rollout:
+    denoiser: LogitsAt, schedule: Schedule, start: Tensor, state: Tensor, tau: Tensor | None,
+    noise: Noise, mask_id: int, *, steps: int = 1, shared: int = 1, order: Order = "random",
+) -> Rollout:  # fmt: skip
     """Go from `start` to z_τ in `steps` steps, then draw all that is left at once (Algorithm 1).
 
     In `streams`, `steps` are those of the whole path, and the stop is the last one before τ.
@@ -389,7 +365,7 @@ def path_step(
 
     Shapes: open (U, L), the positions to write.
     """
-    times, t, after, budget = path_times(budgets, place, order, schedule)
+    times, t, after, budget = path_times(budgets, place, schedule, order)
     numbers = order_of(order, noise, open, budget, budgets)
     low, high = revealed_shares(schedule, torch.stack([t, after]))
     revealed = revealed_between(numbers, low, high) & open
@@ -397,10 +373,7 @@ def path_step(
 
 
 def path_times(
-    budgets: tuple[int, ...],
-    place: Tensor,
-    order: Order = "random",
-    schedule: Schedule | None = None,
+    budgets: tuple[int, ...], place: Tensor, schedule: Schedule, order: Order = "random"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Walks to a random step of a random budget, chosen by `place` (U,) in [0, 1).
 
@@ -412,18 +385,12 @@ def path_times(
     which = scaled.long().clamp(max=len(budgets) - 1)
     budget = torch.tensor(budgets, device=place.device)[which]
     done = ((scaled - which) * budget).long().clamp(max=budget - 1)
-    longest = max(budgets)
-    rows = [_times(count, order, schedule) + [0.0] * (longest - count) for count in budgets]
+    longest, grids = max(budgets), [time_grid("uniform", steps) for steps in budgets]
+    if order == "streams":
+        grids = [masking.interleaved_times(schedule, steps) for steps in budgets]
+    rows = [grid + [0.0] * (longest + 1 - len(grid)) for grid in grids]
     table = torch.tensor(rows, dtype=torch.float64, device=place.device)[which]
     steps = torch.arange(longest, device=place.device)
     times = table.gather(1, torch.minimum(steps, done[:, None]))
     t, after = table.gather(1, torch.stack([done, done + 1], 1)).unbind(1)
     return times, t, after, budget
-
-
-def _times(steps: int, order: Order, schedule: Schedule | None) -> list[float]:
-    """Times of a path in as many steps, from 1 to 0."""
-    if order == "streams":
-        assert schedule is not None, "how much is masked at a time depends on the schedule"
-        return masking.interleaved_times(schedule, steps)
-    return [1 - n / steps for n in range(steps + 1)]

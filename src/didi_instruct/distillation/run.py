@@ -14,25 +14,16 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation import replica
+from didi_instruct.distillation import replica, rollout
 from didi_instruct.distillation.losses import terms
-from didi_instruct.distillation.replica import Learner, Loss, Metrics, Replica, Snapshot
-from didi_instruct.distillation.rollout import (
-    HOST,
-    LogitsAt,
-    Noise,
-    References,
-    Starts,
-    as_denoiser,
-    walk,
-)
+from didi_instruct.distillation.replica import FrozenCopy, Learner, Loss, Metrics, Replica
+from didi_instruct.distillation.rollout import LogitsAt, Noise, References, Starts
 from didi_instruct.distillation.watch import ENOUGH_TEXTS, Totals
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.compile import fusing
@@ -41,7 +32,7 @@ from didi_instruct.models.network import Network
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import CPU_TOKENS, World, compiles
+from didi_instruct.training.distributed import CPU_TOKENS, World, compiles, whole
 from didi_instruct.training.optim import learning_rate
 from didi_instruct.transfer import sent
 
@@ -65,7 +56,7 @@ class Method(Protocol):
     """A method of distillation: the networks it trains beside the student, and an iteration."""
 
     @property
-    def learners(self) -> Mapping[str, Learner | Snapshot]:
+    def learners(self) -> Mapping[str, Learner | FrozenCopy]:
         """Saved beside the student under these names; a `discriminator` is part of the product."""
 
     @property
@@ -85,32 +76,28 @@ class MethodEntry:
     networks before these are replicated."""
     make: Callable[..., Method]
     """(distillation, second network, options of the method's own) -> method."""
-    lr_setting_names: str = "optim.lr"
-    """Settings that are learning rates, in words."""
-    texts: Literal["", "reference", "data"] = ""
-    """Texts that the student learns from: none, those of `reference.source`, training text."""
-    teacher_kind: Literal["mdlm", "duo"] = "mdlm"
-    pads: bool = True
-    """Logits may have columns of probability 0 behind the tokens, where that pays: not where
-    something counts columns."""
-    recurring_passes: Callable[[DistillConfig], bool] = lambda config: False
-    """True where an iteration has few passes, the same ones in each: CUDA graphs pay then."""
-    collapse_metric: str | None = None
-    """The number of the log that a collapse is told from."""
-    restraint: str = ""
-    """The setting that holds a student back from a collapse."""
-    several_masks: bool = False
-    """Students may have several masks."""
-    any_order: bool = False
-    """Every order of revealing is known, whatever the settings."""
-    ordered_teacher: bool = False
-    """The teacher may know one order alone: it is never asked to write a text."""
-    starts_masked: bool = True
-    """Samples of the student start from masks alone."""
     check: Callable[[DistillConfig, ModelConfig], None] = lambda config, teacher: None
     """Refuse settings that do not fit a teacher."""
     sampling_flags: Callable[[DistillConfig], str]
     """Flags of `didi generate` for what the student has learnt."""
+
+    # Teacher, student and texts
+    texts: Literal["", "reference", "data"] = ""
+    """Texts that the student learns from: none, those of `reference.source`, training text."""
+    teacher_kind: Literal["mdlm", "duo"] = "mdlm"
+    ordered_teacher: bool = False  # may know one order alone: it is never asked to write a text
+    any_order: bool = False  # every order of revealing is known, whatever the settings
+    several_masks: bool = False  # students may have several masks
+    starts_masked: bool = True  # samples of the student start from masks alone
+
+    # Training: learning rates and collapses in messages, and how passes are run
+    lr_setting_names: str = "optim.lr"  # settings that are learning rates, in words
+    collapse_metric: str | None = None  # the number of the log that a collapse is told from
+    restraint: str = ""  # the setting that holds a student back from a collapse
+    pads: bool = True
+    """Logits may have columns of probability 0 behind the tokens: not where columns are counted."""
+    recurring_passes: Callable[[DistillConfig], bool] = lambda config: False
+    """True where an iteration has few passes, the same ones in each: CUDA graphs pay then."""
 
 
 def budget_flags(budgets: tuple[int, ...]) -> str:
@@ -155,7 +142,7 @@ class Distillation:
         self.tokenizer, self.fingerprint = teacher.tokenizer, teacher.fingerprint
         self.model_config: ModelConfig = own.config
         self.length = network.config.length if data is None else data.length
-        self.starts = Starts.of(network.config, self.length, config.prompt)
+        self.starts = Starts(network.config, self.length, config.prompt)
         self.mask_id = self.starts.mask_id
         self.schedule = make_schedule(own.config.schedule)
         pads = entry.pads and teacher.log_probs is None and replica.pays_to_pad(world.device)
@@ -164,10 +151,8 @@ class Distillation:
             own.align = network.align = ALIGN
         self.train = self._train_settings()
         own.requires_grad_(True)
-        steps = self.train.steps - config.warmup
-        self.student = Learner(
-            own, config.optim, self.train, world, steps=steps, ema=self.train.ema
-        )
+        steps, ema = self.train.steps - config.warmup, self.train.ema
+        self.student = Learner(own, config.optim, self.train, world, steps=steps, ema=ema)
         self.teacher = Replica(network.requires_grad_(False), self.train, world)
         self.teacher_logits: LogitsAt = self.teacher.logits
         self.teacher_log_probs: LogitsAt = self.teacher.log_probs
@@ -201,10 +186,10 @@ class Distillation:
         for batch, (loss, numbers) in zip(batches, losses, strict=True):
             self.student.backward(loss, sync=batch.last)
             totals.add(**({"loss": loss} | numbers))
-        return self.summed(totals) | self.update_student(step)
+        return self.summed(totals) | self.apply_gradients(step)
 
-    def update_student(self, step: int) -> Metrics:
-        """Apply the student's gradients of an iteration."""
+    def apply_gradients(self, step: int) -> Metrics:
+        """Update the student by its gradients of an iteration."""
         return {"grad_norm": self.student.update(step - self.config.warmup)}
 
     # Numbers
@@ -274,8 +259,8 @@ class Distillation:
         noise = Noise(mix(self.config.train.seed, "teacher"), indices, self.world.device)
         begin, state = self.starts(noise.on_host, self.prompts(0, indices))
         times = torch.linspace(1, 0, self.config.reference.steps + 1, dtype=torch.float64)
-        times, draw = times.expand(count, -1), plain(as_denoiser(self.teacher_logits))
-        return walk(draw, self.schedule, begin, state, times, noise, self.mask_id).z
+        times, draw = times.expand(count, -1), plain(rollout.as_denoiser(self.teacher_logits))
+        return rollout.walk(draw, self.schedule, begin, state, times, noise, self.mask_id).z
 
     # Where texts start: the one state that all share, or windows that stand for all
 
@@ -297,7 +282,7 @@ class Distillation:
         return terms(student, self.teacher_at_start).distance.mean()
 
     def _at_start(self, denoiser: LogitsAt) -> Tensor:
-        start = self.starts.representative(HOST)
+        start = self.starts.representative(rollout.HOST)
         z = sent(start, self.world.device)
         t = torch.ones(len(start), dtype=torch.float64, device=z.device)
         return denoiser(z, t, start == self.mask_id)
@@ -309,10 +294,9 @@ class DistillTask:
     def __init__(self, distillation: Distillation, method: Method) -> None:
         self.distillation, self.method, d = distillation, method, distillation
         self.config, self.entry, self.world = d.config, d.entry, d.world
-        self.parts: dict[str, Learner | Snapshot] = {"student": d.student, **method.learners}
-        self.sharded = (
-            d.train.strategy == "fsdp" and d.world.size > 1 and d.train.checkpoints == "sharded"
-        )
+        self.parts: dict[str, Learner | FrozenCopy] = {"student": d.student, **method.learners}
+        fsdp = d.train.strategy == "fsdp" and d.world.size > 1
+        self.sharded = fsdp and d.train.checkpoints == "sharded"
         self.variety_at_start = torch.zeros(1, dtype=torch.float64, device=d.world.device)
         """Mean of the collapse metric over the first texts, before much is learnt."""
 
@@ -363,9 +347,9 @@ class DistillTask:
         """Write the averaged student, and the discriminator if there is one."""
         d = self.distillation
         with d.student.averaged() as network:
-            student = _whole(network)
+            student = _gathered(network)
         critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
-        discriminator = None if critic is None else _whole(critic)
+        discriminator = None if critic is None else _gathered(critic)
         if self.world.is_main:
             save_model(
                 folder,
@@ -378,9 +362,6 @@ class DistillTask:
             )
 
 
-def _whole(network: Any) -> dict[str, Tensor]:
-    """State of a network, gathered from all processes if it is sharded."""
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in network.state_dict().items()
-    }
+def _gathered(network: Any) -> dict[str, Tensor]:
+    """A copy of a network's state, gathered from all processes if it is sharded."""
+    return {name: whole(t).detach().clone() for name, t in network.state_dict().items()}

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import Loss, Metrics, Snapshot
+from didi_instruct.distillation.replica import FrozenCopy, Loss, Metrics
 from didi_instruct.distillation.rollout import LogitsAt
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
-from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.transfer import sent
 
@@ -56,12 +55,6 @@ def teacher_times(t: Tensor, dt: float, grid: str) -> tuple[Tensor, Tensor]:
         end = (1 - t) * (t - 2 * dt)
         return (t + end).clamp(min=SMALLEST), end.clamp(min=SMALLEST)
     return t, (t - dt).clamp(min=0)
-
-
-def first_chance(schedule: Schedule, time: Tensor, dt: float) -> Tensor:
-    """Probability that the step from `time` (B,) reveals a mask; 1 where it ends at time 0."""
-    then = schedule.alpha((time - dt).clamp(min=0))
-    return reveal_probability(then, schedule.alpha(time))
 
 
 @torch.no_grad()
@@ -104,14 +97,15 @@ class Sdtt:
 
     def __init__(self, d: Distillation, before: Any) -> None:
         self.d, self.rounds = d, d.config.sdtt.rounds(d.config.train.steps)
-        self.before = Snapshot(before, d.train, d.world)
+        self.before = FrozenCopy(before, d.train, d.world)
         """The student at the end of the round before: the teacher of all rounds but the first."""
         self.learners = {"teacher": self.before}
         self.state: dict[str, Tensor] = {}
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts; a round begins with a new teacher."""
-        d, dt, batches = self.d, self.dt(step), self.d.micro_batches(step)
+        d, batches = self.d, self.d.micro_batches(step)
+        dt = 2 ** self.rounds.of(step) / d.config.sdtt.steps  # length of the teacher's steps
         if self.rounds.begins(step):
             self.before.take(d.student)
         teacher = self.before.replica.log_probs if self.rounds.of(step) else d.teacher_log_probs
@@ -131,10 +125,6 @@ class Sdtt:
         metrics = d.descend(step, batches, map(loss_of, batches, parts))
         return metrics | {"student_steps": d.number(1 / (2 * dt)), **d.start_metrics(step)}
 
-    def dt(self, step: int) -> float:
-        """Length of the teacher's steps in an iteration."""
-        return float(2 ** self.rounds.of(step) / self.d.config.sdtt.steps)
-
 
 def make_part(d: Distillation, batch: MicroBatch, dt: float) -> Part:
     """Take texts, mask them, and decide what the teacher's first step reveals."""
@@ -146,7 +136,8 @@ def make_part(d: Distillation, batch: MicroBatch, dt: float) -> Part:
     z = x.masked_fill(d.starts.open(x) & ~visible, d.mask_id)
     times = teacher_times(t, dt, d.config.sdtt.grid)
     coins = noise.uniforms(d.length, Purpose.REVEAL)
-    chance = first_chance(d.schedule, times[0], dt)
+    then = d.schedule.alpha((times[0] - dt).clamp(min=0))
+    chance = reveal_probability(then, d.schedule.alpha(times[0]))  # 1 where the step ends at time 0
     first = (z == d.mask_id) & (coins < chance[:, None])
     return Part(z, t, times, first, noise.uniforms(d.length, Purpose.TOKEN))
 

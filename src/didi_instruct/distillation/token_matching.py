@@ -13,21 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.config.distill import TokenMatchingConfig
-from didi_instruct.distillation.auxiliary import (
-    Drawn,
-    Plan,
-    auxiliary_networks,
-    take_turns,
-    walk_to_state,
-    write_step,
-)
+from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
 from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import as_denoiser, path_step
 from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
 from didi_instruct.process.masking import stratified_times
-from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.transfer import sent
@@ -62,35 +53,48 @@ class TokenMatching:
         share = coins.uniforms(1, Purpose.SELECT, 0)
         shown = (coins.uniforms(d.length, Purpose.SELECT, 1) < share)[which]
         hidden = path.revealed[state] & ~shown
-        share, t, after = share[which].squeeze(1), path.t[state], path.after[state]
-        t_context = _context_time(d.schedule, t, after, share)
+        # The context's time is that at which as much is masked.
+        alpha, after = d.schedule.alpha(path.t), d.schedule.alpha(path.after.clamp(min=0))
+        alpha, after = alpha[state], after[state]
+        t_context = d.schedule.time(alpha + share[which].squeeze(1) * (after - alpha))
         return Plan(batch, start, owner, path, path.revealed, state, hidden, t_context)
 
     def draw(self, plan: Plan, *, learns: bool) -> Drawn:
         d, student = self.d, self.d.student.replica
-        z = walk_to_state(d, plan, plain(as_denoiser(student.logits)))
+        z = plan.walk(d, plain(as_denoiser(student.logits)))
         t = sent(plan.path.t, z.device)
         with torch.set_grad_enabled(learns):
             log_p = student.log_probs_with_grad(z, t, plan.revealed, sync=plan.batch.last)
         stream = Purpose.TOKEN, plan.path.times.shape[1], Purpose.SELECT
         uniforms = plan.batch.noise.uniforms(d.length, *stream)
-        return write_step(plan, z, t, log_p, uniforms, d.mask_id)
+        return plan.write(z, t, log_p, uniforms, d.mask_id)
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
-        d, log_anchor = self.d, None
+        """Matching, anchor and completion terms of one part, and numbers of them."""
+        d, settings, clip = self.d, self.settings, self.settings.ratio_clip
         log_theta = d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
-        if self.settings.anchor:
+        log_anchor = None
+        if settings.anchor:
             log_anchor = d.teacher_log_probs(drawn.z, drawn.t, plan.revealed)
-        tokens = d.model_config.num_tokens
-        return student_loss(
-            self.settings, plan, drawn, log_phi, log_theta, log_anchor, counts, tokens
-        )
-
-
-def _context_time(schedule: Schedule, t: Tensor, after: Tensor, share: Tensor) -> Tensor:
-    """Time at which as much is masked as in a context that shows a share of a step."""
-    alpha, then = schedule.alpha(t), schedule.alpha(after.clamp(min=0))
-    return schedule.time(alpha + share * (then - alpha))
+        ratio = log_phi - log_theta
+        clipped = ratio.clamp(-clip, clip) if clip else ratio
+        log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
+        loss = matching = matching_loss(log_p, clipped).sum() / counts[0]
+        changed = (clipped != ratio)[:, : d.model_config.num_tokens]
+        numbers = {
+            "entropy": entropy(drawn.log_p.detach()).sum() / counts[1],
+            "matching_loss": matching,
+            "aux_kl": kl(log_phi, log_theta).sum() / counts[0],
+            "ratio_clip_fraction": changed.double().mean(-1).sum() / counts[0],
+        }
+        if log_anchor is not None:
+            numbers["kl"] = divergence(settings.kl, log_anchor, drawn.log_p).sum() / counts[1]
+            loss = loss + settings.anchor * numbers["kl"]
+        if settings.completion:
+            gaps = matching_loss(log_p.detach(), clipped)
+            completion = completion_term(plan, drawn, gaps, settings.contexts)
+            loss = loss + settings.completion * completion / counts[0]
+        return loss, numbers
 
 
 def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
@@ -100,42 +104,6 @@ def matching_loss(log_p: Tensor, log_ratio: Tensor) -> Tensor:
     when the ratio is exact.
     """
     return (log_p.exp() * log_ratio).sum(-1)
-
-
-def student_loss(
-    settings: TokenMatchingConfig,
-    plan: Plan,
-    drawn: Drawn,
-    log_phi: Tensor,
-    log_theta: Tensor,
-    log_anchor: Tensor | None,
-    counts: Tensor,
-    num_tokens: int,
-) -> Loss:
-    """Matching, anchor and completion terms of one part, and numbers of them.
-
-    Log-probabilities (R, V): of φ and of the teacher at the hidden positions, of the teacher at the
-    revealed positions of the states (for the anchor).
-    """
-    clip, ratio = settings.ratio_clip, log_phi - log_theta
-    clipped = ratio.clamp(-clip, clip) if clip else ratio
-    log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
-    loss = matching = matching_loss(log_p, clipped).sum() / counts[0]
-    changed = (clipped != ratio)[:, :num_tokens]
-    numbers = {
-        "entropy": entropy(drawn.log_p.detach()).sum() / counts[1],
-        "matching_loss": matching,
-        "aux_kl": kl(log_phi, log_theta).sum() / counts[0],
-        "ratio_clip_fraction": changed.double().mean(-1).sum() / counts[0],
-    }
-    if log_anchor is not None:
-        numbers["kl"] = divergence(settings.kl, log_anchor, drawn.log_p).sum() / counts[1]
-        loss = loss + settings.anchor * numbers["kl"]
-    if settings.completion:
-        gaps = matching_loss(log_p.detach(), clipped)
-        completion = completion_term(plan, drawn, gaps, settings.contexts)
-        loss = loss + settings.completion * completion / counts[0]
-    return loss, numbers
 
 
 def completion_term(plan: Plan, drawn: Drawn, gaps: Tensor, contexts: int) -> Tensor:
