@@ -250,11 +250,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def is_ours(folder: Path) -> bool:
     """Tell whether a folder was written by didi, or is one of its unfinished runs."""
-    if not (folder / CONFIG).exists():
-        return (folder / "checkpoints").is_dir()
     try:
+        if not (folder / CONFIG).exists():
+            return (folder / "checkpoints").is_dir()
         return read_object(folder / CONFIG).get("format") == FORMAT
-    except UserError:
+    except (OSError, UserError):
         return False
 
 
