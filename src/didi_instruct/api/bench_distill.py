@@ -29,8 +29,6 @@ def bench_distillation(plan: BenchPlan, progress: Progress | None = None) -> Ben
     """
     if set(plan.against) - {*OTHERWISE, "plain", "naive"}:
         raise UserError("--distill compares with `on`, `plain` and `naive`: leave out the others.")
-    if plan.dtype == "float8":
-        raise UserError("--distill trains, which float8 cannot: use bfloat16 or float32.")
     if plan.steps is not None or plan.wanted_sampler is not None:
         raise UserError("--distill times iterations: leave out --steps, --guided and --sampler.")
     model = open_model(replace(plan, dtype="float32", fast=False))
