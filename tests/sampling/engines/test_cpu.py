@@ -1,8 +1,10 @@
 """The layout for the CPU: the same logits, the same samples, never those of old weights."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -215,6 +217,21 @@ def test_a_model_that_has_sampled_can_be_copied(copied):
     assert bool((expected < 32).any())
     assert bool((model.sample(4, steps=4) >= 32).all())
     assert torch.equal(twin.sample(4, steps=4), expected)
+
+
+def test_weights_that_are_laid_out_go_with_their_denoiser():
+    """Without a wait for the garbage collector: a copy of large weights is gigabytes."""
+    packed = PackedDiT(network())
+    blank = torch.full((1, 30), 10)
+    packed.logits(Reads(blank), 0.5, torch.arange(30))
+    there, enabled = weakref.ref(packed), gc.isenabled()
+    gc.disable()
+    try:
+        del packed
+        assert there() is None
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def test_blank_texts_are_read_once(monkeypatch):

@@ -9,9 +9,9 @@ Float32 results differ from the network's by rounding. A network in bfloat16 mul
 bfloat16 here too; its residual stream stays float32, as in the network.
 """
 
-import functools
 import math
 import platform
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER, NORM_EPS, Block
 from didi_instruct.sampling.denoiser import LogitsDenoiser
+from didi_instruct.sampling.engines import keep_few
 from didi_instruct.sampling.state import Reads
 
 BLANK_TEXTS = 32
@@ -68,7 +69,7 @@ class PackedDiT:
         if self._end_id is not None:
             bias[self._end_id] = NEVER
         self._head = PackedLinear(linear.weight[:num], bias[:num])
-        self._blank_states = functools.lru_cache(BLANK_TEXTS)(self._states_of_bytes)
+        self._blank_states: dict[bytes, Tensor] = {}
 
     @torch.no_grad()
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
@@ -78,7 +79,8 @@ class PackedDiT:
         if reads.attended is not None:
             mask = reads.attended[:, None, None, :]
         if len(tokens) == 1 and mask is None and self._is_blank(tokens):
-            x = self._blank_states(tokens.numpy().tobytes())
+            key, make = tokens.numpy().tobytes(), partial(self._states, tokens)
+            x = keep_few(self._blank_states, key, make, BLANK_TEXTS)
         else:
             x = self._states(tokens, mask)
         where = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -103,9 +105,6 @@ class PackedDiT:
         for block in self._blocks:
             x = block(x, self._turns[:length], mask)
         return x
-
-    def _states_of_bytes(self, tokens: bytes) -> Tensor:
-        return self._states(torch.frombuffer(bytearray(tokens), dtype=torch.long)[None])
 
     def _is_blank(self, tokens: Tensor) -> bool:
         """True for masks alone, with ends behind them where texts have windows of their own."""

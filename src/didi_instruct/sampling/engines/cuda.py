@@ -19,11 +19,11 @@ from didi_instruct.models.network import Modulations, WeightsStamp, logits_at
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.denoiser import times_of
 from didi_instruct.sampling.draw import DrawOptions, draw_by_chunks, draw_tokens
+from didi_instruct.sampling.engines import keep_few
 from didi_instruct.sampling.engines.cuda_graphs import (
     Captured,
     capture,
     grown,
-    keep_few,
     round_up,
 )
 from didi_instruct.sampling.plan import Step

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torch import Tensor
 from didi_instruct.errors import first_line
 from didi_instruct.models.compile import compiled, warn_once
 
-K = TypeVar("K")
-V = TypeVar("V")
 WARM_UP = 3
 """Passes before a capture: the first ones compile and choose kernels, which a capture must not."""
 
@@ -136,16 +134,6 @@ def capture(
             warn_once(f"A pass cannot be {name} here, so it runs slower: {first_line(error)}")
             pool = None if begun else pool  # a capture that broke off may still hold it
     return function
-
-
-def keep_few(there: dict[K, V], key: K, make: Callable[[], V], most: int) -> V:
-    """Value of a key, made if missing; beyond `most`, the least recently used one goes."""
-    if key not in there:
-        if len(there) >= most:
-            del there[next(iter(there))]
-        there[key] = make()
-    there[key] = there.pop(key)
-    return there[key]
 
 
 def grown(tensor: Tensor, rows: int) -> Tensor:
