@@ -1,5 +1,8 @@
 """Small networks whose weights all matter, in float64, and a stand-in for CUDA graphs on a CPU."""
 
+import weakref
+from typing import ClassVar
+
 import torch
 from tests.random_models import randomise
 
@@ -42,9 +45,13 @@ def step_of(t, at, u, row=None):
 
 
 class Buffered:
-    """What a CUDA graph is, on a CPU: buffers of one shape, and a result that is overwritten."""
+    """Stand-in for a CUDA graph on a CPU: buffers of one shape, and a result that is overwritten.
+
+    Graphs share their working memory, so a run also spoils the results of all others.
+    """
 
     pool = None
+    made: ClassVar = weakref.WeakSet()
 
     def __init__(self, function, inputs, pool=None, dynamic=False):
         self.function = function
@@ -53,10 +60,13 @@ class Buffered:
             for buffer in self.buffers if dynamic else ():
                 torch._dynamo.maybe_mark_dynamic(buffer, 0)
             self.output = function(*self.buffers).clone()
+        self.made.add(self)
 
     def __call__(self, *values):
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer[: len(value)].copy_(value)
+        for graph in self.made:
+            graph.output.fill_(torch.nan)
         self.output.copy_(self.function(*self.buffers))
         return self.output[: len(values[0])]
 

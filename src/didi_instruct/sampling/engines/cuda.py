@@ -104,14 +104,15 @@ class GraphDenoiser:
         own = at if row is None else at[row]
         hidden, mods = self._states(reads.tokens, self._modulations(reads, t), own)
         most, drawn = max(1, LOGITS_AT_ONCE // self.num_tokens), []
+        # Graphs share memory: keep a result from a next part, or from the passes of other codes.
+        keep = len(own) > most or step.codes is not None
         for start in range(0, len(own), most):
             part = slice(start, start + most)
             values: tuple[Tensor, ...] = (hidden[part], u[part])
             if self._constants is None:
                 values = (*values, mods.c.expand(len(own), -1)[part])
             found = self._replay_draw(values, most)
-            # A copy if there is a next part, which is written to the same place.
-            drawn.append(found.clone() if len(own) > most else found)
+            drawn.append(found.clone() if keep else found)
         token, log_p = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).unbind(1)
         return token.long(), log_p
 
