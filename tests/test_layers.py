@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
-ORDER += ["evaluation", "benchmarking", "api", "reproduce", "cli"]
+ORDER += ["evaluation", "benchmarking", "api", "tasks", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
 
 
