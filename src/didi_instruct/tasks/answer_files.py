@@ -143,9 +143,7 @@ def _encoded(
     yield from _encoded_batch(batch, tokenizer)
 
 
-def _encoded_batch(
-    batch: list[Example], tokenizer: Tokenizer
-) -> Iterator[tuple[Example, Encoded]]:
+def _encoded_batch(batch: list[Example], tokenizer: Tokenizer) -> Iterator[tuple[Example, Encoded]]:
     try:
         found = encode_all([(one.prompt, one.answer) for one in batch], tokenizer)
     except UserError:

@@ -40,7 +40,7 @@ class Learning:
     data: TokenSource
     valid: TokenSource | None
     model: ModelConfig
-    """The model's settings, with the lengths of these texts where they have windows of their own."""
+    """The model's settings; where texts have windows of their own, with the lengths of these."""
     objective: Objective
     measured: Objective | None
     """What held-out answers are measured by; None: text, by its likelihood."""
@@ -139,9 +139,7 @@ def _open_answers(
     if window.fill is not None:
         model = replace(model, lengths=data.lengths)
     masks = config.answers.masking
-    objective = make_answer_objective(
-        model, masks, compile=compiles(config.train, world.device)
-    )
+    objective = make_answer_objective(model, masks, compile=compiles(config.train, world.device))
     measured = make_answer_objective(evaluation_config(model))
     held_out = 0 if valid is None else valid.num_sequences
     notes = [f"{data.num_sequences:,} prompts with answers to learn, {held_out:,} held out."]

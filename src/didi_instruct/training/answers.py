@@ -65,8 +65,8 @@ class MaskedAnswers:
         else:
             numbers = uniforms.masked_fill(~answer, 2.0)
             k = (t * n).long().clamp(max=n - 1) + 1
-            order = numbers.argsort(1, stable=True)
-            masked = order.argsort(1, stable=True) < k[:, None]
+            order = numbers.argsort(dim=1, stable=True)
+            masked = order.argsort(dim=1, stable=True) < k[:, None]
             share = numbers.gather(1, order.gather(1, k[:, None] - 1)).squeeze(1)
             sigma, weight = self.schedule.sigma(self.schedule.time(1 - share)), 1 / k
         z = torch.where(masked, self._whole.mask_id, text)
