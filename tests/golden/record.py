@@ -16,9 +16,9 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe, recipe_names
-from didi_instruct.errors import UserError
 
 from . import cases, measuring, tiny
 
@@ -34,9 +34,11 @@ def recipe_hashes() -> dict[str, str]:
     """A hash of all settings of each shipped recipe, also of those that it leaves open."""
     found = {}
     for name in recipe_names():
-        try:
+        if name.startswith("finetune-"):
+            settings = asdict(load_recipe(FinetuneConfig, name))
+        elif name.endswith(("-teacher", "-ar")):
             settings = asdict(load_recipe(PretrainConfig, name))
-        except UserError:  # some leave it to their user to name the data
+        else:  # some leave it to their user to name the data
             settings = asdict(load_recipe(DistillConfig, name, ["data.source=oracle"]))
         content = json.dumps(settings, sort_keys=True)
         found[name] = hashlib.sha256(content.encode()).hexdigest()[:16]
