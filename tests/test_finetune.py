@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models import masked_folders
 from tests.random_models import DUO, save_random
 from tests.runs import STATE, entries, same_tensors
 
@@ -102,6 +103,33 @@ def test_a_stopped_and_resumed_run_is_bit_exact(tmp_path, kind, task):
     assert not again.new
     assert again.held_out == done.held_out
     assert done.held_out["before"] != done.held_out["after"]
+
+
+@pytest.mark.parametrize("family", ["bert", "esm"])
+def test_a_masked_lm_goes_on_and_its_run_is_opened_like_any_other(tmp_path, family):
+    """Resumed bit by bit; what it is made of stays, banned tokens are never asked for."""
+    getattr(masked_folders, family)(tmp_path / "model")
+    words = ["w1 w2 w3", " w4 w5"] if family == "bert" else ["MKV", "LAG"]
+    source = tmp_path / "q.jsonl"
+    row = {"prompt": words[0], "answer": words[1]}
+    source.write_text(f"{json.dumps(row)}\n" * 8)
+    settings = recipe(source=source, data={"valid": 0})
+    how = {"model": tmp_path / "model", "device": "cpu"}
+    didi.finetune(settings, out=tmp_path / "whole", **how)
+    didi.finetune(settings, out=tmp_path / "parts", reporter=Heard(4), **how)
+    didi.finetune(settings, out=tmp_path / "parts", resume=True, **how)
+    assert entries(tmp_path / "parts") == entries(tmp_path / "whole")
+    for file in (f"checkpoints/step-00000006/{STATE}", "model.safetensors"):
+        assert same_tensors(tmp_path / "parts" / file, tmp_path / "whole" / file), file
+    tuned = didi.load(tmp_path / "whole", device="cpu")
+    assert tuned.provenance["finetuned_from"]["provenance"]["foreign"]["layout"]
+    assert tuned.generate(num=2, steps=2, prompt=words[0], length=5)
+    further = didi.finetune(settings, model=tmp_path / "whole", out=tmp_path / "more", device="cpu")
+    assert further.finished
+    special = {"bert": " [SEP]", "esm": "<unk>"}[family]
+    source.write_text(json.dumps({"prompt": words[0], "answer": special}) + "\n")
+    with pytest.raises(UserError, match=r"q.jsonl:1: `answer` has the token .* never writes"):
+        didi.finetune(settings, out=tmp_path / "other", **how)
 
 
 @pytest.mark.slow

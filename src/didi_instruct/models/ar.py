@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
+from didi_instruct.models.network import NetworkRecord
 
 INIT_STD = 0.02
 
@@ -42,6 +43,8 @@ class ARModel(nn.Module):
     Its tensors have the core keys (docs/foreign.md), without `sigma_map` and `adaLN_modulation`. A
     sequence of L tokens is predicted from the start symbol and its first L - 1 tokens.
     """
+
+    record: NetworkRecord | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

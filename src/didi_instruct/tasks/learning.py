@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -19,6 +20,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data, evaluation_config, losses
 from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.network import Network, NetworkRecord
 from didi_instruct.tasks.answer_files import open_answers
 from didi_instruct.tasks.answers import Window
 from didi_instruct.tasks.mmlu_data import examples, read_mmlu, split_by_hash
@@ -123,7 +125,8 @@ def _open_answers(
     read = _reader(config)
     if begun and not Path(str(config.data.source)).exists():
         read = None  # a run that goes on needs its tokens, not the file they were made from
-    window = _window(config, model, tokenizer, source)
+    network = cast("Network", loaded.model)
+    window = _window(config, model, tokenizer, source, network.record)
     data, valid, prepared = main_first(
         world,
         lambda _: open_answers(
@@ -174,7 +177,11 @@ def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
 
 
 def _window(
-    config: FinetuneConfig, model: ModelConfig, tokenizer: Tokenizer, source: str
+    config: FinetuneConfig,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    source: str,
+    record: NetworkRecord | None,
 ) -> Window:
     """What the model reads of a prompt and its answer."""
     settings = config.answers
@@ -191,7 +198,8 @@ def _window(
             why = "is given where a text ends" if ends_itself else "has no end-of-text token"
             raise UserError(f"answers.end is true, but {source} {why}: leave it out.")
     fill = model.end_id if ends_itself else None
-    return Window(length=model.length, long=settings.long, end=end, fill=fill)
+    banned = frozenset() if record is None else frozenset(record.banned)
+    return Window(length=model.length, long=settings.long, end=end, fill=fill, banned=banned)
 
 
 def held_out_answers(task: PretrainTask, valid: TokenSource, objective: Objective) -> Evaluate:

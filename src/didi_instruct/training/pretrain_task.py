@@ -196,8 +196,14 @@ class PretrainTask:
             state = {n: distributed.whole(t) for n, t in self.model.state_dict().items()}
             if self.world.is_main:
                 facts = {**self._provenance, **(provenance or {})}
-                words = self.data.tokenizer
-                save_model(folder, state, self.model_config, tokenizer=words, provenance=facts)
+                save_model(
+                    folder,
+                    state,
+                    self.model_config,
+                    tokenizer=self.data.tokenizer,
+                    provenance=facts,
+                    record=self.model.record,
+                )
 
 
 @functools.cache
