@@ -47,7 +47,7 @@ class MmluOptions:
     """Questions at most: those with the smallest hashes."""
     permute: bool = False
     """Ask four times, the choices rotated so that each has each letter once, and average."""
-    draws: int = 8
+    draws: int = 4
     """Draws for the likelihood of the answer's text; 0 leaves it out."""
     seed: int = 0
     """Of the draws and of the untrained network."""
