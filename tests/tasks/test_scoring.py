@@ -125,7 +125,7 @@ def test_stratified_draws_are_unbiased(n, draws):
 
 
 def test_with_enough_draws_there_is_no_noise():
-    listed = dict((tuple(c), w) for c, w in subsets(4, 15, np.random.default_rng(0)))
+    listed = {tuple(c): w for c, w in subsets(4, 15, np.random.default_rng(0))}
     expected = {
         chosen: 1 / (k * math.comb(4, k))
         for k in range(1, 5)
@@ -174,7 +174,10 @@ def test_an_answer_does_not_depend_on_its_batch(kind):
     prompts = [torch.randint(1, V, (n,), generator=generator).tolist() for n in lengths]
     pairs = [Encoded(prompt, [4, 2, 3, 1]) for prompt in prompts]
     keys = [str(n) for n in range(len(pairs))]
-    alone = [float(Scorer(model, draws=3).answers([p], [k])) for p, k in zip(pairs, keys)]
+    alone = [
+        float(Scorer(model, draws=3).answers([pair], [key]))
+        for pair, key in zip(pairs, keys, strict=True)
+    ]
     together = Scorer(model, draws=3).answers(pairs, keys).tolist()
     few = Scorer(model, draws=3, batch_tokens=2 * LENGTH).answers(pairs[::-1], keys[::-1])
     assert together == pytest.approx(alone, abs=1e-4)
