@@ -132,6 +132,30 @@ def test_a_masked_lm_goes_on_and_its_run_is_opened_like_any_other(tmp_path, fami
         didi.finetune(settings, out=tmp_path / "other", **how)
 
 
+def test_a_masked_lm_learns_texts_in_their_frame(tmp_path):
+    """Each alone, others not attended to; notation that it never writes is given; too long, left.
+
+    A family of two proteins is learnt: from the many that a random network writes to these.
+    """
+    masked_folders.esm(tmp_path / "model")
+    source = tmp_path / "family.fasta"
+    rows = [">a\nMKVX\n", ">b\nLAGRS\n"] * 30 + [">c\n" + "M" * 13 + "\n", ">d\nX\n"]
+    source.write_text("".join(rows))
+    heard, settings = Heard(), recipe("text", str(source), optim={"lr": 1e-2})
+    settings["data"] |= {"valid": 0, "rows": "document"}
+    settings["train"] |= {"steps": 120, "eval_every": 0, "log_every": 60}
+    how = {"model": tmp_path / "model", "device": "cpu"}
+    didi.finetune(settings, out=tmp_path / "run", reporter=heard, **how)
+    assert heard.lines[0] == "60 texts to learn, 0 held out."
+    assert "2 texts are left out" in heard.lines[1]
+    tuned = didi.load(tmp_path / "run", device="cpu")
+    first, last = tuned.tokenizer.encode(["L", "AGRS"])
+    masked = torch.tensor([[*first, *[tuned.mask_id] * 4]])
+    assert tuned.denoiser(masked, 1.0)[0, 1:].argmax(-1).tolist() == last
+    with pytest.raises(UserError, match=r"special tokens around each text.*data.rows=document"):
+        didi.finetune(recipe("text", str(source)), out=tmp_path / "other", **how)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("task", ["text", "answers"])
@@ -311,8 +335,7 @@ def test_what_is_said_once(tmp_path):
     didi.finetune(settings, model=model, out=tmp_path / "run", device="cpu", reporter=heard)
     assert heard.lines[:3] == [
         "3 prompts with answers to learn, 0 held out.",
-        "2 of 3 prompts are cut from the left, to fit the 32 tokens that the model reads with "
-        "their answers.",
+        "2 of 3 prompts are cut from the left, to fit the 32 tokens that the model reads.",
         "Nothing is held out (data.valid): no evaluations.",
     ]
     settings["answers"] = {"long": "refuse"}

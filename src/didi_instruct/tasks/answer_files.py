@@ -36,7 +36,9 @@ class Prepared:
     rows: int
     tokens: int
     cut: int
-    """Prompts that were cut."""
+    """Rows that were cut."""
+    dropped: int
+    """Rows that were left out."""
     sha256: str
     """Of the tokens."""
 
@@ -102,26 +104,35 @@ def _write(
     """Encode and write all examples; the manifest comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    hashed, digest, rows, start, cut = ExampleHash(), hashlib.sha256(), 0, 0, 0
+    hashed, digest = ExampleHash(), hashlib.sha256()
+    rows = start = cut = dropped = 0
     tokens, index = AtomicFile(folder / TOKENS), AtomicFile(folder / INDEX)
     try:
         with no_space_as_user_error(folder):
             for example, encoded in _encoded(examples, tokenizer):
                 hashed.add(example)
                 fitted, was_cut = window.fit(encoded, example.where, tokenizer)
+                if not fitted.answer:
+                    dropped += 1
+                    continue
                 sizes = len(fitted.prompt), len(fitted.answer)
-                entry = np.array((start, *sizes, mix("held-out", example.prompt)), ROW)
+                key = mix("held-out", example.prompt or example.answer)
+                entry = np.array((start, *sizes, key), ROW)
                 data = np.array(fitted.prompt + fitted.answer, TOKEN).tobytes()
                 index.write(entry.tobytes())
                 tokens.write(data)
                 digest.update(data)
                 rows, start, cut = rows + 1, start + sum(sizes), cut + was_cut
             if not rows:
-                raise UserError("The data has no prompts with answers: add rows.")
+                raise UserError(
+                    f"The data has no rows that fit the {window.length} tokens that the model "
+                    "reads: add rows, or cut them (data.long=cut)."
+                )
             tokens.commit()
             index.commit()
             settings = _settings(tokenizer, window)
-            made = Prepared(hashed.value, settings, rows, start, cut, digest.hexdigest())
+            counts = rows, start, cut, dropped
+            made = Prepared(hashed.value, settings, *counts, digest.hexdigest())
             content = json.dumps(FORMAT | asdict(made), indent=1) + "\n"
             write_atomic(folder / MANIFEST, content.encode())
     finally:
@@ -166,7 +177,7 @@ def _hash(examples: Iterable[Example]) -> str:
 def _settings(tokenizer: Tokenizer, window: Window) -> str:
     """Hash of what decides the tokens, beside the examples."""
     banned = ",".join(map(str, sorted(window.banned)))
-    parts = (window.length, window.long, window.end, window.fill, banned)
+    parts = (window.length, window.long, window.end, window.fill, banned, window.skips)
     return _digest(tokenizer.hash, *map(str, parts))
 
 

@@ -27,8 +27,9 @@ class Window:
 
     length: int
     """Tokens that it reads at once."""
-    long: Literal["cut", "refuse"] = "cut"
-    """A prompt that does not fit with its answer is cut from the left, or refused."""
+    long: Literal["cut", "refuse", "drop"] = "cut"
+    """What becomes of rows that do not fit: the prompt is cut from the left, or, where there is
+    none, the text from the right; or they are refused, or left out."""
     end: int | None = None
     """Token to learn as the last of each answer; None: the answer alone."""
     fill: int | None = None
@@ -36,30 +37,47 @@ class Window:
     their answers."""
     banned: frozenset[int] = frozenset()
     """Tokens that it never writes."""
+    skips: bool = False
+    """Tokens that it never writes are given, not learnt; else answers with them are refused."""
 
     def fit(self, encoded: Encoded, where: str, tokenizer: Tokenizer) -> tuple[Encoded, bool]:
-        """Return what the model reads, and whether the prompt was cut."""
+        """Return what the model reads, and whether something was cut; no answer: left out."""
         answer = encoded.answer + ([] if self.end is None else [self.end])
         if not encoded.answer:
             raise UserError(f"{where}: `answer` has no tokens of its own: take the row out.")
-        if never := self.banned.intersection(encoded.answer):
+        never = self.banned.intersection(encoded.answer)
+        if never and not self.skips:
             word = tokenizer.decode([min(never)])
             raise UserError(
                 f"{where}: `answer` has the token {word!r}, which this model never writes: reword "
                 "it, or take the row out."
             )
+        over = len(encoded.prompt) + len(answer) - self.length
+        if (self.long == "drop" and over > 0) or self.banned.issuperset(answer):
+            return Encoded([], []), False
+        if not encoded.prompt:
+            return self._text(answer, where)
         if len(answer) >= self.length:
             raise UserError(
                 f"{where}: `answer` has {len(answer)} tokens, and the model reads {self.length}, "
                 "prompt included: shorten it, or take the row out."
             )
-        over = len(encoded.prompt) + len(answer) - self.length
         if over > 0 and self.long == "refuse":
             raise UserError(
                 f"{where}: prompt and answer have {self.length + over} tokens, and the model reads "
                 f"{self.length}: shorten the prompt, or cut it with answers.long=cut."
             )
         return Encoded(encoded.prompt[max(0, over) :], answer), over > 0
+
+    def _text(self, answer: list[int], where: str) -> tuple[Encoded, bool]:
+        """A row without a prompt."""
+        over = len(answer) > self.length
+        if over and self.long == "refuse":
+            raise UserError(
+                f"{where}: `answer` has {len(answer)} tokens, and the model reads {self.length}: "
+                "shorten it, or take the row out."
+            )
+        return Encoded([], answer[: self.length]), over
 
 
 class AnswerRows:
@@ -112,4 +130,7 @@ class AnswerRows:
             found[row, 0, :count] = self._tokens[entry["start"] : entry["start"] + count]
             found[row, 1, : entry["prompt"]] = GIVEN
             found[row, 1, entry["prompt"] : count] = ANSWER
+        if window.skips:
+            never = np.isin(found[:, 0], sorted(window.banned)) & (found[:, 1] == ANSWER)
+            found[:, 1][never] = GIVEN
         return torch.from_numpy(found)

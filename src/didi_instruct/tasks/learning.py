@@ -16,7 +16,7 @@ from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.dataset import TokenSource
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data, evaluation_config, losses
 from didi_instruct.models.checkpoint import LoadedModel
@@ -24,13 +24,15 @@ from didi_instruct.models.network import Network, NetworkRecord
 from didi_instruct.tasks.answer_files import open_answers
 from didi_instruct.tasks.answers import Window
 from didi_instruct.tasks.mmlu_data import examples, read_mmlu, split_by_hash
-from didi_instruct.tasks.prompts import Example, read_examples
+from didi_instruct.tasks.prompts import Example, read_examples, read_texts
 from didi_instruct.training.answers import make_answer_objective
 from didi_instruct.training.distributed import World, compiles
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Objective, make_objective
 from didi_instruct.training.pretrain_task import PretrainTask
 
+Read = Callable[[], Iterable[Example]]
+"""Reads the examples anew each time."""
 PREPARED = "data"
 """Folder of a run for what was tokenised."""
 
@@ -66,9 +68,13 @@ def open_learning(
             "mmlu": "a folder of MMLU",
         }[config.task]
         raise UserError(f"data.source is not set: give {what}, as --set data.source=...")
-    if config.task == "text":
+    record = cast("Network", loaded.model).record
+    if config.task == "text" and record is None:
         return _open_text(config, loaded, source, folder, world, progress)
-    return _open_answers(config, loaded, source, folder, world)
+    if config.task != "text":
+        window, read = _window(config, loaded, source, record), _reader(config)
+        return _open_rows(config, loaded, read, window, folder, world)
+    return _open_rows(config, loaded, *_framed_texts(config, loaded, source, record), folder, world)
 
 
 def _open_text(
@@ -117,16 +123,19 @@ def _open_text(
     return Learning(data, valid, model, objective, None)
 
 
-def _open_answers(
-    config: FinetuneConfig, loaded: LoadedModel, source: str, folder: Path, world: World
+def _open_rows(
+    config: FinetuneConfig,
+    loaded: LoadedModel,
+    read: Read | None,
+    window: Window,
+    folder: Path,
+    world: World,
 ) -> Learning:
+    """Open rows of prompts with answers, or of texts that stand alone."""
     model, tokenizer, begun = loaded.config, loaded.tokenizer, is_begun(folder)
     assert tokenizer is not None
-    read = _reader(config)
     if begun and not Path(str(config.data.source)).exists():
         read = None  # a run that goes on needs its tokens, not the file they were made from
-    network = cast("Network", loaded.model)
-    window = _window(config, model, tokenizer, source, network.record)
     data, valid, prepared = main_first(
         world,
         lambda _: open_answers(
@@ -145,17 +154,37 @@ def _open_answers(
     objective = make_answer_objective(model, masks, compile=compiles(config.train, world.device))
     measured = make_answer_objective(evaluation_config(model))
     held_out = 0 if valid is None else valid.num_sequences
-    notes = [f"{data.num_sequences:,} prompts with answers to learn, {held_out:,} held out."]
+    what, side = ("texts", "right") if config.task == "text" else ("prompts", "left")
+    named = "texts" if config.task == "text" else "prompts with answers"
+    notes = [f"{data.num_sequences:,} {named} to learn, {held_out:,} held out."]
+    reads = f"the {window.length} tokens that the model reads"
     if prepared.cut:
-        notes.append(
-            f"{prepared.cut:,} of {prepared.rows:,} prompts are cut from the left, to fit the "
-            f"{window.length} tokens that the model reads with their answers."
-        )
+        whole = f"{prepared.cut:,} of {prepared.rows:,} {what}"
+        notes.append(f"{whole} are cut from the {side}, to fit {reads}.")
+    if prepared.dropped:
+        notes.append(f"{prepared.dropped:,} texts are left out: they do not fit {reads}.")
     return Learning(data, valid, model, objective, measured, tuple(notes))
 
 
-def _reader(config: FinetuneConfig) -> Callable[[], Iterable[Example]] | None:
-    """Reads the examples of the settings, anew each time."""
+def _framed_texts(
+    config: FinetuneConfig, loaded: LoadedModel, source: str, record: NetworkRecord | None
+) -> tuple[Read, Window]:
+    """Texts for a masked LM of transformers, which puts special tokens around each."""
+    given = config.data
+    assert record is not None
+    if given.rows == "stream" or is_prepared(Path(str(given.source))):
+        raise UserError(
+            f"{source} puts special tokens around each text: learn one document a row from its "
+            "file, with --set data.rows=document."
+        )
+    options = ReadOptions(field=given.field, documents=given.documents)
+    length = min(loaded.config.length, given.length or loaded.config.length)
+    window = Window(length=length, long=given.long, banned=frozenset(record.banned), skips=True)
+    return (lambda: read_texts(str(given.source), options)), window
+
+
+def _reader(config: FinetuneConfig) -> Read:
+    """Return what reads the examples of the settings, anew each time."""
     source = str(config.data.source)
     if config.task == "answers":
         return lambda: read_examples(source)
@@ -165,6 +194,8 @@ def _reader(config: FinetuneConfig) -> Callable[[], Iterable[Example]] | None:
 def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
     """Questions to train on: the training split, or a share of the test split."""
     found = read_mmlu(folder)
+    if share is not None and found.train:
+        raise UserError(f"{folder}: has a training split: leave out answers.share.")
     if share is not None:
         taken, _ = split_by_hash(found.test, share)
         return examples(taken)
@@ -177,14 +208,11 @@ def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
 
 
 def _window(
-    config: FinetuneConfig,
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-    source: str,
-    record: NetworkRecord | None,
+    config: FinetuneConfig, loaded: LoadedModel, source: str, record: NetworkRecord | None
 ) -> Window:
     """What the model reads of a prompt and its answer."""
-    settings = config.answers
+    settings, model, tokenizer = config.answers, loaded.config, loaded.tokenizer
+    assert tokenizer is not None
     if settings.masking == "random" and model.kind != "mdlm":
         raise UserError(
             f"answers.masking is random, but {source} is a model of kind `{model.kind}`, which has "
