@@ -158,8 +158,10 @@ def held_out_likelihood(task: PretrainTask, valid: TokenSource) -> Evaluate:
                 device=task.world.device,
                 progress=lambda _: tick(),
             )
-        half = (result.ci95[1] - result.ci95[0]) / 2
-        return {"valid_nats_per_token": result.nats_per_token, "valid_ci95": half}
+        numbers = {"valid_nats_per_token": result.nats_per_token}
+        if result.sequences > 1:  # one has no spread
+            numbers["valid_ci95"] = (result.ci95[1] - result.ci95[0]) / 2
+        return numbers
 
     return evaluate
 

@@ -1,6 +1,6 @@
 """`didi finetune`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,11 +72,14 @@ def command(
 
 def _held_out(result: "FinetuneResult") -> Iterator[str]:
     """Held-out numbers before and after, with 95% intervals."""
+    both = [result.held_out.get(when, {}) for when in ("before", "after")]
     for name, words in MEASURES.items():
-        cells = [
-            f"{numbers[name]:.4f} ± {numbers['valid_ci95']:.4f}"
-            for numbers in (result.held_out.get(when, {}) for when in ("before", "after"))
-            if name in numbers
-        ]
+        cells = [_cell(numbers, name) for numbers in both if name in numbers]
         if len(cells) == 2:
             yield f"Held out: {cells[0]} -> {cells[1]} {words} (95%, the same noise)."
+
+
+def _cell(numbers: Mapping[str, float], name: str) -> str:
+    """A number and half of its interval, which one row alone does not have."""
+    half = numbers.get("valid_ci95")
+    return f"{numbers[name]:.4f}" + ("" if half is None else f" ± {half:.4f}")

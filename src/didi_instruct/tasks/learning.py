@@ -249,7 +249,9 @@ def held_out_answers(task: PretrainTask, valid: TokenSource, objective: Objectiv
                 progress=lambda _: tick(),
             )
             nats = torch.cat([loss for _, loss in measured])
-        half = 1.96 * nats.std().item() / math.sqrt(len(nats)) if len(nats) > 1 else 0.0
-        return {"valid_answer_nats": nats.mean().item(), "valid_ci95": half}
+        numbers = {"valid_answer_nats": nats.mean().item()}
+        if len(nats) > 1:  # one has no spread
+            numbers["valid_ci95"] = 1.96 * nats.std().item() / math.sqrt(len(nats))
+        return numbers
 
     return evaluate
