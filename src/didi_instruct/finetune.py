@@ -100,7 +100,7 @@ def finetune(
             before = evaluate(0, lambda: None)
             shown.measured(0, before)
         outcome = loop.run(start, before)
-        found = _held_out(folder / "log.jsonl")
+        found = _held_out(folder / "log.jsonl") if world.is_main else {}
         if outcome.signal is None:
             task.write_model(folder, {"step": outcome.step, "held_out": found})
             world.wait()
