@@ -359,12 +359,14 @@ def test_a_student_that_cannot_learn_is_refused(didi, message):
         (
             {"chance": 0.95},
             "discriminator.chance is 0.95 and discriminator.saturation 0.95: "
-            "accuracies from 0 to 1, chance the smaller.",
+            "accuracies from 0 to 1, chance the smaller; null is off.",
         ),
+        ({"dropout": 1.0}, "discriminator.dropout is 1.0: use 0 or more and less than 1."),
+        ({"weight_decay": -1}, "discriminator.weight_decay is -1.0: use 0 or more."),
         (
             {"chance": -0.1},
             "discriminator.chance is -0.1 and discriminator.saturation 0.95: "
-            "accuracies from 0 to 1, chance the smaller.",
+            "accuracies from 0 to 1, chance the smaller; null is off.",
         ),
     ],
 )
