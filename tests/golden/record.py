@@ -19,18 +19,11 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe, recipe_names
 from didi_instruct.errors import UserError
+from didi_instruct.reproduce.jobs import without_additions
 
 from . import cases, measuring, tiny
 
 FILE = Path(__file__).with_name("goldens.json")
-ADDED = {
-    "warmup_on_top": False,
-    "train.ema_warmup": True,
-    "discriminator.weight_decay": None,
-    "discriminator.dropout": 0.0,
-}
-"""Settings that came later, and the values that mean what was before them: a recipe that leaves
-them there has the hash it had."""
 
 
 def machine() -> dict[str, str]:
@@ -39,27 +32,19 @@ def machine() -> dict[str, str]:
 
 
 def recipe_hashes() -> dict[str, str]:
-    """A hash of all settings of each shipped recipe, also of those that it leaves open."""
+    """A hash of all settings of each shipped recipe, also of those that it leaves open.
+
+    Settings that came later have a part in it where they change something.
+    """
     found = {}
     for name in recipe_names():
         try:
             settings = asdict(load_recipe(PretrainConfig, name))
         except UserError:  # some leave it to their user to name the data
             settings = asdict(load_recipe(DistillConfig, name, ["data.source=oracle"]))
-        content = json.dumps(_before_additions(settings), sort_keys=True)
+        content = json.dumps(without_additions(settings), sort_keys=True)
         found[name] = hashlib.sha256(content.encode()).hexdigest()[:16]
     return found
-
-
-def _before_additions(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that came later, where they change nothing."""
-    kept = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
-    for name, usual in ADDED.items():
-        *section, key = name.split(".")
-        place = kept.get(section[0], {}) if section else kept
-        if key in place and place[key] == usual:
-            del place[key]
-    return kept
 
 
 def record(home: Path) -> dict[str, Any]:

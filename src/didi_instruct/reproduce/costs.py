@@ -99,10 +99,11 @@ def _distillation(job: Job, draws_bank: bool) -> Cost:
     if model is None:
         return Cost(None, None)
     config, once = job.settings(), forward_flops(model)
-    texts = config.train.steps * config.train.batch_size
+    texts = config.iterations * config.train.batch_size
     passes = PER_ITERATION[config.method] + (config.didi.rollout_steps - 1) * FORWARD
-    reference = config.reference
-    banked = config.reads_bank
+    reference, banked = config.reference, config.reads_bank
+    if config.method == "didi" and reference.source == "online":
+        passes += (reference.steps - 1) * FORWARD  # the first step has one row for all texts
     bank = reference.rows * reference.steps * once if banked and draws_bank else 0.0
     return Cost(training=texts * passes * once, sampling=bank)
 

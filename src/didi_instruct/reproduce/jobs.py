@@ -35,6 +35,14 @@ TEXTS = ("reference", "corpora")
 NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_every", "keep")}
 """Settings that change what is told and kept, not what is learnt; a run that is watched and given
 up has no result to keep."""
+ADDED = {
+    "warmup_on_top": False,
+    "train.ema_warmup": True,
+    "discriminator.weight_decay": None,
+    "discriminator.dropout": 0.0,
+}
+"""Settings that came later, with the values that change nothing: there they have no part in a key,
+so that older results stay."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,6 +149,7 @@ def stored(source: str) -> str:
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings that decide what is learnt, with data and models by their content."""
+    settings = without_additions(settings)
     kept: dict[str, Any] = {k: v for k, v in settings.items() if k not in NO_PART[""]}
     kept["train"] = {k: v for k, v in kept["train"].items() if k not in NO_PART["train"]}
     if source := kept["data"]["source"]:
@@ -151,6 +160,17 @@ def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
         kept["student"] = content(kept["student"])
     if "reference" in kept and kept["reference"]["bank"]:
         kept["reference"] = kept["reference"] | {"bank": stored(kept["reference"]["bank"])}
+    return kept
+
+
+def without_additions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by section without those of `ADDED` that change nothing."""
+    kept = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
+    for name, usual in ADDED.items():
+        section, _, key = name.rpartition(".")
+        place = kept.get(section, {}) if section else kept
+        if key in place and place[key] == usual:
+            del place[key]
     return kept
 
 

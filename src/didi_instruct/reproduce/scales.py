@@ -44,7 +44,7 @@ TOY_STUDENT = (
     "train.eval_sequences=64",
     "watch.budgets=[]",
 )
-TOY_BANK = ("reference.rows=512", "reference.steps=32")
+TOY_BANK = ("reference.source=bank", "reference.rows=512", "reference.steps=32")
 TOY_ABLATION = (
     *TOY_STUDENT,
     *TOY_BANK,
@@ -138,7 +138,9 @@ def _toy(given: Given) -> Scale:
 
 SMALL_STUDENT = ("train.eval_every=0", "watch.budgets=[]")
 """Tables measure students: a quick look before and after took as long as a training."""
-SMALL_BANK = ("reference.rows=4096", "reference.steps=64")
+SMALL_BANK = ("reference.source=bank", "reference.rows=4096", "reference.steps=64")
+"""Clean samples of the teacher, the reading of Algorithm 1 that helps; the item `reference` has the
+literal one."""
 SMALL_AR = ("train.steps=3000",)
 """Half of the recipe's, for less text: with 142,000 stories it learns them by heart from there."""
 SMALL_SDTT = ("sdtt.steps=128", "reference.source=data")
