@@ -57,7 +57,8 @@ def training_texts(folder: Path) -> int | None:
         return None
     kind: Any = DistillConfig if "method" in read_yaml(folder / RECIPE) else PretrainConfig
     config = configure(kind, str(folder / RECIPE))
-    return config.iterations * config.train.batch_size
+    texts: int = config.iterations * config.train.batch_size
+    return texts
 
 
 def learning(folder: Path) -> dict[str, Any]:
