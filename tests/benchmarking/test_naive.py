@@ -57,7 +57,7 @@ def law_of_streams(steps, guide=None):
     for n in range(steps):
         logits = TINY.denoiser(z)
         if guide is not None:
-            logits = dense_tilt(TINY.denoiser, guide, z, MASK, times[n], scales[n], TILTING.clamp)
+            logits = dense_tilt(TINY.denoiser, guide, z, MASK, times[n], scales[n], TILTING)
         p = torch.nn.functional.pad(logits.softmax(-1), (0, 1))
         here = (z == MASK) & (turn == n)
         mass = independent_step(mass, torch.where(here[..., None], p, stay))

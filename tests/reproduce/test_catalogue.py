@@ -157,6 +157,66 @@ def test_paper_scale_changes_nothing_of_the_papers_recipes():
     assert (config.train.steps, config.train.batch_size, config.optim.lr) == (10000, 8, 1e-6)
 
 
+def test_the_texts_that_are_shown_are_those_of_the_students_that_the_paper_shows():
+    """Above its texts stand, from 16 NFE on, the perplexities of the row w/o Regularization."""
+    scale = find_scale("paper", Given())
+    shown = {
+        nfe: ask.job.inputs["model"].recipe
+        for ask in _samples(scale)
+        if ask.labels["role"] == "didi"
+        for nfe in ask.job.options["steps"]
+    }
+    few, many = "ablation-all-tricks", "ablation-without-regularisation"
+    assert shown == {8: few, 16: many, 32: many, 64: many, 128: many}
+    printed = paper.LEAVE_ONE_OUT[many].cells
+    above = paper.SAMPLES["didi"].cells
+    assert all(above[n].ppl == pytest.approx(printed[n].ppl, abs=6e-3) for n in shown if n > 8)
+
+
+@pytest.mark.parametrize("name", ["figure-1", "rgas-landscape", "rgas-anova", "latency"])
+def test_guidance_is_by_means_at_paper_scale_as_it_is_printed(name):
+    """Eq. (6), of tilting and of re-ranking; elsewhere by sums, which is what works."""
+    means = {"reward": "mean", "score": "mean"}
+    found = []
+    for job in ITEMS[name].jobs(find_scale("paper", Given())):
+        options = job.options
+        if name == "figure-1":
+            found += [options["options"]] if options["sampler"] == "rgas" else []
+        else:
+            found.append(options["guidance"])
+    assert found
+    assert all(options == means for options in found)
+    for job in ITEMS[name].jobs(find_scale("toy", Given())):
+        assert not job.options.get("options")
+        assert not job.options.get("guidance")
+
+
+def test_the_left_to_right_model_is_timed_greedy_and_sampled():
+    (job,) = ITEMS["latency"].jobs(find_scale("paper", Given()))
+    assert {r: n for r, n in job.options["steps"].items() if r.startswith("ar")} == {
+        "ar-greedy": 1024,
+        "ar": 1024,
+    }
+    labels = job.options["labels"]
+    assert labels["ar-greedy"] != labels["ar"]
+    theirs = {row["method"]: row["nfe"] for row in ITEMS["latency"].table(
+        find_scale("paper", Given()), {}).paper}  # fmt: skip
+    assert theirs[labels["ar-greedy"]] == 1024
+    assert labels["ar"] not in theirs
+
+
+def test_the_zero_shot_table_has_duo_and_the_printed_rows():
+    scale = find_scale("paper", Given())
+    (job,) = ITEMS["zero-shot"].jobs(scale)
+    assert {"teacher", "didi", "ar", "duo-teacher", "duo"} <= job.inputs.keys()
+    assert job.inputs["duo"].inputs["teacher"].key == job.inputs["duo-teacher"].key
+    students = {METHODS["didi"].label, METHODS["duo"].label}
+    assert job.options["teachers"].keys() == students
+    lines = {row["method"] for row in ITEMS["zero-shot"].table(scale, {}).paper}
+    assert {f"{name}, as printed" for name in ("GPT2", "SEDD", "SEDD uniform", "UDLM")} <= lines
+    assert {METHODS[role].label for role in ("teacher", "didi", "duo-teacher", "duo")} <= lines
+
+
 def test_seeds_change_students_and_not_their_teacher():
     scale = find_scale("toy", Given(seeds=2))
     one, other = (scale.ablated("ablation-all-tricks", seed) for seed in scale.seeds)

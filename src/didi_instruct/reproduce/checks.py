@@ -231,6 +231,7 @@ def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[
             "MAUVE",
             scale.measures_mauve and bool(names & {"diversity", "baselines"}),
         ),
+        ("nltk", "eval", "Self-BLEU of words", "diversity" in names),
         ("datasets", "data", "data of the hub", any(s.startswith("hf:") for s in sources)),
     ]
     for package, extra, use, needed in wanted:

@@ -118,6 +118,8 @@ class Scale:
     temperatures: tuple[float, ...] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
     top_ps: tuple[float, ...] = (0.98, 0.95, 0.9, 0.8)
     """Of the sweep of the baselines, everyone's alike."""
+    guidance: Mapping[str, Any] = field(default_factory=dict)
+    """Options of RGAS beside its own."""
     latency: Mapping[str, int] = field(default_factory=dict)
     """NFE of each model in the table of latency."""
     latency_batch: int = 16

@@ -317,6 +317,7 @@ def _paper(given: Given) -> Scale:
         candidates=(1, 2, 4, 8, 16, 32),
         anova_points=1000,
         guided_samples=16,
+        guidance={"reward": "mean", "score": "mean"},
         parts=8,
         latency={"ar": 1024, "teacher": 512, "sdtt": 64, "didi": 16},
     )
