@@ -11,11 +11,13 @@ from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import METHODS
 from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce.checks import require_gpu
 from didi_instruct.reproduce.items import find_item
 from didi_instruct.reproduce.items_ablations import asks as ablation_asks
 from didi_instruct.reproduce.items_ablations import sampler_of
 from didi_instruct.reproduce.items_generation import _figure_1, _generation, _large, _samples
 from didi_instruct.reproduce.items_measures import _variety
+from didi_instruct.reproduce.items_reference import _asks as _reference
 from didi_instruct.reproduce.making import jobs_of
 from didi_instruct.reproduce.scale import NAMES, Given
 from didi_instruct.reproduce.scales import find_scale
@@ -25,6 +27,7 @@ MADE = [item for item in ITEMS.values() if not item.planned]
 WANTED = {
     "figure-1", "generation", "ablation-cumulative", "ablation-leave-one-out", "diversity",
     "latency", "zero-shot", "rgas-landscape", "rgas-anova", "scaling", "samples", "baselines",
+    "reference",
 }  # fmt: skip
 
 
@@ -68,12 +71,15 @@ def test_perplexity_is_never_measured_without_entropy(scale):
 
 
 def test_items_share_what_they_have_in_common():
-    """All items at toy scale have one teacher, and ten ablation trainings, not fourteen rows."""
+    """All items at toy scale have one teacher, and ten ablation trainings, not fourteen rows.
+
+    Two more read the reference in other ways.
+    """
     scale = find_scale("toy", Given())
     jobs = jobs_of(MADE, scale, NOWHERE)
     assert sum(job.name == "teacher" for job in jobs) == 1
     trained = [job for job in jobs if job.trains and job.recipe.startswith("ablation-")]
-    assert len([job for job in trained if not job.name.startswith("didi-large")]) == 10
+    assert len([job for job in trained if not job.name.startswith("didi-large")]) == 12
 
 
 def test_every_row_of_the_ablation_tables_has_its_recipe():
@@ -135,6 +141,39 @@ def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name, asks):
     printed = {(row["method"], row["nfe"]) for row in ITEMS[name].table(scale, {}).paper}
     rivals = {(METHODS["ar"].label, 1024), (paper.GENERATION["gpt2"].label, 1024)}
     assert printed - rivals <= drawn
+
+
+def test_the_reference_is_read_in_three_ways_and_nothing_else_differs():
+    for name, given in (("toy", Given()), ("small", Given(data="oracle")), ("paper", Given())):
+        scale = find_scale(name, given)
+        asked = [a for a in _reference(scale) if a.labels["role"] == "didi-plain"]
+        assert len(asked) == 3 * len(scale.seeds)
+        assert all(ask.job.options["sampler"] is None for ask in asked)
+        found = [ask.job.inputs["model"].settings() for ask in asked[:: len(scale.seeds)]]
+        assert [one.reference.source for one in found] == ["online", "bank", "data"]
+        assert found[0].reference.steps == 1
+        assert found[1].reference.steps > 16
+        usual = found[0]
+        for one in found[1:]:
+            assert replace(one, reference=usual.reference, data=usual.data) == usual
+        assert usual.train.seed == scale.seeds[0]
+
+
+def test_small_scale_on_the_oracle_language_is_judged_by_it_and_has_two_seeds():
+    scale = find_scale("small", Given(data="oracle"))
+    assert (scale.name, scale.judge, scale.seeds) == ("small", "oracle", (0, 1))
+    require_gpu(scale)
+    jobs = jobs_of(
+        [ITEMS[n] for n in ("ablation-cumulative", "ablation-leave-one-out", "reference")],
+        scale,
+        NOWHERE,
+    )
+    trained = [job for job in jobs if job.does == "distill"]
+    assert len(trained) == 2 * (10 + 2), "one of the three readings is that of the tables"
+    for job in trained:
+        settings = job.settings()
+        gates = settings.discriminator.chance, settings.discriminator.saturation
+        assert (*gates, settings.updates) == (None, None, 2000)
 
 
 @pytest.mark.parametrize("name", ["baselines", "rgas-landscape", "rgas-anova"])

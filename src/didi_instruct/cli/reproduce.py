@@ -46,7 +46,8 @@ def command(
         str | None,
         typer.Option(
             help="Text: at small, stories (.jsonl, a folder of .txt, or prepared with the "
-            "teacher's tokenizer); at paper, OpenWebText (default: the hub)."
+            "teacher's tokenizer), or oracle, the built-in language; at paper, OpenWebText "
+            "(default: the hub)."
         ),
     ] = None,
     judge: Annotated[

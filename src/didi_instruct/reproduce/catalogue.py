@@ -8,6 +8,7 @@ from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.items_generation import GENERATION_ITEMS
 from didi_instruct.reproduce.items_guidance import GUIDANCE_ITEMS
 from didi_instruct.reproduce.items_measures import MEASURE_ITEMS
+from didi_instruct.reproduce.items_reference import REFERENCE_ITEMS
 
 PLANNED = (
     Item(
@@ -30,6 +31,7 @@ ITEMS: Mapping[str, Item] = {
     for item in (
         *GENERATION_ITEMS,
         *ABLATION_ITEMS,
+        *REFERENCE_ITEMS,
         *MEASURE_ITEMS,
         *GUIDANCE_ITEMS,
         *BASELINE_ITEMS,

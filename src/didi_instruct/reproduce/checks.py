@@ -111,7 +111,7 @@ def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
     yield _together(scale)
     yield from _extras(items, scale, sources | corpora)
     yield _disk(jobs, sources, out)
-    if scale.name != "toy":
+    if scale.judge != "oracle":
         yield _gpu(scale)
 
 
@@ -128,7 +128,7 @@ def check_given(given: Given) -> None:
 
 def require_gpu(scale: Scale, device: str | None = None) -> None:
     """Refuse to begin days or weeks of work on a CPU; who asks for one has `small` on it."""
-    if scale.name == "toy" or _gpu(scale).is_there:
+    if scale.judge == "oracle" or _gpu(scale).is_there:  # that language is for a CPU
         return
     if scale.name == "small" and device == "cpu":
         return

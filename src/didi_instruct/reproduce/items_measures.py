@@ -158,7 +158,7 @@ LIKELIHOOD = (Shown("nelbo_ppl", "perplexity", ".4g"), Shown("ratio_to_teacher",
 
 def _zero_shot(scale: Scale) -> Job:
     seed = scale.seeds[0]
-    toy = scale.name == "toy"
+    toy = scale.judge == "oracle"  # its sentences have no corpora: stand-ins
     student = METHODS["jump" if toy else "didi"].label  # the recipe of letters is the jump variant
     reads = scale.reader is None and not toy
     roles = ["teacher", "didi", *(["ar"] if reads else [])]
@@ -212,14 +212,14 @@ def _zero_shot_table(scale: Scale, results: Results) -> Table:
             *learnt(rows),
             *costs,
             *NOTES,
-            *([SAYS] if scale.name == "toy" else []),
+            *([SAYS] if scale.judge == "oracle" else []),
             *_reader_note(scale),
         ],
     )
 
 
 def _reader_note(scale: Scale) -> list[str]:
-    if scale.reader is None or scale.name == "toy":
+    if scale.reader is None or scale.judge == "oracle":
         return []
     return [
         "Corpora are streams of text: teacher and student here read streams, and are others than "

@@ -60,6 +60,8 @@ class Scale:
     judge_options: Mapping[str, Any] = field(default_factory=dict)
     data: str | None
     """Text to compare with and to hold out."""
+    text: tuple[str, ...] = ()
+    """Settings that name the text that a student may learn from."""
     models: Mapping[str, Training]
     """Other models by role."""
     ablation: tuple[str, ...]
