@@ -72,12 +72,18 @@ class ARModel(nn.Module):
             self.position_embed.embedding.normal_(0, INIT_STD)
 
     def forward(
-        self, tokens: Tensor, cache: KVCache | None = None, *, last_only: bool = False
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        *,
+        last_only: bool = False,
+        at: Tensor | None = None,
     ) -> Tensor:
         """Return logits of the token after each of `tokens`, (B, L) -> (B, L, num_tokens).
 
-        `last_only`: of the token after the last alone, (B, 1, num_tokens). With a cache the tokens
-        continue those read before, and are added to it, without gradients.
+        `last_only`: of the token after the last alone, (B, 1, num_tokens). `at`: of those after
+        flat positions (R,) alone, (R, num_tokens). With a cache the tokens continue those read
+        before, and are added to it, without gradients.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.position
@@ -98,6 +104,7 @@ class ARModel(nn.Module):
         if cache is not None:
             cache.position += length
         x = x[:, -1:] if last_only else x
+        x = x if at is None else x.flatten(0, 1).index_select(0, at)
         return self.output_layer(x, num=self.config.num_tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
