@@ -1,7 +1,7 @@
 """MMLU's questions: CSV files (with a header, or as first published) and the hub's Parquet.
 
-    test/SUBJECT_test.csv, dev/SUBJECT_dev.csv, val/SUBJECT_val.csv, auxiliary_train/*.csv
-    all/test-00000-of-00001.parquet, all/dev-…, all/validation-…, all/auxiliary_train-…
+test/SUBJECT_test.csv, dev/SUBJECT_dev.csv, val/SUBJECT_val.csv, auxiliary_train/*.csv
+all/test-00000-of-00001.parquet, all/dev-…, all/validation-…, all/auxiliary_train-…
 """
 
 import csv
@@ -54,17 +54,17 @@ def read_mmlu(folder: str | Path) -> Mmlu:
     """Read all splits of a folder, in the order of its files."""
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such folder; give the folder of MMLU's files.")
-    splits = Mmlu([], [], [], [])
+    splits: dict[str, list[Question]] = {name: [] for name in _SPLITS.values()}
     for source, split, subject in _files(find_sources(str(folder))):
         with readable(source):
             read = _read_parquet(source) if source.kind == "parquet" else _read_csv(source, subject)
-            getattr(splits, split).extend(read)
-    if not splits.test:
+            splits[split].extend(read)
+    if not splits["test"]:
         raise UserError(
             f"{folder}: has no test questions of MMLU; expected test/SUBJECT_test.csv or "
             "all/test-00000-of-00001.parquet below it."
         )
-    return splits
+    return Mmlu(**splits)
 
 
 def _files(sources: Iterable[Source]) -> list[tuple[Source, str, str]]:
@@ -153,11 +153,13 @@ def _read_parquet(source: Source) -> Iterator[Question]:
                     f"{source.name}: has the columns {', '.join(names)}; MMLU's are "
                     f"{', '.join(sorted(needed))}: take the files of the configuration `all`."
                 )
-            records = (r for batch in file.iter_batches(columns=[*needed]) for r in batch.to_pylist())
+            records = (
+                r for batch in file.iter_batches(columns=[*needed]) for r in batch.to_pylist()
+            )
             for number, record in enumerate(records, 1):
                 where = f"{source.name}:{number}"
-                parts = (record[name] for name in ("question", "choices", "answer"))
-                yield _question(record["subject"] or "", *parts, where)
+                text, choices, answer = (record[n] for n in ("question", "choices", "answer"))
+                yield _question(record["subject"] or "", text, choices, answer, where)
         except pa.ArrowException as error:
             raise UserError(
                 f"{source.name}: not a readable Parquet file ({first_line(error)}): fetch it again."
@@ -200,7 +202,8 @@ def split_by_hash(
     """
     if not 0 < share < 1:
         raise UserError(f"The share to cut off is {share}: use more than 0 and less than 1.")
-    taken, rest = [], []
+    taken: list[Question] = []
+    rest: list[Question] = []
     for question in questions:
         (taken if hashed(question) < share else rest).append(question)
     return taken, rest

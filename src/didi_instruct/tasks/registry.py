@@ -36,7 +36,7 @@ def evaluate_task(
     `tokenizer` is for models that bring none; `dtype` as in `load`.
     """
     task = find_task(name)
-    options = parse(task.options, settings, where=f"--task {name}")
+    options: Any = parse(task.options, settings, where=f"--task {name}")
     if not sources:
         raise UserError("--task measures models: name one or more.")
     if not Path(data).exists():

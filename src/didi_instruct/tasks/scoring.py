@@ -34,7 +34,10 @@ LOGITS = 2**27
 """Most logits that a batch computes."""
 AT_ONCE = 256
 """Questions whose rows are held at a time."""
-MARGIN = 2.0**-24  # of times from 0 and 1
+MARGIN = 2.0**-24
+"""Distance of times from 0 and 1."""
+TIE = 1e-6
+"""Log-probabilities that differ by less are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class Method:
     values: Callable[[Batch], Tensor]
 
 
-def subsets(n: int, draws: int, generator: np.random.Generator) -> Iterator[tuple[list[int], float]]:
+def subsets(
+    n: int, draws: int, generator: np.random.Generator
+) -> Iterator[tuple[list[int], float]]:
     """Sets of masked positions among n, with weights, for the bound of an answer's likelihood.
 
     -log p(a) <= E_k E_S (n / k) sum_{i in S} -log p(a_i | a outside S), k uniform on 1..n, S
@@ -122,19 +127,24 @@ class Scorer:
         result: list[Tensor] = [torch.empty(0)] * len(questions)
         short = [i for i, choices in enumerate(questions) if _one_token(choices)]
         rest = sorted(set(range(len(questions))) - set(short))
-        asked = [([c.answer[0] for c in questions[i]], questions[i][0].prompt) for i in short]
-        found = self._run(
-            self._one, [(p, ids, keys[i]) for (ids, p), i in zip(asked, short, strict=True)],
-            progress,
-        )
-        for i, values in zip(short, found, strict=True):
-            result[i] = torch.stack([v for v, _ in values]).logsumexp(0) - math.log(len(values))
-        flat = [(choice, keys[i]) for i in rest for choice in questions[i]]
-        scored = self.answers([c for c, _ in flat], [k for _, k in flat]).split(
-            [len(questions[i]) for i in rest]
-        )
-        for i, part in zip(rest, scored, strict=True):
-            result[i] = part
+        asked = [
+            (questions[i][0].prompt, [choice.answer[0] for choice in questions[i]], keys[i])
+            for i in short
+        ]
+        found = self._run(self._one, asked, progress)
+        for i, parts in zip(short, found, strict=True):
+            result[i] = torch.stack([v for v, _ in parts]).logsumexp(0) - math.log(len(parts))
+        flat = [choice for i in rest for choice in questions[i]]
+        names = [keys[i] for i in rest for _ in questions[i]]
+
+        def report(done: int) -> None:
+            if progress is not None:
+                progress(len(short) + done * len(rest) // len(flat))
+
+        scored = self.answers(flat, names, report)
+        parted = torch.split(scored, [len(questions[i]) for i in rest])
+        for i, values in zip(rest, parted, strict=True):
+            result[i] = values
         return result
 
     def answers(
@@ -175,7 +185,7 @@ class Scorer:
                 values = method.values(batch).double().cpu()
                 if not bool(values.isfinite().all()):
                     raise UserError("The model's logits are not numbers: its weights are damaged.")
-                parts = values.split([len(read.ids) for _, read in rows])
+                parts = torch.split(values, [len(read.ids) for _, read in rows])
                 for (i, read), part in zip(rows, parts, strict=True):
                     found[i].append((part, read.weight))
             if progress is not None:
@@ -225,10 +235,25 @@ class Scorer:
         )
 
 
+def shares(log_p: Tensor) -> Tensor:
+    """1 for the likeliest choice (last axis) and 0 for others; an equal share each where some tie.
+
+    Choices tie that differ by rounding.
+    """
+    best = log_p >= log_p.amax(-1, keepdim=True) - TIE
+    return best / best.sum(-1, keepdim=True).double()
+
+
 def _one_token(choices: Sequence[Encoded]) -> bool:
     """Whether one position behind one prompt tells all choices."""
     first = choices[0].prompt
     return all(len(choice.answer) == 1 and choice.prompt == first for choice in choices)
+
+
+def _distinct(at: Tensor) -> tuple[Tensor, Tensor]:
+    """Rising positions without repetition, and which of them each of `at` is."""
+    places, which = torch.unique_consecutive(at, return_inverse=True)
+    return places, which
 
 
 def _log_probs(logits: Tensor, which: Tensor, ids: Tensor) -> Tensor:
@@ -260,7 +285,7 @@ def _masked(model: Model, draws: int) -> tuple[Method, Method]:
         return reads
 
     def values(batch: Batch) -> Tensor:
-        at, which = batch.at.unique_consecutive(return_inverse=True)
+        at, which = _distinct(batch.at)
         each = []
         for code in range(masks):
             z = with_code(batch.reads.tokens, mask_id, code)
@@ -283,7 +308,7 @@ def _left_to_right(model: Model, draws: int) -> tuple[Method, Method]:
         return [Read([start, *prompt, *ids[:-1]], list(at), ids, 0.0)]
 
     def values(batch: Batch) -> Tensor:
-        at, which = batch.at.unique_consecutive(return_inverse=True)
+        at, which = _distinct(batch.at)
         return _log_probs(network(batch.reads.tokens, at=at), which, batch.ids)  # causal
 
     return Method(one, values), Method(many, values)
@@ -302,20 +327,19 @@ def _uniform_state(model: Model, draws: int) -> tuple[Method, Method]:
 
     def many(prompt: list[int], ids: list[int], noise: np.random.Generator) -> list[Read]:
         at, reads = list(range(len(prompt), len(prompt) + len(ids))), []
-        strata = noise.random(draws)
-        stays, others = noise.random((2, len(ids), draws)).transpose(0, 2, 1)
+        strata, numbers = noise.random(draws), noise.random((len(ids), draws, 2))
         for d in range(draws):
             t = min(max((d + strata[d]) / draws, MARGIN), 1 - MARGIN)
             alpha = float(schedule.alpha(torch.tensor(t, dtype=torch.float64)))
             replaced = [
                 token if stay < alpha else int(other * size)
-                for token, stay, other in zip(ids, stays[d], others[d], strict=True)
+                for token, (stay, other) in zip(ids, numbers[:, d], strict=True)
             ]
             reads.append(Read([*prompt, *replaced], at, ids, t, 1 / draws))
         return reads
 
     def values(batch: Batch) -> Tensor:
-        at, which = batch.at.unique_consecutive(return_inverse=True)
+        at, which = _distinct(batch.at)
         return _log_probs(denoiser.logits(batch.reads, batch.t, at), which, batch.ids)
 
     def minus_cost(batch: Batch) -> Tensor:

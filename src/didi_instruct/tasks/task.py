@@ -65,7 +65,8 @@ class Column:
 
     key: str
     title: str
-    kind: Literal["percent", "number", "text"] = "number"
+    kind: Literal["percent", "number", "count", "shares", "text"] = "number"
+    """`shares`: a mapping of names to parts of 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
