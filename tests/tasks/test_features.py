@@ -3,6 +3,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.models.masked_folders import FAMILIES
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import build_model
@@ -19,8 +21,6 @@ from didi_instruct.tasks.features import (
     pooled,
     states_below,
 )
-from tests.models.masked_folders import FAMILIES
-from tests.random_models import randomise
 
 KINDS = ("mdlm", "learned positions", "duo", "ar", "one block", *FAMILIES)
 TEXTS = [[7, 8, 9], [9, 6, 7, 8, 8, 10], [8], [10, 9, 8], [6, 6, 7, 9, 10]]

@@ -1,8 +1,10 @@
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from tests.random_models import add_noise, save_random
 
 from didi_instruct.api.model import Model
 from didi_instruct.config.model import ModelConfig
@@ -13,8 +15,7 @@ from didi_instruct.tasks import features, mrpc
 from didi_instruct.tasks.mrpc import MrpcOptions, evaluate
 from didi_instruct.tasks.pairs import Pair
 from didi_instruct.tasks.statistics import mcnemar, wilson
-from didi_instruct.tasks.task import NamedModel
-from tests.random_models import add_noise
+from didi_instruct.tasks.task import KEYS, NamedModel
 
 WORDS = [f"w{n}" for n in range(8)]
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
@@ -221,3 +222,23 @@ def test_a_network_keeps_its_weights(tmp_path):
     evaluate([entry], write(tmp_path, train=60, test=20), options(tmp_path, steps=3), quiet)
     after = list(entry.model.network.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_command_line_shows_the_baselines(tmp_path, didi):
+    data = write(tmp_path, train=60, test=20)
+    tokenizer = Tokenizer.from_words([*WORDS, "<|endoftext|>"])
+    save_random(tmp_path / "model", tokenizer=tokenizer, vocab_size=10)
+    settings = ("steps=3", "seeds=2", f"cache={tmp_path / 'cache'}")
+    options = [word for pair in settings for word in ("--option", pair)]
+    path = tmp_path / "rows.json"
+    code, out, err = didi(
+        "eval", tmp_path / "model", "--task", "mrpc", "--data", data, *options, "--json", path
+    )
+    assert code == 0, err
+    for words in ("accuracy", "F1", mrpc.MAJORITY, f"untrained {tmp_path / 'model'}"):
+        assert words in out
+    rows = json.loads(path.read_text())["rows"]
+    assert all({*KEYS, "baseline"} <= set(row) for row in rows)
+    code, _, err = didi("eval", tmp_path / "model", "--task", "mrpc", "--data", data, "--shots", 2)
+    assert code == 2
+    assert "`shots` is not a setting" in err

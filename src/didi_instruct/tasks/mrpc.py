@@ -70,7 +70,7 @@ class MrpcOptions:
     seed: int = 0
     """The first of the seeds."""
     limit: int | None = None
-    """Pairs of each split that are used at most; all if not said."""
+    """Pairs at most of each split, the first ones; all if not said."""
     separator: str | None = None
     """Text between two sentences; the tokenizer's end of text or a line break if not said."""
     cache: str = "evals/features"
@@ -317,13 +317,13 @@ def _compare(
 
 TASK = Task(
     name="mrpc",
-    help="Paraphrases (MRPC): frozen features, a linear head and the last block that learns.",
+    help="paraphrases (MRPC): frozen features under a linear head; the last block learns too",
     options=MrpcOptions,
     evaluate=evaluate,
     columns=(
         Column("accuracy", "accuracy", "percent"),
         Column("f1", "F1", "percent"),
-        Column("nll_choices", "NLL of 2 labels"),
-        Column("num", "pairs"),
+        Column("nll_choices", "NLL of labels"),
+        Column("truncated", "cut", "count"),
     ),
 )
