@@ -13,8 +13,16 @@ from didi_instruct.api.sources import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import adopted
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import DATA, Job
 from didi_instruct.reproduce.scale import Given, Scale, Training
+from didi_instruct.reproduce.tasks_given import (
+    NAMES,
+    SHARE,
+    find_tasks,
+    learning_share,
+    scored_share,
+)
+from didi_instruct.reproduce.toy_tasks import toy_data
 
 
 def find_scale(name: str, given: Given) -> Scale:
@@ -87,6 +95,32 @@ TOY_MODELS = {
     ),
 }
 
+TOY_READER = (
+    "model.length=128",
+    "model.learned_positions=false",
+    "data.tokenizer=bpe:400",
+    "data.documents=line",
+    *TOY_NETWORK,
+    "train.steps=200",
+    "train.batch_size=8",
+    "train.eval_sequences=16",
+    "optim.warmup=10",
+)
+TOY_READERS_STUDENT = ("train.batch_size=8", "train.steps=30")
+TOY_FINETUNING = (
+    "data.valid=32",
+    "optim.lr=1e-3",
+    "optim.warmup=5",
+    "train.steps=20",
+    "train.batch_size=8",
+    "train.micro_batch=8",
+    "train.ema=0",
+    "train.eval_every=0",
+    "train.eval_sequences=16",
+    "train.save_every=20",
+    "train.keep=1",
+)
+
 
 def _toy(given: Given) -> Scale:
     for flag, value in (("--data", given.data), ("--judge", given.judge)):
@@ -101,7 +135,7 @@ def _toy(given: Given) -> Scale:
         recipe="oracle-teacher",
         overrides=("train.steps=600", *TOY_NETWORK),
     )
-    return Scale(
+    scale = Scale(
         name="toy",
         says=(
             "Toy scale: the built-in oracle language (32 tokens a text), networks of two layers "
@@ -133,7 +167,39 @@ def _toy(given: Given) -> Scale:
         guided_samples=32,
         parts=2,
         latency={"ar": 32, "teacher": 16, "sdtt": 8, "didi": 4},
+        tasks={name: toy_data(name) for name in NAMES},
+        finetuning={
+            "mmlu": (*TOY_FINETUNING, f"answers.share={SHARE}"),
+            "pubmed": (*TOY_FINETUNING, "data.documents=line"),
+        },
+        task_options={
+            "mmlu": {"sft_share": SHARE, "draws": 1},
+            "mrpc": {"steps": 40, "evaluations": 2, "seeds": 2, "lr": 1e-3},
+        },
     )
+    return replace(scale, readers=_toy_readers(scale))
+
+
+def _toy_readers(scale: Scale) -> Scale:
+    """Models of letters' pairs that read the text which toy_tasks writes."""
+    text = toy_data("text")
+    teacher = Job(
+        name="reader",
+        does="pretrain",
+        recipe="oracle-teacher",
+        overrides=TOY_READER,
+        inputs={DATA: text},
+    )
+    models = {
+        "ar": Training("oracle-ar", TOY_READER),
+        "duo-teacher": Training("oracle-duo-teacher", TOY_READER),
+    }
+    for role in ("sdtt", "duo"):
+        recipe, overrides = scale.models[role]
+        rounds = f"{role}.iterations=10"
+        models[role] = Training(recipe, (*overrides, *TOY_READERS_STUDENT, rounds))
+    ablation = (*scale.ablation, *TOY_READERS_STUDENT)
+    return replace(scale, teacher=teacher, text=text, models=models, ablation=ablation)
 
 
 SMALL_STUDENT = ("train.eval_every=0", "watch.budgets=[]")
@@ -161,6 +227,13 @@ SMALL_ABLATION = (
     "watch.budgets=[]",
     "watch.min_entropy=0",
 )
+SMALL_FINETUNING = (
+    "optim.lr=1e-4",  # ten times the paper's, for models of a tenth of its size
+    "optim.warmup=200",
+    "train.steps=1000",
+    "train.eval_every=0",
+    "train.ema=0.99",
+)
 SMALL_LARGER = ("model.layers=8", "model.hidden=512", "model.heads=8")
 
 
@@ -175,7 +248,8 @@ def _small(given: Given) -> Scale:
     data = _data(given.data, known or given.judge)
     ar = Job(name="ar", does="pretrain", recipe="stories-ar", overrides=(*data, *SMALL_AR))
     teacher = Job(name="teacher", does="pretrain", recipe="stories-teacher", overrides=data)
-    return Scale(
+    tasks = find_tasks(given.tasks)
+    scale = Scale(
         name="small",
         says=(
             "Small scale: stories, models of about 10M parameters, a shortened schedule, texts of "
@@ -210,7 +284,7 @@ def _small(given: Given) -> Scale:
         most_steps=128,
         samples=512,
         seeds=(0, 1),
-        apart=("scaling",),
+        apart=("scaling", *(name for name in NAMES if name not in tasks)),
         until_eot=True,
         mauve=given.mauve,
         causal_judge=given.judge is not None and _reads_text(given.judge),
@@ -229,7 +303,25 @@ def _small(given: Given) -> Scale:
         top_ps=(0.95, 0.9),
         costly=(15, 33, 69),
         latency={"ar": 256, "teacher": 128, "sdtt": 32, "didi": 16},
+        tasks=tasks,
+        finetuning={
+            "mmlu": (*SMALL_FINETUNING, *learning_share(tasks)),
+            "pubmed": SMALL_FINETUNING,
+        },
+        task_options={"mmlu": scored_share(tasks)},
     )
+    return replace(scale, readers=_small_readers(scale))
+
+
+def _small_readers(scale: Scale) -> Scale:
+    """The models that downstream tasks ask for, as readers of streams."""
+    models = {}
+    for role in ("ar", "sdtt", "duo-teacher", "duo"):
+        recipe, overrides = scale.models[role]
+        own = () if role in ("sdtt", "duo") else ("model.own_window=false",)
+        models[role] = Training(recipe, (*overrides, *own, "data.rows=stream"))
+    assert scale.reader is not None
+    return replace(scale, teacher=scale.reader, models=models)
 
 
 def _reader(given: Given, data: tuple[str, ...]) -> Job | str | None:
@@ -276,7 +368,7 @@ def _speaking(teacher: str, data: str, recipe: Job) -> Job | str:
 
 
 def _paper(given: Given) -> Scale:
-    source = given.data or "hf:Skylion007/openwebtext"
+    source, tasks = given.data or "hf:Skylion007/openwebtext", find_tasks(given.tasks)
     data = _data(source, given.teacher)
     teacher = Job(name="teacher", does="pretrain", recipe="owt-169m-teacher", overrides=data)
     return Scale(
@@ -317,4 +409,8 @@ def _paper(given: Given) -> Scale:
         guided_samples=16,
         parts=8,
         latency={"ar": 1024, "teacher": 512, "sdtt": 64, "didi": 16},
+        apart=tuple(name for name in NAMES if name not in tasks),
+        tasks=tasks,
+        finetuning={"mmlu": learning_share(tasks)},
+        task_options={"mmlu": scored_share(tasks)},
     )
