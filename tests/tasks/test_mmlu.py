@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest
 from tests.tasks.test_mmlu_data import write
 from tests.tasks.tiny_models import knowing, questions_of, texts_of, tiny, word_tokenizer
 
 from didi_instruct.tasks import mmlu
+from didi_instruct.tasks.baselines import untrained, untrained_of
 from didi_instruct.tasks.mmlu import MmluOptions
 from didi_instruct.tasks.mmlu_data import LETTERS, hashed, split_by_hash, with_shots
 from didi_instruct.tasks.task import KEYS, NamedModel
@@ -183,3 +185,30 @@ def test_what_a_folder_lacks_is_refused(options, message, tmp_path):
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         MmluOptions(**options)
+
+
+def test_models_of_one_shape_share_an_untrained_network(tmp_path):
+    """Its weights are those of its seed, whatever model it was made for."""
+    questions = questions_of(4)
+    tokenizer = word_tokenizer(texts_of(questions))
+    models = [
+        tiny("masked", vocab_size=tokenizer.size + 1, length=64, order=order)
+        for order in ("random", "streams")
+    ]
+    models.append(tiny("ar", vocab_size=tokenizer.size + 1, length=64))
+    for model in models:
+        model.tokenizer = tokenizer
+    named = [NamedModel(name, model) for name, model in zip("abc", models, strict=True)]
+    made = untrained_of(named, seed=1)
+    assert [entry.name for entry in made] == ["untrained a", "untrained c"]
+    again = untrained(models[1], seed=1)
+    for mine, other in zip(
+        made[0].model.network.parameters(), again.network.parameters(), strict=True
+    ):
+        assert torch.equal(mine, other)
+    trained = models[0].network.vocab_embed.embedding
+    assert not torch.equal(trained, made[0].model.network.vocab_embed.embedding)
+    assert torch.equal(
+        trained,
+        tiny("masked", vocab_size=tokenizer.size + 1, length=64).network.vocab_embed.embedding,
+    )
