@@ -44,7 +44,7 @@ def test_who_knows_the_answers_has_them_all_and_noise_guesses(tmp_path):
     assert binomtest(right, 300, 0.25).pvalue > FALSE_ALARM
     assert untrained["nll_choices"] == pytest.approx(math.log(4), abs=0.05)
     assert untrained["baseline"] == "untrained"
-    assert any("untrained mine is at chance" in note for note in found.notes)
+    assert any("untrained mine cannot be told from guessing" in note for note in found.notes)
     assert any(note.startswith("mine is more accurate than untrained mine") for note in found.notes)
     assert rows["chance"]["accuracy"] == 0.25
     assert rows["chance"]["nll_choices"] == math.log(4)

@@ -79,5 +79,5 @@ def compare_all(
 def against_chance(name: str, interval: Sequence[float], chance: float) -> str | None:
     """A sentence on a model whose interval of accuracy holds that of guessing."""
     if interval[0] <= chance <= interval[1]:
-        return f"{name} is at chance: {100 * chance:.1f}% lies within its interval."
+        return f"{name} cannot be told from guessing: {100 * chance:.1f}% lies within its interval."
     return None
