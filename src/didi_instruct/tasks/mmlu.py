@@ -97,7 +97,7 @@ def evaluate(
         rows.append(row)
         subjects += _by_subject(entry.name, questions, found.right)
         right[entry.name] = found.right
-        notes += _notes(entry.name, row, found, len(questions))
+        notes += _notes(entry.name, row, found)
     compared, said = compare_all(right, options.seed)
     rows += [_chance_row(len(questions), options.split), _majority_row(questions, learnt, options)]
     return TaskReport(
@@ -283,7 +283,7 @@ def _row(name: str, found: Answers, questions: Sequence[Question], options: Mmlu
     }
 
 
-def _notes(name: str, row: Row, found: Answers, num: int) -> list[str]:
+def _notes(name: str, row: Row, found: Answers) -> list[str]:
     notes = [against_chance(name, row["accuracy_ci95"], CHANCE)]
     if found.truncated:
         notes.append(
@@ -292,7 +292,7 @@ def _notes(name: str, row: Row, found: Answers, num: int) -> list[str]:
         )
     if not found.exact:
         notes.append(f"{name}: its tokenizer cuts letters into several tokens; they are scored so.")
-    if not math.isclose(sum(found.right), round(sum(found.right)), abs_tol=1e-9):
+    if bool(((found.right > 0) & (found.right < 1)).any()):
         notes.append(f"{name}: some choices tie, and share the answer.")
     return [note for note in notes if note is not None]
 

@@ -16,7 +16,7 @@ from didi_instruct.api.generation import Request, mask_symbol
 from didi_instruct.data.readers import read_records
 from didi_instruct.data.sources import Meter, find_sources, readable
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.state import PAD
+from didi_instruct.sampling.state import PAD, Snapshot
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.encoding import encode_pairs, fit
@@ -220,16 +220,15 @@ def _written(
         )
         .numpy()
     )
-    model, right = entry.model, np.zeros(len(items))
-    assert model.tokenizer is not None
-    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i].prompt) + len(pairs[i].answer))
-    size = max(1, options.batch_tokens // model.config.length)
-    for first in range(0, len(order), size):
-        chosen = order[first : first + size]
-        wrote = _write(entry, [pairs[i] for i in chosen], options)
-        for i, ids in zip(chosen, wrote, strict=True):
-            right[i] = model.tokenizer.decode(ids).strip() == items[i].answer.strip()
-        progress(f"{entry.name}: writing", first + len(chosen), len(order))
+    tokenizer = entry.model.tokenizer
+    assert tokenizer is not None
+    wrote = _write(entry, pairs, options, progress)
+    right = np.array(
+        [
+            float(tokenizer.decode(ids).strip() == item.answer.strip())
+            for ids, item in zip(wrote, items, strict=True)
+        ]
+    )
     row: Row = {
         "measure": "exact match",
         "nll": float(nats.mean()),
@@ -241,31 +240,39 @@ def _written(
     return row, right
 
 
-def _write(entry: NamedModel, pairs: Sequence[Encoded], options: QaOptions) -> list[list[int]]:
-    """Greedy answers, each of as many tokens as the true one has."""
+def _write(
+    entry: NamedModel, pairs: Sequence[Encoded], options: QaOptions, progress: Progress
+) -> list[list[int]]:
+    """Greedy answers, each of as many tokens as the true one has.
+
+    All are rows of one request, so that their noise does not depend on batches.
+    """
     config, model = entry.model.config, entry.model
     ends = config.kind == "mdlm" and config.end_id is not None
-    width = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
-    width = config.length if ends else width
-    table = torch.full(
-        (len(pairs), width), config.end_id if ends and config.end_id is not None else PAD
-    )
-    for row, pair in zip(table, pairs, strict=True):
-        row[: len(pair.prompt)] = torch.tensor(pair.prompt)
-        row[len(pair.prompt) : len(pair.prompt) + len(pair.answer)] = mask_symbol(config)
+    spans = [slice(len(pair.prompt), len(pair.prompt) + len(pair.answer)) for pair in pairs]
+    width = config.length if ends else max(span.stop for span in spans)
+    fill = config.end_id if ends and config.end_id is not None else PAD
+    table = torch.full((len(pairs), width), fill)
+    for row, pair, span in zip(table, pairs, spans, strict=True):
+        row[: span.start] = torch.tensor(pair.prompt)
+        row[span] = mask_symbol(config)
+    done = 0
+
+    def report(step: Snapshot) -> None:
+        nonlocal done
+        done += len(step.tokens) * (step.index + 1 == step.steps)
+        progress(f"{entry.name}: writing", done, len(pairs))
+
     request = Request(
         tokens=table,
         steps=None if config.kind == "ar" else options.steps,
         sampler=GREEDY_SAMPLERS[config.kind],
         temperature=0.0,
         seed=options.seed,
-        batch_size=len(pairs),
+        batch_size=max(1, options.batch_tokens // width),
     )
-    tokens = model.request(request).samples.tokens.tolist()
-    return [
-        row[len(pair.prompt) : len(pair.prompt) + len(pair.answer)]
-        for row, pair in zip(tokens, pairs, strict=True)
-    ]
+    tokens = model.request(request, callback=report).samples.tokens.tolist()
+    return [row[span] for row, span in zip(tokens, spans, strict=True)]
 
 
 TASK = Task(

@@ -180,6 +180,7 @@ class Scorer:
                 for i in order[first : first + AT_ONCE]
                 for read in method.reads(*queries[i][:2], self._noise(queries[i][2]))
             ]
+            done = 0
             for rows in self._batches(owned):
                 batch = self._batch([read for _, read in rows])
                 values = method.values(batch).double().cpu()
@@ -188,8 +189,10 @@ class Scorer:
                 parts = torch.split(values, [len(read.ids) for _, read in rows])
                 for (i, read), part in zip(rows, parts, strict=True):
                     found[i].append((part, read.weight))
-            if progress is not None:
-                progress(min(first + AT_ONCE, len(order)))
+                done += len(rows)
+                if progress is not None:
+                    chunk = min(AT_ONCE, len(order) - first)
+                    progress(first + chunk * done // len(owned))
         return found
 
     def _noise(self, key: str) -> np.random.Generator:

@@ -1,0 +1,43 @@
+"""Intervals and paired comparisons against scipy's."""
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from didi_instruct.tasks.statistics import against_chance, compare, compare_all, mcnemar, wilson
+
+
+@pytest.mark.parametrize(("correct", "num"), [(0, 7), (3, 10), (100, 400), (5, 5)])
+def test_wilsons_interval(correct, num):
+    expected = binomtest(correct, num).proportion_ci(method="wilson")
+    assert wilson(correct, num) == pytest.approx([expected.low, expected.high], abs=1e-9)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 9), (5, 5), (300, 240), (900, 1200)])
+def test_mcnemars_test_is_the_binomial_one(first, second):
+    total = first + second
+    expected = binomtest(first, total).pvalue if total else 1.0
+    assert mcnemar(first, second) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_difference_within_its_interval_is_none():
+    """12 discordant questions of 100: the paired interval has the binomial's spread."""
+    a, b = np.zeros(100), np.zeros(100)
+    a[:50], b[:44], b[60:66] = 1, 1, 1
+    row, said = compare("one", a, "two", b)
+    assert row["difference"] == 0
+    assert row["mcnemar_p"] == 1
+    low, high = row["difference_ci95"]
+    assert (low, high) == pytest.approx((-0.068, 0.068), abs=0.006)
+    assert said.startswith("No difference in accuracy between one and two")
+    row, said = compare("one", b, "two", np.zeros(100))
+    assert row["difference"] == 0.5
+    assert said.startswith("one is more accurate than two (+50.0 points")
+    rows, sentences = compare_all({"one": a, "two": b, "three": a})
+    assert [row["models"] for row in rows] == [["one", "two"], ["one", "three"], ["two", "three"]]
+    assert len(sentences) == 3
+
+
+def test_guessing_is_named():
+    assert against_chance("one", [0.2, 0.3], 0.25)
+    assert against_chance("one", [0.26, 0.3], 0.25) is None
