@@ -229,6 +229,7 @@ class Answers:
             self.entry.model,
             prompts,
             counts,
+            batch_tokens=options.batch_tokens,
             steps=options.steps,
             sampler=options.sampler or greedy,
             temperature=wish.temperature,
