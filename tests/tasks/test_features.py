@@ -112,6 +112,22 @@ def test_fitting_moves_neither_the_network_nor_the_random_numbers_of_others():
     assert [p.requires_grad for p in network.parameters()] == learn
 
 
+def test_what_is_kept_is_the_best_step_on_the_dev_texts():
+    """Dev texts asked for again are as often right as when their step was chosen."""
+    network, labels = small(), [0, 1, 0, 1, 1]
+    parts = Parts(labels=labels, train=[0, 1, 2, 3], dev=[0, 2, 4], test=[0, 2, 4])
+    states = frozen_states(network, TEXTS, None, None, quiet)
+    training = Training(steps=12, batch_size=2, lr=0.3, weight_decay=0.0, evaluations=12)
+    for seed in range(4):
+        found = fit(network, states, parts, training, seed, quiet)
+        right = [(p >= 0.5) == labels[i] for p, i in zip(found.probs, parts.test, strict=True)]
+        assert found.dev_accuracy == pytest.approx(sum(right) / 3)
+        shorter = Training(
+            steps=found.step, batch_size=2, lr=0.3, weight_decay=0.0, evaluations=found.step
+        )
+        assert fit(network, states, parts, shorter, seed, quiet).probs == found.probs
+
+
 def test_texts_with_windows_of_their_own_are_read_with_what_fills_them():
     network = small()
     states = frozen_states(network, TEXTS, Window(8, 0), None, quiet)

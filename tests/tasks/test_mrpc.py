@@ -14,7 +14,6 @@ from didi_instruct.models.dit import build_model
 from didi_instruct.tasks import features, mrpc
 from didi_instruct.tasks.mrpc import MrpcOptions, evaluate
 from didi_instruct.tasks.pairs import Pair
-from didi_instruct.tasks.statistics import mcnemar, wilson
 from didi_instruct.tasks.task import KEYS, NamedModel
 
 WORDS = [f"w{n}" for n in range(8)]
@@ -84,17 +83,6 @@ def test_majority_on_a_split_with_glue_s_counts(tmp_path):
     assert row["accuracy"] == pytest.approx(0.6838, abs=5e-5)
     assert row["f1"] == pytest.approx(0.8122, abs=5e-5)
     assert row["accuracy_ci95"] == pytest.approx([0.6371, 0.7270], abs=1e-3)
-
-
-def test_wilson_and_mcnemar_by_hand():
-    """Of 10 questions that one of two gets right 9 to 1: p = 2 (1 + 10) / 2^10."""
-    assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
-    assert mcnemar(3, 3) == mcnemar(0, 0) == 1.0
-    z2 = 1.959963984540054**2
-    low, high = wilson(8, 10)
-    for end in (low, high):  # where |p - 0.8| is z errors of p itself
-        assert (0.8 - end) ** 2 == pytest.approx(z2 * end * (1 - end) / 10)
-    assert low < 0.8 < high
 
 
 def test_a_second_run_computes_nothing(tmp_path, monkeypatch):

@@ -20,6 +20,16 @@ def test_mcnemars_test_is_the_binomial_one(first, second):
     assert mcnemar(first, second) == pytest.approx(expected, abs=1e-9)
 
 
+def test_both_by_hand():
+    """Of 10 questions that one model alone gets right 9 to 1: p = 2 (1 + 10) / 2^10."""
+    assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
+    assert mcnemar(3, 3) == mcnemar(0, 0) == 1.0
+    ends = wilson(8, 10)  # where |p - 0.8| is 1.96 standard errors of p itself
+    for p in ends:
+        assert (0.8 - p) ** 2 == pytest.approx(1.959963984540054**2 * p * (1 - p) / 10)
+    assert ends[0] < 0.8 < ends[1]
+
+
 def test_a_difference_within_its_interval_is_none():
     """12 discordant questions of 100: the paired interval has the binomial's spread."""
     a, b = np.zeros(100), np.zeros(100)
