@@ -71,8 +71,8 @@ def pretrain(
     with open_world(device) as world, only_run(folder, world):
         changes = check_held(folder, config, resume, world, verb="didi pretrain RECIPE")
         shown = reporter if world.is_main and reporter else Reporter()
-        if nothing_to_do(folder, config.train.steps, resume, shown.say):
-            outcome = Outcome(config.train.steps, None, None)
+        if nothing_to_do(folder, config.iterations, resume, shown.say):
+            outcome = Outcome(config.iterations, None, None)
             return PretrainResult(folder, outcome, world.is_main, new=False)
         length, seed = config.model.row_length, config.train.seed
         data, valid = open_data_together(

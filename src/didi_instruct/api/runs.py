@@ -30,11 +30,11 @@ BEFORE_THE_FIRST_SAVE = (*BEFORE_THE_FIRST_STEP, RECIPE, "log.jsonl", "tensorboa
 
 FREE_TO_CHANGE = {
     "": {"reproduces", "expect"},
-    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema"},
+    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema", "ema_warmup"},
     "optim": {f.name for f in fields(OptimConfig)},
     "watch": {"budgets", "samples", "min_entropy"},
     "didi": {"kl_weight", "entropy_weight", "advantage_clip"},
-    "discriminator": {"lr", "chance", "saturation", "label_smoothing"},
+    "discriminator": {"lr", "weight_decay", "dropout", "chance", "saturation", "label_smoothing"},
     "token_matching": {"aux_lr", "anchor", "ratio_clip"},
     "mixture": {"budgets", "learning"},
 }
@@ -129,7 +129,7 @@ def check_held(folder: Path, config: Any, resume: bool, world: World, *, verb: s
 
 def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
     """Refuse what cannot go on, or not like this; return what changes."""
-    recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.train.steps
+    recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.iterations
     if not is_begun(folder) and not recipe.exists():
         raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
     if made > steps:

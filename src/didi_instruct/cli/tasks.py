@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 TaskName = Annotated[
     str | None,
-    typer.Option("--task", metavar="NAME", help="mmlu or qa: answer the questions of --data."),
+    typer.Option(
+        "--task",
+        metavar="NAME",
+        help="mmlu or qa: answer the questions of --data; mrpc: tell paraphrases by features.",
+    ),
 ]
 Shots = Annotated[
     int | None, typer.Option(help="For mmlu: answered questions before each, 0 (default) to 5.")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
-from didi_instruct.models.network import NetworkRecord
+from didi_instruct.models.network import Modulations, NetworkRecord
 
 INIT_STD = 0.02
 
@@ -108,6 +108,27 @@ class ARModel(nn.Module):
         x = x[:, -1:] if last_only else x
         x = x if at is None else x.flatten(0, 1).index_select(0, at)
         return self.output_layer(x, num=self.config.num_tokens)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed the start symbol and tokens, for `trunk`: (B, L) -> (B, L + 1, d)."""
+        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
+        x = upcast(self.vocab_embed(torch.cat((start, tokens), dim=1)))
+        return x if self.position_embed is None else self.position_embed.add_to(x)
+
+    def modulations(self, sigma: Tensor | float | None = None) -> None:
+        """Return None: nothing modulates it."""
+
+    def trunk(
+        self, x: Tensor, mods: Modulations | None = None, attended: Tensor | None = None
+    ) -> Tensor:
+        """State after the last block at each token, having read it: (B, L + 1, d) -> (B, L, d).
+
+        What is not `attended` has to come last, where no token sees it.
+        """
+        cos, sin = self.rotary_emb(x.shape[1])
+        for block in self.blocks:
+            x = block(x, cos, sin, causal=True)
+        return x[:, 1:]
 
     def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
         """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each."""

@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from didi_instruct.api.generation import Request, mask_symbol
 from didi_instruct.data.readers import read_records
 from didi_instruct.data.sources import Meter, find_sources, readable
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.state import PAD, Snapshot
+from didi_instruct.sampling.state import Snapshot
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.encoding import encode_pairs, fit
@@ -24,8 +23,7 @@ from didi_instruct.tasks.prompts import Encoded
 from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
 from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
 from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
-
-GREEDY_SAMPLERS = {"mdlm": "confidence", "duo": "uniform-state", "ar": None}
+from didi_instruct.tasks.writing import GREEDY_SAMPLERS, write
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +133,7 @@ def evaluate(
     rows.append(_common(f"always {answer.strip()}", most) | {"baseline": "majority"})
     if count == 1:
         notes.append("No two answers are equal, so the most frequent one is any of them.")
-    compared, said_of_pairs = compare_all(right, options.seed)
+    compared, said_of_pairs = compare_all(right, options.seed, [entry.name for entry in untrained])
     return TaskReport(
         task="qa",
         rows=rows,
@@ -243,19 +241,7 @@ def _written(
 def _write(
     entry: NamedModel, pairs: Sequence[Encoded], options: QaOptions, progress: Progress
 ) -> list[list[int]]:
-    """Greedy answers, each of as many tokens as the true one has.
-
-    All are rows of one request, so that their noise does not depend on batches.
-    """
-    config, model = entry.model.config, entry.model
-    ends = config.kind == "mdlm" and config.end_id is not None
-    spans = [slice(len(pair.prompt), len(pair.prompt) + len(pair.answer)) for pair in pairs]
-    width = config.length if ends else max(span.stop for span in spans)
-    fill = config.end_id if ends and config.end_id is not None else PAD
-    table = torch.full((len(pairs), width), fill)
-    for row, pair, span in zip(table, pairs, spans, strict=True):
-        row[: span.start] = torch.tensor(pair.prompt)
-        row[span] = mask_symbol(config)
+    """Greedy answers, each of as many tokens as the true one has."""
     done = 0
 
     def report(step: Snapshot) -> None:
@@ -263,16 +249,17 @@ def _write(
         done += len(step.tokens) * (step.index + 1 == step.steps)
         progress(f"{entry.name}: writing", done, len(pairs))
 
-    request = Request(
-        tokens=table,
-        steps=None if config.kind == "ar" else options.steps,
-        sampler=GREEDY_SAMPLERS[config.kind],
+    return write(
+        entry.model,
+        [pair.prompt for pair in pairs],
+        [len(pair.answer) for pair in pairs],
+        batch_tokens=options.batch_tokens,
+        callback=report,
+        steps=options.steps,
+        sampler=GREEDY_SAMPLERS[entry.model.config.kind],
         temperature=0.0,
         seed=options.seed,
-        batch_size=max(1, options.batch_tokens // width),
     )
-    tokens = model.request(request, callback=report).samples.tokens.tolist()
-    return [row[span] for row, span in zip(tokens, spans, strict=True)]
 
 
 TASK = Task(

@@ -7,10 +7,10 @@ from typing import Any
 from didi_instruct.api.model import load
 from didi_instruct.config.parse import nearest, parse
 from didi_instruct.errors import UserError
-from didi_instruct.tasks import mmlu, qa
+from didi_instruct.tasks import mmlu, mrpc, qa
 from didi_instruct.tasks.task import NamedModel, Progress, Task, TaskReport
 
-TASKS: dict[str, Task] = {task.name: task for task in (mmlu.TASK, qa.TASK)}
+TASKS: dict[str, Task] = {task.name: task for task in (mmlu.TASK, mrpc.TASK, qa.TASK)}
 
 
 def find_task(name: str) -> Task:

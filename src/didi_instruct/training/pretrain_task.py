@@ -97,7 +97,9 @@ class PretrainTask:
         self.module = distributed.parallelise(
             module, blocks, train.strategy, world, bf16=self.bf16
         ).train()
-        self.updater = Updater(self.model, config.optim, train.steps, train.ema)
+        self.updater = Updater(
+            self.model, config.optim, train.steps, train.ema, ema_warmup=train.ema_warmup
+        )
         self.sharded = fsdp and train.checkpoints == "sharded"
 
     def step(self, step: int) -> dict[str, Tensor]:
