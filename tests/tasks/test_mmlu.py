@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest
 from tests.tasks.test_mmlu_data import write
 from tests.tasks.tiny_models import knowing, questions_of, texts_of, tiny, word_tokenizer
 
 from didi_instruct.tasks import mmlu
+from didi_instruct.tasks.baselines import untrained, untrained_of
 from didi_instruct.tasks.mmlu import MmluOptions
 from didi_instruct.tasks.mmlu_data import LETTERS, hashed, split_by_hash, with_shots
 from didi_instruct.tasks.task import KEYS, NamedModel
@@ -42,7 +44,7 @@ def test_who_knows_the_answers_has_them_all_and_noise_guesses(tmp_path):
     assert binomtest(right, 300, 0.25).pvalue > FALSE_ALARM
     assert untrained["nll_choices"] == pytest.approx(math.log(4), abs=0.05)
     assert untrained["baseline"] == "untrained"
-    assert any("untrained mine is at chance" in note for note in found.notes)
+    assert any("untrained mine cannot be told from guessing" in note for note in found.notes)
     assert any(note.startswith("mine is more accurate than untrained mine") for note in found.notes)
     assert rows["chance"]["accuracy"] == 0.25
     assert rows["chance"]["nll_choices"] == math.log(4)
@@ -80,10 +82,12 @@ def test_the_most_frequent_letter_is_learnt_apart_from_what_is_scored(tmp_path):
 
 
 def test_a_share_that_training_may_see_is_not_scored(tmp_path):
-    questions = questions_of(60)
+    """It tells which letter is frequent: C in that share, where the rest has more B."""
+    questions = questions_of(60, seed=18)
     _, rows = report(knowing(questions), questions, tmp_path, sft_share=0.5)
     _, rest = split_by_hash(questions, 0.5)
     assert 0 < rows["mine"]["num"] == len(rest) < 60
+    assert rows["always C"]["baseline"] == "majority"
     _, few = report(knowing(questions), questions, tmp_path, limit=7)
     assert few["mine"]["num"] == 7
     assert few["mine"]["accuracy"] == 1.0
@@ -183,3 +187,30 @@ def test_what_a_folder_lacks_is_refused(options, message, tmp_path):
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         MmluOptions(**options)
+
+
+def test_models_of_one_shape_share_an_untrained_network(tmp_path):
+    """Its weights are those of its seed, whatever model it was made for."""
+    questions = questions_of(4)
+    tokenizer = word_tokenizer(texts_of(questions))
+    models = [
+        tiny("masked", vocab_size=tokenizer.size + 1, length=64, order=order)
+        for order in ("random", "streams")
+    ]
+    models.append(tiny("ar", vocab_size=tokenizer.size + 1, length=64))
+    for model in models:
+        model.tokenizer = tokenizer
+    named = [NamedModel(name, model) for name, model in zip("abc", models, strict=True)]
+    made = untrained_of(named, seed=1)
+    assert [entry.name for entry in made] == ["untrained a", "untrained c"]
+    again = untrained(models[1], seed=1)
+    for mine, other in zip(
+        made[0].model.network.parameters(), again.network.parameters(), strict=True
+    ):
+        assert torch.equal(mine, other)
+    trained = models[0].network.vocab_embed.embedding
+    assert not torch.equal(trained, made[0].model.network.vocab_embed.embedding)
+    assert torch.equal(
+        trained,
+        tiny("masked", vocab_size=tokenizer.size + 1, length=64).network.vocab_embed.embedding,
+    )

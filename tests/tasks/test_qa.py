@@ -42,18 +42,22 @@ def test_the_likeliest_choice_is_that_of_all_texts(tmp_path):
     """An AR model's favourite among answers of one and two words, by enumeration."""
     model = model_of("ar")
     choices = [[a] for a in range(V)] + [[a, b] for a, b in itertools.product(range(V), repeat=2)]
-    rows, right, nats = [], 0, []
+    rows, right, by_byte, nats = [], 0, 0, []
+    lengths = torch.tensor([len(f" {text_of(choice)}") for choice in choices])
     for prompt in itertools.product(range(V), repeat=2):
         whole = [torch.tensor([[*prompt, *choice]]) for choice in choices]
         log_p = torch.stack([model.network.log_prob(text)[0] for text in whole])
         log_p = (log_p - model.network.log_prob(torch.tensor([prompt]))).detach()
-        gold = sum(prompt) % len(choices)
+        gold = int((log_p if prompt[0] < 2 else log_p / lengths).argmax())  # either may be right
         right += int(log_p.argmax()) == gold
+        by_byte += int((log_p / lengths).argmax()) == gold
         nats.append(-float(log_p[gold]))
         row = {"prompt": text_of(prompt), "choices": [" " + text_of(c) for c in choices]}
         rows.append(row | {"answer": gold})
     _, found = report(model, write(tmp_path, rows))
     assert found["mine"]["accuracy"] == pytest.approx(right / 25)
+    assert found["mine"]["accuracy_per_byte"] == pytest.approx(by_byte / 25)
+    assert right != by_byte
     assert found["mine"]["nll"] == pytest.approx(sum(nats) / 25, abs=1e-4)
     assert found["chance"]["accuracy"] == pytest.approx(1 / 30)
     assert found["untrained mine"]["baseline"] == "untrained"

@@ -11,6 +11,7 @@ from tests.tasks.tiny_models import LENGTH, V, tiny
 
 from didi_instruct.api.model import Model
 from didi_instruct.process import uniform
+from didi_instruct.tasks.baselines import untrained
 from didi_instruct.tasks.prompts import Encoded
 from didi_instruct.tasks.scoring import Scorer, subsets
 
@@ -56,6 +57,9 @@ def test_a_masked_lm_reads_the_answer_between_its_special_tokens(tmp_path):
     found = Scorer(model).choices([choices, longer], ["a", "b"])[0].exp()
     mine = expected[[choice.answer[0] for choice in choices]]
     torch.testing.assert_close(found, mine, atol=1e-6, rtol=1e-5)
+    [noise] = Scorer(untrained(model)).choices([choices], ["a"])
+    assert bool(noise.isfinite().all())
+    assert float((noise - noise[0]).abs().max()) > 1e-3, "its weights are noise, not zeros"
 
 
 def test_an_ar_models_answers_are_those_of_all_texts():

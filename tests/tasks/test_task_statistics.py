@@ -48,6 +48,22 @@ def test_a_difference_within_its_interval_is_none():
     assert len(sentences) == 3
 
 
+def test_a_difference_needs_both_its_interval_and_its_test():
+    """5 questions of 1,000 that one model alone gets right: p is 1/16, the interval above 0."""
+    a, b = np.zeros(1000), np.zeros(1000)
+    a[:5] = 1
+    row, said = compare("one", a, "two", b)
+    assert row["difference_ci95"][0] > 0
+    assert row["mcnemar_p"] == pytest.approx(1 / 16)
+    assert said.startswith("No difference")
+
+
+def test_baselines_are_not_compared_with_each_other():
+    right = {name: np.zeros(3) for name in ("one", "noise", "other")}
+    rows, _ = compare_all(right, baselines=["noise", "other"])
+    assert [row["models"] for row in rows] == [["one", "noise"], ["one", "other"]]
+
+
 def test_guessing_is_named():
     assert against_chance("one", [0.2, 0.3], 0.25)
     assert against_chance("one", [0.26, 0.3], 0.25) is None

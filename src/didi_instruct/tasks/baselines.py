@@ -35,7 +35,9 @@ def untrained_of(models: Sequence[NamedModel], seed: int = 0) -> list[NamedModel
     """An untrained network for each shape among the models, named after the first that has it."""
     shapes: dict[object, NamedModel] = {}
     for entry in models:
-        tokenizer = entry.model.tokenizer
-        key = entry.model.config, None if tokenizer is None else tokenizer.hash
+        config, tokenizer = entry.model.config, entry.model.tokenizer
+        weights = tuple((n, tuple(w.shape)) for n, w in entry.model.network.named_parameters())
+        reads = config.kind, config.length, config.time_conditioning, config.end_id
+        key = weights, reads, None if tokenizer is None else tokenizer.hash
         shapes.setdefault(key, entry)
     return [NamedModel(f"untrained {e.name}", untrained(e.model, seed)) for e in shapes.values()]

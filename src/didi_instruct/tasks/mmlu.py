@@ -98,7 +98,7 @@ def evaluate(
         subjects += _by_subject(entry.name, questions, found.right)
         right[entry.name] = found.right
         notes += _notes(entry.name, row, found)
-    compared, said = compare_all(right, options.seed)
+    compared, said = compare_all(right, options.seed, [entry.name for entry in untrained])
     rows += [_chance_row(len(questions), options.split), _majority_row(questions, learnt, options)]
     return TaskReport(
         task="mmlu",
@@ -287,8 +287,8 @@ def _notes(name: str, row: Row, found: Answers) -> list[str]:
     notes = [against_chance(name, row["accuracy_ci95"], CHANCE)]
     if found.truncated:
         notes.append(
-            f"{name}: {found.truncated} of {row['prompts']} prompts did not fit its window; "
-            f"{found.cut} of them lost the beginning of the question, the others shots alone."
+            f"{name}: {found.truncated} of {row['prompts']} prompts did not fit its window: "
+            f"{found.truncated - found.cut} lost shots, {found.cut} their question's beginning."
         )
     if not found.exact:
         notes.append(f"{name}: its tokenizer cuts letters into several tokens; they are scored so.")

@@ -133,7 +133,7 @@ def evaluate(
     rows.append(_common(f"always {answer.strip()}", most) | {"baseline": "majority"})
     if count == 1:
         notes.append("No two answers are equal, so the most frequent one is any of them.")
-    compared, said_of_pairs = compare_all(right, options.seed)
+    compared, said_of_pairs = compare_all(right, options.seed, [entry.name for entry in untrained])
     return TaskReport(
         task="qa",
         rows=rows,

@@ -1,7 +1,7 @@
 """Intervals of shares and means, and paired comparisons of models on the same questions."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -67,14 +67,17 @@ def compare(
     return row | {"difference_ci95": [float(low), float(high)]}, verdict
 
 
-def compare_all(right: Mapping[str, Right], seed: int = 0) -> tuple[list[Row], list[str]]:
-    """`compare` of every two models."""
-    found = [compare(a, right[a], b, right[b], seed) for a, b in combinations(right, 2)]
+def compare_all(
+    right: Mapping[str, Right], seed: int = 0, baselines: Collection[str] = ()
+) -> tuple[list[Row], list[str]]:
+    """`compare` of every two models, but for two baselines."""
+    pairs = [pair for pair in combinations(right, 2) if not set(pair) <= set(baselines)]
+    found = [compare(a, right[a], b, right[b], seed) for a, b in pairs]
     return [row for row, _ in found], [said for _, said in found]
 
 
 def against_chance(name: str, interval: Sequence[float], chance: float) -> str | None:
     """A sentence on a model whose interval of accuracy holds that of guessing."""
     if interval[0] <= chance <= interval[1]:
-        return f"{name} is at chance: {100 * chance:.1f}% lies within its interval."
+        return f"{name} cannot be told from guessing: {100 * chance:.1f}% lies within its interval."
     return None
