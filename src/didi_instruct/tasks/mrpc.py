@@ -304,10 +304,10 @@ def _compare(
 ) -> tuple[list[Row], list[str]]:
     """Compare models with each other and with the baselines, pair by pair.
 
-    A network answers by the mean probability of its seeds.
+    A pair counts by the share of a network's seeds that are right, as in its accuracy.
     """
-    right = {name: (found.mean(0) >= 0.5) == truth for name, found in probs.items()}
-    right[MAJORITY] = truth
+    right = {n: ((p >= 0.5) == truth).mean(0, dtype=np.float64) for n, p in probs.items()}
+    right[MAJORITY] = truth.astype(np.float64)
     ours = [row["model"] for row in rows if row["baseline"] is None]
     others = [row["model"] for row in rows if row["baseline"] is not None]
     pairs = [*combinations(ours, 2), *product(ours, others)]
