@@ -48,8 +48,9 @@ def command(
     metrics: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, mauve, path-kl, ar-kl, "
-            "c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven corpora."
+            help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, self-bleu-words, mauve, "
+            "path-kl, ar-kl, c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven "
+            "corpora."
         ),
     ] = "entropy,unique-4gram,self-bleu",
     task: TaskName = None,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
-from didi_instruct.models.network import Modulations
+from didi_instruct.models.network import Modulations, NetworkRecord
 
 INIT_STD = 0.02
 
@@ -43,6 +43,8 @@ class ARModel(nn.Module):
     Its tensors have the core keys (docs/foreign.md), without `sigma_map` and `adaLN_modulation`. A
     sequence of L tokens is predicted from the start symbol and its first L - 1 tokens.
     """
+
+    record: NetworkRecord | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -130,10 +132,19 @@ class ARModel(nn.Module):
 
     def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
         """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each."""
-        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
-        logits = self(torch.cat((start, tokens[:, :-1]), dim=1))
+        logits = self(self._shifted(tokens))
         nll = F.cross_entropy(upcast(logits).flatten(0, 1), tokens.flatten(), reduction="none")
         nll = nll.view_as(tokens)
         if count is not None:
             nll = nll * (torch.arange(tokens.shape[1], device=tokens.device) < count[:, None])
         return -nll.sum(dim=1)
+
+    def nll_at(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """-log p of the tokens at flat positions `at` (R,), each given all before it: (R,)."""
+        logits = self(self._shifted(tokens), at=at)
+        return F.cross_entropy(upcast(logits), tokens.flatten()[at], reduction="none")
+
+    def _shifted(self, tokens: Tensor) -> Tensor:
+        """What predicts each of `tokens`: the start symbol and all but the last, (B, L)."""
+        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
+        return torch.cat((start, tokens[:, :-1]), dim=1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.data.readers import read_records
+from didi_instruct.data.readers import ReadOptions, read_pieces, read_records
 from didi_instruct.data.sources import Meter, Source, find_sources, readable
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -47,6 +47,18 @@ def read_examples(path: str | Path) -> Iterator[Example]:
             f"{path}: has no rows; write one a line, as "
             '{"prompt": "The capital of France is", "answer": " Paris"}.'
         )
+
+
+def read_texts(path: str, options: ReadOptions) -> Iterator[Example]:
+    """Read documents of any readable file, each as an answer without a prompt."""
+    for source in find_sources(path):
+        parts: list[str] = []
+        number = 1
+        for piece in read_pieces(source, options, Meter()):
+            parts.append(piece.text)
+            if piece.last:
+                yield Example("", "".join(parts), f"{source.name}, document {number}")
+                parts, number = [], number + 1
 
 
 def _examples_of(source: Source) -> Iterator[Example]:
