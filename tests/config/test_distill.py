@@ -5,12 +5,15 @@ from itertools import pairwise
 import pytest
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import find_recipe, load_recipe, recipe_names
 from didi_instruct.errors import UserError
 
-DISTILLATIONS = [n for n in recipe_names() if not n.endswith(("-teacher", "-ar"))]
+FINETUNINGS = [n for n in recipe_names() if n.startswith("finetune-")]
+PRETRAININGS = [n for n in recipe_names() if n.endswith(("-teacher", "-ar"))]
+DISTILLATIONS = [n for n in recipe_names() if n not in (*FINETUNINGS, *PRETRAININGS)]
 
 
 def refused(values):
@@ -58,14 +61,32 @@ def test_dimo_of_the_papers_teacher_keeps_the_proportions_that_were_tried():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_for_one_verb(name):
-    """Teachers are pretrained, all others distilled; the wrong verb refuses."""
-    own, other = PretrainConfig, DistillConfig
-    if name in DISTILLATIONS:
-        own, other = other, own
-    load_recipe(own, name, TEXT)
-    verb = "didi distill" if own is DistillConfig else "didi pretrain"
-    with pytest.raises(UserError, match=f"{name}.yaml is a recipe for `{verb}`"):
-        load_recipe(other, name)
+    """Teachers are pretrained, most others distilled; the wrong verbs refuse."""
+    verbs = {"distill": DistillConfig, "pretrain": PretrainConfig, "finetune": FinetuneConfig}
+    verb = "finetune" if name in FINETUNINGS else "pretrain"
+    verb = "distill" if name in DISTILLATIONS else verb
+    load_recipe(verbs[verb], name, TEXT)
+    for other in verbs.keys() - {verb}:
+        with pytest.raises(UserError, match=f"{name}.yaml is a recipe for `didi {verb}`"):
+            load_recipe(verbs[other], name)
+
+
+def test_fine_tuning_on_the_papers_tasks_has_its_settings():
+    """Appendix "Downstream Task Evaluation": AdamW, linear warm-up, then constant."""
+    wanted = {"pubmed": (5e-6, 1000, 72), "mmlu": (1e-5, 2500, 32)}
+    for name, (lr, warmup, batch) in wanted.items():
+        config = load_recipe(FinetuneConfig, f"finetune-{name}")
+        found = config.optim.lr, config.optim.warmup, config.train.batch_size
+        assert found == (lr, warmup, batch)
+        assert (config.train.steps, config.optim.schedule) == (5000, "constant")
+
+
+@pytest.mark.parametrize("name", FINETUNINGS)
+def test_a_recipe_of_fine_tuning_says_what_it_is(name):
+    own = read_yaml(find_recipe(name))
+    assert own["reproduces"] != ""
+    assert own["expect"] != ""
+    assert find_recipe(name).read_text(encoding="utf-8").startswith("# ")
 
 
 @pytest.mark.parametrize("name", DISTILLATIONS)

@@ -68,6 +68,13 @@ def command(
         str | None,
         typer.Option(metavar="DIR", help="Files of the zero-shot corpora (default: the hub)."),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Files of the downstream tasks, at small and paper: mmlu/, mrpc/, pubmed.jsonl.",
+        ),
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option(help="Students and draws of each row (toy 1, small 2, paper 1).")
     ] = None,
@@ -130,6 +137,7 @@ def command(
         judge_options=judging,
         teacher=teacher,
         corpora=corpora,
+        tasks=tasks,
         seeds=seeds,
         mauve=mauve,
     )

@@ -352,7 +352,7 @@ class DistillTask:
         """Write the averaged student, and the discriminator if there is one."""
         d = self.distillation
         with d.student.averaged() as network:
-            student = _gathered(network)
+            student, record = _gathered(network), network.record
         critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
         discriminator = None if critic is None else _gathered(critic)
         if self.world.is_main:
@@ -364,6 +364,7 @@ class DistillTask:
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
                 discriminator_config=None if critic is None else critic.config,
+                record=record,
             )
 
 

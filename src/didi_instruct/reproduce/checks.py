@@ -117,12 +117,12 @@ def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
 
 def check_given(given: Given) -> None:
     """Refuse files that are not there, before any job fails for the want of them."""
-    for flag in ("data", "judge", "teacher", "corpora"):
+    for flag in ("data", "judge", "teacher", "corpora", "tasks"):
         value = getattr(given, flag)
         if value is None or value == "oracle" or Path(value).exists() or value in shipped():
             continue
         on_hub = value.startswith("hf:") if flag == "data" else _HUB_ID.fullmatch(value)
-        if flag == "corpora" or not on_hub:
+        if flag in ("corpora", "tasks") or not on_hub:
             raise UserError(f"--{flag} {value}: no such file or folder.")
 
 

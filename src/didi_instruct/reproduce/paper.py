@@ -237,3 +237,25 @@ SCALING: Mapping[str, Printed] = {
         | {16: Cell(32.79, 5.52), 512: Cell(None, 5.43), 1024: Cell(_STUDENT[1024], 5.40)},
     ),
 }
+
+# tab:mmlu_sft: NLL and accuracy before and after fine-tuning.
+MMLU: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "teacher": ((9.879, 0.206), (2.814, 0.253)),
+    "sdtt": ((9.773, 0.212), (2.844, 0.243)),
+    "didi": ((9.960, 0.216), (2.815, 0.251)),
+}
+
+# tab:pubmed_sft: NLL and perplexity before and after fine-tuning.
+PUBMED: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "teacher": ((3.761, 42.983), (3.217, 24.944)),
+    "sdtt": ((3.938, 51.336), (3.243, 25.602)),
+    "duo": ((4.028, 56.174), (3.338, 27.734)),
+    "didi": ((3.879, 47.563), (3.215, 24.894)),
+}
+
+# tab:mrpc_frozen: accuracy and F1 on the validation split.
+MRPC: Mapping[str, tuple[float, float]] = {
+    "teacher": (0.596, 0.722),
+    "sdtt": (0.591, 0.720),
+    "didi": (0.623, 0.733),
+}
