@@ -18,8 +18,7 @@ from didi_instruct.api.model import Model, load
 from didi_instruct.config.parse import parse
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.seeding import mix
-from didi_instruct.tasks.encoding import encode_pairs, fit
-from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit
 from didi_instruct.tasks.scoring import TOKENS, Scorer
 from didi_instruct.tasks.task import NamedModel, Progress
 from didi_instruct.tasks.writing import GREEDY_SAMPLERS, write

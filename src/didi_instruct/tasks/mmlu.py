@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from didi_instruct.errors import UserError
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.encoding import encode_pairs, fit
+from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit
 from didi_instruct.tasks.mmlu_data import (
     LETTERS,
     Mmlu,
@@ -24,7 +24,6 @@ from didi_instruct.tasks.mmlu_data import (
     split_by_hash,
     with_shots,
 )
-from didi_instruct.tasks.prompts import Encoded
 from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
 from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
 from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
