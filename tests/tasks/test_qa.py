@@ -121,7 +121,7 @@ BAD = {
     "empty": ([PLAIN, {"prompt": " ", "answer": " w1"}], "questions.jsonl:2: `prompt` is empty"),
     "no-choice": (
         [PLAIN | {"choices": [" w1", " w3"]}],
-        "`answer` is ' w2', which is none of the choices: use one of them, or its index, 0 to 1",
+        "`answer` is ' w2', which is none of the choices: use one",
     ),
     "one-choice": ([PLAIN | {"choices": [" w2"]}], "make it a list of two or more different texts"),
     "mixed": ([PLAIN, PLAIN | {"choices": [" w2", " w3"]}], ":2: only some rows have `choices`"),

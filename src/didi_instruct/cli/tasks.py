@@ -28,15 +28,21 @@ Shots = Annotated[
 SftShare = Annotated[
     float | None,
     typer.Option(
-        help="For mmlu without a train split: share of test, cut off by hash, that a finetune may "
-        "have seen; the rest is scored."
+        help="For mmlu: share of test, cut off by hash, that `didi finetune` may have learnt "
+        "(its answers.share); the others are scored."
     ),
 ]
 Permute = Annotated[
     bool | None,
     typer.Option("--permute", help="For mmlu: average over four rotations of the choices."),
 ]
-Limit = Annotated[int | None, typer.Option(help="For a task: questions at most, chosen by hash.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        help="For a task: questions at most, those with the smallest hashes; of mrpc, the first "
+        "pairs of each split."
+    ),
+]
 
 SETTINGS = ("shots", "sft_share", "permute", "limit", "draws", "seed")
 """Flags that are options of tasks under the same name."""

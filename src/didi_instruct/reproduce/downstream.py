@@ -19,6 +19,7 @@ from didi_instruct.reproduce.jobs import DATA, Context
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.learning import PREPARED
 from didi_instruct.tasks.registry import find_task
+from didi_instruct.tasks.scoring import TOKENS
 from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.tasks.task import NamedModel
 from didi_instruct.training.objectives import make_objective
@@ -59,7 +60,8 @@ def adaptation(
     data = _held_out(context)
     count = min(sequences, data.num_sequences)
     models = _models(context, labels)
-    nats, rows = {}, []
+    nats: dict[str, np.ndarray] = {}
+    rows = []
     for entry in (*models, *untrained_of(models, seed)):
         context.tell(f"likelihood under {entry.name}")
         nats[entry.name], row = _likelihood(entry, data, count, draws, seed)
@@ -77,8 +79,16 @@ def _models(context: Context, labels: Mapping[str, str]) -> list[NamedModel]:
 
 
 def _held_out(context: Context) -> TokenDataset:
+    """Rows that all fine-tuning runs have held out; runs that differ in them are refused."""
     runs = [source for role, source in context.inputs.items() if role.startswith("after-")]
-    return open_data(Path(runs[0]) / PREPARED, "valid")
+    found = [open_data(Path(run) / PREPARED, "valid") for run in runs]
+    for run, data in zip(runs, found, strict=True):
+        if data.fingerprint != found[0].fingerprint:
+            raise UserError(
+                f"{run}: its fine-tuning held out other rows than that of {runs[0]}, so one may "
+                "have learnt what the other is measured on: take models of one tokenizer and length."
+            )
+    return found[0]
 
 
 def _likelihood(
@@ -96,6 +106,7 @@ def _likelihood(
         data.ordered,
         sequences=count,
         draws=draws,
+        batch_size=max(1, TOKENS // data.length),
         seed=seed,
         device=model.device,
     )

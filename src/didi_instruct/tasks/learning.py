@@ -198,6 +198,11 @@ def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
         raise UserError(f"{folder}: has a training split: leave out answers.share.")
     if share is not None:
         taken, _ = split_by_hash(found.test, share)
+        if not taken:
+            raise UserError(
+                f"{folder}: answers.share={share:g} takes none of its {len(found.test)} test "
+                "questions: use a larger share."
+            )
         return examples(taken)
     if not found.train:
         raise UserError(

@@ -95,8 +95,8 @@ def _item(record: dict[str, Any], where: str) -> Item:
         answer = choices[answer]
     if answer not in choices:
         raise UserError(
-            f"{where}: `answer` is {answer!r:.40}, which is none of the choices: use one of them, or "
-            f"its index, 0 to {len(choices) - 1}."
+            f"{where}: `answer` is {answer!r:.40}, which is none of the choices: use one of them, "
+            f"or its index, 0 to {len(choices) - 1}."
         )
     return Item(prompt, answer, tuple(choices), where)
 
@@ -125,11 +125,13 @@ def evaluate(
         row = {"model": "chance", "num": len(items), "accuracy": chance, "baseline": "chance"}
         rows.append(row)
     answer, count = Counter(item.answer for item in items).most_common(1)[0]
-    most = np.array([item.answer == answer for item in items], np.float64)
-    rows.append(_common(f"always {answer.strip()}", most) | {"baseline": "majority"})
+    always = f"always {answer.strip()}"
+    right[always] = np.array([item.answer == answer for item in items], np.float64)
+    rows.append(_common(always, right[always]) | {"baseline": "majority"})
     if count == 1:
         notes.append("No two answers are equal, so the most frequent one is any of them.")
-    compared, said_of_pairs = compare_all(right, options.seed, [entry.name for entry in untrained])
+    baselines = [*(entry.name for entry in untrained), always]
+    compared, said_of_pairs = compare_all(right, options.seed, baselines)
     return TaskReport(
         task="qa",
         rows=rows,
