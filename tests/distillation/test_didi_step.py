@@ -16,6 +16,7 @@ from .small import (
     PROMPT,
     STATE,
     Stream,
+    asked_of,
     batch_of,
     gradient_norm,
     make_task,
@@ -23,7 +24,6 @@ from .small import (
     networks_of,
     pair,
     run,
-    spy,
     twin,
     weights,
 )
@@ -213,7 +213,7 @@ def test_in_streams_texts_stop_on_the_path_and_are_compared_where_chance_says():
     """Of eight steps: the last stop before τ, which is where a text is compared."""
     didi = {"rollout_steps": 8, "score_steps": "last"}
     task = task_of({"didi": didi, "order": "streams"})
-    asked = spy(task.distillation.student.replica, "logits")
+    asked = asked_of(task.distillation.student, "logits")
     found = pair_of(task)
     assert torch.equal(found.fake.t, pair_of(task_of({"didi": didi})).fake.t)
     path = torch.tensor(interleaved_times(LogLinear(1e-3), 8)[:-1], dtype=torch.float64)
@@ -243,7 +243,7 @@ def test_prompts_stay_and_each_group_has_its_own(given):
 def test_a_reference_of_the_teacher_depends_on_its_number_alone(steps):
     """Texts without masks, drawn with as many steps of the teacher as the recipe says."""
     d = task_of({"reference": {"steps": steps}}).distillation
-    asked = spy(d, "teacher_logits")
+    asked = asked_of(d, "teacher_logits")
     whole = d.references(0, 6)
     assert [float(t[0]) for _, t, _ in asked] == [1 - n / steps for n in range(steps)]
     assert torch.equal(d.references(2, 3), whole[2:5])
@@ -274,11 +274,11 @@ def test_both_sides_are_corrupted_to_their_time(changes):
 
 
 def test_an_exact_denoiser_may_teach():
-    """`Teacher.log_probs` is asked instead of the network, for texts and for the KL."""
+    """It is asked instead of the network, for texts and for the KL."""
     law = torch.tensor([0.6, 0.1, 0.1, 0.1, 0.1]).log()
     task = task_of(
         {"didi": {"kl_weight": 1.0}, "reference": {"steps": 1}},
-        log_probs=lambda z, t, where: law.expand(int(where.sum()), 5),
+        law=lambda z, t: law.expand(*z.shape, 5),
     )
     share = (task.distillation.references(0, 400) == 0).float().mean().item()
     # 3,200 coins: 5 standard errors, false alarm 6e-7.

@@ -14,7 +14,7 @@ from didi_instruct.distillation.losses import divergence
 from didi_instruct.errors import UserError
 from didi_instruct.process.uniform import gaussian_to_discrete
 
-from .small import DUO, gradient_norm, make_task, moved, small_network, spy, twin, weights
+from .small import DUO, asked_of, gradient_norm, make_task, moved, small_network, twin, weights
 
 V = 3
 
@@ -42,8 +42,7 @@ def task_of(duo=None, *, train=None, **options):
 
 def step_of(task, step=0):
     """An iteration: its numbers, what the student was shown and what its target was."""
-    student = spy(task.distillation.student.replica, "log_probs_with_grad")
-    target = spy(task.parts["target"].replica, "log_probs")
+    student, target = (asked_of(task.parts[name], "log_probs") for name in ("student", "target"))
     numbers = task.step(step)
     ((z_t, t, where),), ((z_s, s, there),) = student, target
     assert bool(where.all() and there.all())
@@ -166,7 +165,7 @@ def test_a_round_ends_with_the_student_as_target_and_twice_the_step(target):
     teacher, deltas = weights(d.teacher.network), []
     for step in range(6):
         before, held = weights(d.student.network), weights(held_by)
-        average = {name: t.clone() for name, t in d.student.updater.ema.shadow.items()}
+        average = {name: t.clone() for name, t in d.student.ema.shadow.items()}
         found = step_of(task, step)
         deltas.append(found.numbers["delta"].item())
         assert torch.allclose(found.s, found.t - deltas[-1])

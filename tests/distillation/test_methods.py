@@ -7,7 +7,6 @@ import torch
 from tests.models.masked_folders import esm
 from tests.random_models import randomise
 
-from didi_instruct.distillation import replica
 from didi_instruct.distillation import run as runs
 from didi_instruct.distillation.methods import METHODS, check_fit
 from didi_instruct.distillation.methods import make_task as assemble
@@ -16,6 +15,7 @@ from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
 from didi_instruct.models.masked_lm import load_masked_lm
+from didi_instruct.training import replica
 
 from .small import (
     ALONE,
@@ -256,7 +256,7 @@ def test_the_student_waits_during_warm_up(method):
         assert not moved(before, student)
         assert task.describe(step, 1.0, 1)["lr"] == 0
     assert moved(critic, second)
-    shadow = task.distillation.student.updater.ema.shadow
+    shadow = task.distillation.student.ema.shadow
     assert all(torch.equal(v, before[n]) for n, v in shadow.items())
     assert "grad_norm" in task.step(2)
     assert moved(before, student) == before.keys()

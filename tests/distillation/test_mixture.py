@@ -13,12 +13,12 @@ from didi_instruct.process.masking import interleaved_turns, with_code
 from .small import (
     PROMPT,
     Stream,
+    asked_of,
     fits_path_law,
     gradient_norm,
     make_task,
     run,
     small_network,
-    spy,
     twin,
 )
 
@@ -33,9 +33,9 @@ def task_of(mixture=None, changes=None, **options):
 
 def step_of(task, step=0):
     """An iteration: its numbers, and states, times, reveals (B, ...) and codes (B, M) it learns."""
-    asked = spy(task.distillation.student.replica, "log_probs_with_grad")
+    asked = asked_of(task.distillation.student, "log_probs")
     numbers, batch = task.step(step), task.config.train.batch_size
-    ((coded, t, revealed),) = asked
+    coded, t, revealed = asked[-1]  # the other passes are those of the posterior
     codes = (coded - MASK).amax(1).view(batch, -1)
     each = codes.shape[1]
     z = torch.where(coded >= MASK, MASK, coded)

@@ -20,7 +20,16 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.sdtt import SMALLEST, distance
 from didi_instruct.process.schedule import Cosine
 
-from .small import Stream, largest_difference, make_task, moved, pair, small_network, spy, weights
+from .small import (
+    Stream,
+    asked_of,
+    largest_difference,
+    make_task,
+    moved,
+    pair,
+    small_network,
+    weights,
+)
 
 LANGUAGE = OracleLanguage.tiny()
 V, L, MASK = 3, 4, 3
@@ -38,7 +47,7 @@ def oracle_task(batch, steps=4, rounds=1, **sdtt):
     return task_of(
         {"steps": steps, "iterations": 1} | sdtt,
         {"train": {"steps": rounds, "batch_size": batch}},
-        log_probs=lambda z, t, where: LANGUAGE.denoiser(z)[where],
+        law=lambda z, t: LANGUAGE.denoiser(z),
         references=lambda start, count: texts[start % batch : start % batch + count],
         **pair(vocab_size=V + 1, length=L, eps=0.0),
     )
@@ -50,18 +59,19 @@ def step_of(task, step=0):
     `after` are the texts after the first step. The target is what the teacher said where a position
     was revealed, or at the second step where it was not.
     """
-    d, replica = task.distillation, task.distillation.student.replica
-    of_student = spy(replica, "log_probs_with_grad")
-    before = task.method.before.replica
-    calls = []
+    d, said = task.distillation, []
 
     def recorded(teacher):
-        return lambda *given: calls.append((*given, teacher(*given))) or calls[-1][-1]
+        return lambda *given: said.append(teacher(*given)) or said[-1]
 
-    d.teacher_log_probs, before.log_probs = map(recorded, (d.teacher_log_probs, before.log_probs))
+    for owner, name in ((d, "teacher_log_probs"), (task.method.before, "log_probs")):
+        setattr(owner, name, recorded(getattr(owner, name)))
+    asked = [asked_of(d, "teacher_log_probs"), asked_of(task.method.before, "log_probs")]
+    of_student = asked_of(d.student, "log_probs")
     numbers = task.step(step)
     ((z, t, masked),) = of_student
-    (read, first_time, some, early), (after, second_time, rest, late) = calls
+    (read, first_time, some), (after, second_time, rest) = asked[0] or asked[1]
+    early, late = said
     first, target = masked & ~rest, torch.zeros(*z.shape, late.shape[-1]).to(late)
     target[first], target[rest] = early, late
     active = first.any(1)

@@ -19,6 +19,7 @@ from didi_instruct.process.schedule import LogLinear
 from .small import (
     PROMPT,
     Stream,
+    asked_of,
     fits_path_law,
     gradient_norm,
     make_task,
@@ -50,7 +51,7 @@ def task_of(matching=None, changes=None, **options):
 
 def step_of(task, step=0):
     """An iteration: contexts with what is hidden of them, states with what is revealed there."""
-    asked = spy(task.distillation, "teacher_log_probs")
+    asked = asked_of(task.distillation, "teacher_log_probs")
     gathered = spy(task.distillation.world, "gather")
     numbers = task.step(step)
     # A state has all the masks of its contexts.

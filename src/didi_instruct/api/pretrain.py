@@ -136,9 +136,9 @@ def _evaluator(task: PretrainTask, valid: TokenSource, config: PretrainConfig) -
     count = min(config.train.eval_sequences, valid.num_sequences or config.train.eval_sequences)
 
     def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
-        with task.averaged(), task.autocast():
+        with task.averaged():
             result = likelihood(
-                task.module,
+                task.losses,
                 task.model_config,
                 valid.ordered,
                 sequences=count,
