@@ -89,7 +89,8 @@ class Didi:
             batches = d.micro_batches(step, turn)
             pairs = [make_pair(d, each, self.student_texts) for each in batches]  # t, x, x', z, z'
             update = critic.update(step, pairs)  # D_λ by Eq. (8)
-        metrics, accuracy = update.metrics, critic.remember(update)
+        metrics, accuracy = update.metrics, critic.accuracy.add(update.accuracy)
+        critic.sharpness.add(update.sharpness)
         known = zip(pairs, update.states, strict=True)
         reward = torch.cat([critic.reward(*each) for each in known])  # R of Eq. (6)
         advantage = normalise(d.config.didi, d.world.gather(reward))  # Eq. (7)
@@ -270,11 +271,6 @@ class Critic:
             "sharpness": sharp / count,
             "reward": reward.sum() / count,
         }
-
-    def remember(self, update: CriticUpdate) -> float:
-        """Add an update to the memory of the gates; return the running accuracy."""
-        self.sharpness.add(update.sharpness)
-        return self.accuracy.add(update.accuracy)
 
     def _log_ratios(self, pair: Pair, *, first: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-ratios (B, L) of the student's texts and (R, L) of the reference texts.

@@ -130,8 +130,9 @@ class Replica:
     def logits(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
         """Logits (R, V) as `Denoiser.logits` gives them; `at` may be on the host."""
         count, at = len(at), padded(at, self.device)
-        times = torch.as_tensor(t, dtype=torch.float64, device=self.device).expand(len(reads))
-        sigma = self.schedule.sigma(times)
+        if not isinstance(t, Tensor):  # one time for all
+            t = torch.full((len(reads),), t, dtype=torch.float64, device=self.device)
+        sigma = self.schedule.sigma(t)
         logits: Tensor = self.run(
             lambda network: logits_at(network, reads.tokens, sigma, at, reads.attended)
         )
