@@ -3,6 +3,7 @@
 import copy
 import math
 
+import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 from tests.random_models import randomise
@@ -109,7 +110,7 @@ def settings(method, changes):
         "sdtt": {"steps": 16, "iterations": 2},
         "duo": {"steps": 8, "iterations": 2},
         "optim": {"lr": 1e-3},
-        "train": {"steps": 6, "batch_size": 12, "ema": 0.9},
+        "train": {"steps": 6, "batch_size": 12, "ema": 0.9, "micro_batch": 1 << 16},
     }
     if method == "duo":
         values["data"] = {"source": "stream"}
@@ -143,6 +144,16 @@ def make_task(method, changes=None, *, teacher=None, student=None, law=None, wor
     return task
 
 
+def maker(method):
+    """`make_task` of a method from (its own section, other settings, options)."""
+
+    def task_of(own=None, changes=None, **options):
+        section = {method.replace("-", "_"): own or {}}
+        return make_task(method, section | (changes or {}), **options)
+
+    return task_of
+
+
 def batch_of(task, step=0, turn=0):
     """A whole batch of an iteration as one pass."""
     noise = task.distillation.micro_batches(step, turn)[0].noise
@@ -172,6 +183,13 @@ def run(task, steps):
         assert value.ndim == 0, name
         assert value.isfinite(), name
     return found
+
+
+def check(numbers, rel=1e-4, abs=1e-6, **expected):
+    """Numbers of the log are these."""
+    for name, value in expected.items():
+        wanted = pytest.approx(torch.as_tensor(value).item(), rel=rel, abs=abs)
+        assert numbers[name].item() == wanted, name
 
 
 def largest_difference(networks, others):

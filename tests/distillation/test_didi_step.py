@@ -1,5 +1,7 @@
 """Iterations of Algorithm 1 by hand, with every switch, on networks of 2 layers x 16 hidden."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from .small import (
     Stream,
     asked_of,
     batch_of,
+    check,
     gradient_norm,
     make_task,
     moved,
@@ -155,24 +158,21 @@ def test_an_iteration_by_hand(name, timed):
     d, didi, learner = task.distillation, task.config.didi, task.parts["discriminator"]
     student, update = twin(networks["student"]), learner.update
     learner.update = lambda step: critics.append(twin(learner.network)) or update(step)
-    numbers = {key: value.item() for key, value in run(task, 1)[0].items()}
-    (found,) = seen
+    (numbers,), (found,) = run(task, 1), seen
     assert len(critics) == task.config.discriminator.steps
 
-    def check(**expected):
-        for key, value in expected.items():
-            assert numbers[key] == pytest.approx(torch.as_tensor(value).item(), rel=2e-4, abs=1e-5)
+    logged = functools.partial(check, numbers, rel=2e-4, abs=1e-5)
 
     # The discriminator, as it was before its last update
     loss, accuracy, sharpness, worth, reference = critic_by_hand(critics[-1], d, found)
     frozen = {n for n, p in learner.network.named_parameters() if not p.requires_grad}
     trained = [p for n, p in critics[-1].named_parameters() if n not in frozen]
     norms = [slope.norm() for slope in torch.autograd.grad(loss, trained)]
-    check(disc_loss=loss, disc_accuracy=accuracy, disc_sharpness=sharpness)
-    check(reward_student=worth, reward_reference=reference)
+    logged(disc_loss=loss, disc_accuracy=accuracy, disc_sharpness=sharpness)
+    logged(reward_student=worth, reward_reference=reference)
     texts = found.rollout
-    check(path_entropy=-(texts.log_prob / texts.written.sum(1)).mean())
-    check(disc_grad_norm=torch.stack(norms).norm())
+    logged(path_entropy=-(texts.log_prob / texts.written.sum(1)).mean())
+    logged(disc_grad_norm=torch.stack(norms).norm())
 
     # Advantages, by the discriminator as it is now
     with torch.no_grad():
@@ -185,8 +185,8 @@ def test_an_iteration_by_hand(name, timed):
     shape = {"baseline": didi.baseline, "scale": didi.scale, "clip": didi.advantage_clip}
     compared = advantages(reward, size, eps=didi.advantage_eps, **shape)
     advantage = compared.values
-    check(advantage_max=advantage.abs().max(), clip_fraction=compared.clip_fraction)
-    check(advantage_std=advantage.std(correction=0))
+    logged(advantage_max=advantage.abs().max(), clip_fraction=compared.clip_fraction)
+    logged(advantage_std=advantage.std(correction=0))
 
     # The student, as it was
     path = path_of(task, found, task.config.discriminator.steps - 1)
@@ -202,8 +202,8 @@ def test_an_iteration_by_hand(name, timed):
     policy = loss = -(weight * advantage * mean).mean()
     if didi.regularisation:
         loss = loss + didi.kl_weight * kl - didi.entropy_weight * entropy
-        check(kl=kl)
-    check(loss=loss, policy_loss=policy, entropy=entropy, grad_norm=gradient_norm(loss, student))
+        logged(kl=kl)
+    logged(loss=loss, policy_loss=policy, entropy=entropy, grad_norm=gradient_norm(loss, student))
 
 
 # What is compared

@@ -36,9 +36,10 @@ from didi_instruct.sampling.state import Canvas
 
 from .small import (
     asked_of,
+    check,
     gradient_norm,
     law,
-    make_task,
+    maker,
     networks_of,
     pair,
     run,
@@ -52,10 +53,7 @@ BETAS = [0.0, 1.0, 0.3, -0.2]
 WINDOWS = {"length": 8, "end_id": 0, "lengths": (0, 3, 5, 0, 0, 4, 1, 0, 2)}
 
 
-def task_of(dimo=None, changes=None, **options):
-    changes = {"dimo": dimo or {}} | (changes or {})
-    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
-    return make_task("dimo", changes, **options)
+task_of = maker("dimo")
 
 
 @pytest.fixture
@@ -172,8 +170,7 @@ def test_an_iteration_by_hand(told, beta, budgets, step_of):
         "entropy": Categorical(logits=log_p).entropy()[both].sum() / count,
         "path_entropy": path[last].mean(),
     }  # fmt: skip
-    for name, value in expected.items():
-        assert found.numbers[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-7), name
+    check(found.numbers, abs=1e-7, **expected)
 
 
 # What is hidden

@@ -14,9 +14,10 @@ from .small import (
     PROMPT,
     Stream,
     asked_of,
+    check,
     fits_path_law,
     gradient_norm,
-    make_task,
+    maker,
     run,
     small_network,
     twin,
@@ -25,10 +26,7 @@ from .small import (
 CODES, MASK = 3, 5
 
 
-def task_of(mixture=None, changes=None, **options):
-    changes = {"mixture": mixture or {}} | (changes or {})
-    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
-    return make_task("mixture", changes, **options)
+task_of = maker("mixture")
 
 
 def step_of(task, step=0):
@@ -133,18 +131,14 @@ def test_an_iteration_by_hand(codes, timed):
     each = torch.stack(each, 1)
     loss = -each.gather(1, drawn).mean(1).sum() / count
     assert drawn.shape == (12, 2 if codes > 1 else 1)
-    assert numbers["grad_norm"].item() == pytest.approx(
-        gradient_norm(loss, network).item(), rel=1e-4
-    )
+    check(numbers, grad_norm=gradient_norm(loss, network))
     if codes == 1:
-        assert numbers["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+        check(numbers, rel=1e-5, loss=loss)
         return
     posterior = each.softmax(1)
     information = (posterior * (posterior * codes).log()).sum(1).mean()
     mixture = -(each.logsumexp(1) - math.log(codes)).sum() / count
-    expected = {"loss": mixture, "component_loss": loss, "code_information": information}
-    for name, value in expected.items():
-        assert numbers[name].item() == pytest.approx(value.item(), rel=1e-4), name
+    check(numbers, loss=mixture, component_loss=loss, code_information=information)
     assert posterior.max() < 0.999, "the codes differ, but none is certain"
 
 

@@ -23,8 +23,9 @@ from didi_instruct.process.schedule import Cosine
 from .small import (
     Stream,
     asked_of,
+    check,
     largest_difference,
-    make_task,
+    maker,
     moved,
     pair,
     small_network,
@@ -35,10 +36,7 @@ LANGUAGE = OracleLanguage.tiny()
 V, L, MASK = 3, 4, 3
 
 
-def task_of(sdtt=None, changes=None, **options):
-    changes = {"sdtt": sdtt or {}} | (changes or {})
-    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
-    return make_task("sdtt", changes, **options)
+task_of = maker("sdtt")
 
 
 def oracle_task(batch, steps=4, rounds=1, **sdtt):
@@ -240,10 +238,9 @@ def test_an_iteration_by_hand(kind, told):
         expected[~found.first] = late[~found.first]
         target = expected[found.masked]
         entropies = [Categorical(logits=each).entropy().mean().item() for each in (log_p, target)]
-        loss = distance(kind, target, log_p).mean().item()
-        assert found.numbers["loss"].item() == pytest.approx(loss, rel=1e-4)
-        found_entropies = [found.numbers[name].item() for name in ("entropy", "target_entropy")]
-        assert found_entropies == pytest.approx(entropies, rel=1e-4)
+        own, of_target = entropies
+        check(found.numbers, loss=distance(kind, target, log_p).mean())
+        check(found.numbers, entropy=own, target_entropy=of_target)
 
 
 # Rounds
