@@ -105,19 +105,51 @@ def test_a_tilt_is_compiled_once(monkeypatch):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_mean_is_that_of_the_sum_over_the_masks(device, monkeypatch):
+    """Text by text, whose numbers of masks differ: 12 where nothing is given, 9 and 1 elsewhere."""
+    plain, _, guide = networks(device)
+    tokens, found = torch.full((3, 12), 299), {}
+    tokens[1, 3:6], tokens[2, :11] = 7, 3
+    fused_tilt = guides.fused_tilt
+    for reward in ("sum", "mean"):
+        slopes_seen = found[reward] = []
+
+        def listen(logits, slope, *given, seen=slopes_seen):
+            seen.append(slope)
+            return fused_tilt(logits, slope, *given)
+
+        monkeypatch.setattr(guides, "fused_tilt", listen)
+        guidance = Guidance(split=1.0, reward=reward, h_start=1e-9)
+        canvas = Canvas(tokens.to(device), 299, torch.arange(3, device=device))
+        rgas(plain, SCHEDULE, guide, canvas, steps=1, guidance=guidance)
+    (total,), (mean,) = found["sum"], found["mean"]
+    masks = torch.tensor([12.0] * 12 + [9.0] * 9 + [1.0], dtype=total.dtype, device=device)
+    assert total.abs().max() > 1e-6
+    torch.testing.assert_close(mean, total / masks[:, None])
+
+
 # Laws
 
 
 @pytest.mark.parametrize(
-    ("steps", "h_start", "h_end"), [(1, 2.0, 2.0), (1, -2.0, -2.0), (2, 1.0, 4.0), (3, -3.0, 3.0)]
+    ("steps", "h_start", "h_end", "reward"),
+    [
+        (1, 2.0, 2.0, "sum"),
+        (1, -2.0, -2.0, "sum"),
+        (2, 1.0, 4.0, "sum"),
+        (3, -3.0, 3.0, "sum"),
+        (1, 2.0, 2.0, "mean"),
+        (2, 6.0, -4.0, "mean"),
+    ],
 )
-def test_tilting_has_the_enumerated_law(steps, h_start, h_end):
+def test_tilting_has_the_enumerated_law(steps, h_start, h_end, reward):
     """softmax(logits + h clamp(grad)) at t_n, h on a line; chi-square over 81 texts.
 
     The untilted sampler must fail the same test, or it would prove nothing.
     """
     guide, run = ToyGuide(3), {"steps": steps, "settings": DrawOptions(seed=1)}
-    guidance = Guidance(h_start=h_start, h_end=h_end, split=1.0, clamp=0.3)
+    guidance = Guidance(h_start=h_start, h_end=h_end, split=1.0, clamp=0.3, reward=reward)
     assert guidance.scales(steps)[:: max(steps - 1, 1)] == [h_start, h_end][: min(steps, 2)]
     law = law_of_tilting(TINY, guide, guidance, steps)
     result = rgas(toy_of(), LINEAR, guide, BLANK, guidance=guidance, **run)
@@ -268,11 +300,12 @@ ENGINE_RUNS = {
         Guidance(h_start=3.0, h_end=4.0),
         Guidance(h_start=-3.0, h_end=3.0, split=1.0, clamp=0.1),
         Guidance(h_start=3.0, h_end=3.0, candidates=1),
+        Guidance(h_start=30.0, h_end=30.0, candidates=1, reward="mean"),
         Guidance(h_start=0.0, h_end=5.0, split=0.8, candidates=2),
         Guidance(split=0.0, select="best", score="mean", candidates=3),
         Guidance(split=0.0, candidates=3),
     ],
-    ids=["both", "tilting", "tilting then nothing", "from nothing", "best", "re-ranking"],
+    ids=["both", "tilting", "tilting then nothing", "means", "from nothing", "best", "re-ranking"],
 )
 def test_captured_passes_guide_alike(name, guidance, device, monkeypatch):
     """Tokens, paths, counts and what a callback sees; in float64, so rounding changes no draw."""
@@ -387,6 +420,7 @@ def test_without_settings_it_is_that_of_the_paper():
         ({"h_end": float("nan")}, "h_end is nan"),
         ({"clamp": 0.0}, "clamp is 0.0"),
         ({"score": "total"}, "`total` is not a guidance.score. Known: sum, mean."),
+        ({"reward": "most"}, "`most` is not a guidance.reward. Known: sum, mean."),
         ({"select": "worst"}, "`worst` is not a guidance.select. Known: sample, best."),
     ],
 )

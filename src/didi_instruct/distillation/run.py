@@ -156,7 +156,7 @@ class Distillation:
             own.align = network.align = ALIGN
         self.train = self._train_settings()
         own.requires_grad_(True)
-        steps, ema = self.train.steps - config.warmup, self.train.ema
+        steps, ema = config.updates, self.train.ema
         self.student = Replica(own, self.train, world, config.optim, steps=steps, ema=ema)
         self.teacher = self.frozen(network)
         self.teacher_logits: Logits = torch.no_grad()(self.teacher.logits)
@@ -176,11 +176,16 @@ class Distillation:
         """A network that does not learn: the teacher, or one that takes the student's weights."""
         return Replica(network.requires_grad_(False), self.train, self.world)
 
-    def learner(self, network: Any, lr: float) -> Replica:
-        """A second network that learns at a constant rate from what the student draws."""
+    def learner(self, network: Any, lr: float, weight_decay: float | None = None) -> Replica:
+        """A second network that learns at a constant rate from what the student draws.
+
+        Its weight decay is by default the student's.
+        """
         network.align = self.align
         optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=0)
-        return Replica(network, self.train, self.world, optim, steps=self.train.steps)
+        if weight_decay is not None:
+            optim = replace(optim, weight_decay=weight_decay)
+        return Replica(network, self.train, self.world, optim, steps=self.config.iterations)
 
     def learns(self, step: int) -> bool:
         """True once the student learns: after the warm-up."""
@@ -285,8 +290,8 @@ class Distillation:
 
     def start_metrics(self, step: int) -> Metrics:
         """`kl_start` where a usual entry of the log follows (not one for a signal's sake)."""
-        done, train = step + 1, self.config.train
-        logs = done % train.log_every == 0 or done % train.save_every == 0 or done == train.steps
+        done, train, end = step + 1, self.config.train, self.config.iterations
+        logs = done % train.log_every == 0 or done % train.save_every == 0 or done == end
         return {"kl_start": self.kl_at_start()} if logs else {}
 
     @torch.no_grad()
@@ -325,9 +330,9 @@ class DistillTask:
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
         d, train, rate = self.distillation, self.config.train, steps / max(seconds, 1e-9)
-        lr, warmup = 0.0, self.config.warmup
+        lr, config = 0.0, self.config
         if d.learns(step):
-            lr = learning_rate(step - warmup, train.steps - warmup, self.config.optim)
+            lr = learning_rate(step - config.warmup, config.updates, config.optim)
         return {
             "lr": lr,
             "iterations_per_second": rate,
@@ -369,4 +374,5 @@ class DistillTask:
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
                 discriminator_config=None if critic is None else critic.network.config,
+                record=d.student.network.record,
             )

@@ -38,6 +38,9 @@ class Guidance:
     h_end: float = 40.0  # h of the last tilting step, with a straight line between the two
     candidates: int = 4  # M, the states among which a re-ranking step chooses
     split: float = 0.5  # fraction of the steps that tilt, rounded down; the others re-rank
+    reward: Score = "sum"
+    """Tilt along the gradient of the log-ratios summed over masks, or averaged over them as in Eq.
+    (6): a gradient smaller by their number."""
     score: Score = "sum"
     """Re-rank by log-ratios summed over all written positions, or averaged over masked ones."""
     select: Select = "sample"
@@ -56,7 +59,11 @@ class Guidance:
             raise UserError(f"guidance.split is {self.split}: use 0 (no tilting) to 1 (all steps).")
         if not self.clamp > 0:
             raise UserError(f"guidance.clamp is {self.clamp}: use more than 0.")
-        for name, word, words in (("score", self.score, Score), ("select", self.select, Select)):
+        for name, word, words in (
+            ("reward", self.reward, Score),
+            ("score", self.score, Score),
+            ("select", self.select, Select),
+        ):
             if word not in get_args(words):
                 known = ", ".join(get_args(words))
                 raise UserError(f"`{word}` is not a guidance.{name}. Known: {known}.")
@@ -81,7 +88,10 @@ class Guide(Protocol):
         """Log-ratio (U, L) at every position."""
 
     def gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
-        """Gradient (R, d) at the vectors of a mixture of the log-ratios summed where `counted`."""
+        """Gradient (R, d) at the vectors of a mixture of the log-ratios, weighed by `counted`.
+
+        `counted` (U, L) are weights, or true where a log-ratio counts.
+        """
 
 
 class DiscriminatorGuide:

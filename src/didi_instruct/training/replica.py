@@ -110,7 +110,9 @@ class Replica:
         if fsdp or any(p.requires_grad for p in network.parameters()):
             root = parallelise(root, self.network.blocks, train.strategy, world, bf16=self.bf16)
         self._root = root
-        self.updater = None if optim is None else Updater(self.network, optim, steps, ema)
+        self.updater: Updater | None = None
+        if optim is not None:
+            self.updater = Updater(self.network, optim, steps, ema, ema_warmup=train.ema_warmup)
 
     # Passes
 
