@@ -200,10 +200,19 @@ def test_two_processes_do_as_one_and_resume(tmp_path, task, strategy):
 
 @pytest.mark.parametrize("kind", ["mdlm", "duo", "ar"])
 def test_it_starts_from_the_model_and_says_so(tmp_path, kind):
-    """At no learning rate to speak of the weights stay; provenance names source and fingerprint."""
+    """At no learning rate to speak of weights stay, and held-out numbers, since the noise is one.
+
+    Provenance names source and fingerprint.
+    """
     model = saved(tmp_path / "model", kind)
     settings = recipe("text", optim={"lr": 1e-30, "weight_decay": 0.0}, train={"steps": 1})
-    didi.finetune(settings, model=model, out=tmp_path / "run", device="cpu")
+    for task in ("answers", "text"):
+        how = settings if task == "text" else settings | {
+            "task": task, "data": {"source": str(questions(tmp_path / "q.jsonl", more="today"))}
+        }  # fmt: skip
+        result = didi.finetune(how, model=model, out=tmp_path / task, device="cpu")
+        assert result.held_out["before"] == result.held_out["after"]
+    (tmp_path / "text").rename(tmp_path / "run")
     assert same_tensors(model / "model.safetensors", tmp_path / "run" / "model.safetensors")
     tuned = didi.load(tmp_path / "run", device="cpu")
     origin = tuned.provenance["finetuned_from"]

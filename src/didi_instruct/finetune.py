@@ -83,8 +83,8 @@ def finetune(
     with open_world(device) as world, only_run(folder, world):
         changes = check_held(folder, config, resume, world, verb=verb)
         shown = reporter if world.is_main and reporter else Reporter()
-        if nothing_to_do(folder, config.train.steps, resume, shown.say):
-            outcome = Outcome(config.train.steps, None, None)
+        if nothing_to_do(folder, config.iterations, resume, shown.say):
+            outcome = Outcome(config.iterations, None, None)
             known = read_manifest(folder).provenance.get("held_out", {})
             return FinetuneResult(folder, outcome, world.is_main, source, False, known)
         learning = open_learning(config, loaded, source, folder, world, data_progress)
@@ -100,7 +100,7 @@ def finetune(
             before = evaluate(0, lambda: None)
             shown.measured(0, before)
         outcome = loop.run(start, before)
-        found = _held_out(folder / "log.jsonl")
+        found = _held_out(folder / "log.jsonl") if world.is_main else {}
         if outcome.signal is None:
             task.write_model(folder, {"step": outcome.step, "held_out": found})
             world.wait()

@@ -134,6 +134,7 @@ PAPER = {
     "discriminator.saturation": None,
     "reference.source": "online",
     "reference.steps": 1,
+    "watch.min_entropy": 0.0,
 }
 """Its table of hyper-parameters, its appendix on the ablations, Eq. (8) and Algorithm 1."""
 

@@ -204,6 +204,13 @@ def test_splits_that_are_not_there_are_refused(tmp_path):
         evaluate([model(length=2)], data, options(tmp_path), quiet)
 
 
+def test_weights_of_16_bits_are_refused(tmp_path):
+    entry = model()
+    entry.model.network.bfloat16()
+    with pytest.raises(UserError, match="tiny: its weights are bfloat16.*add --dtype float32"):
+        evaluate([entry], tmp_path, options(tmp_path), quiet)
+
+
 def test_a_network_keeps_its_weights(tmp_path):
     entry = model()
     before = [p.detach().clone() for p in entry.model.network.parameters()]

@@ -93,7 +93,7 @@ def nothing_to_do(folder: Path, steps: int, resume: bool, say: Callable[[str], N
         return False
     say(
         f"{folder} has finished its {steps} steps: nothing to do "
-        f"(--set train.steps=... above {steps} goes on)."
+        "(--set train.steps=... with a higher number goes on)."
     )
     return True
 
@@ -157,8 +157,8 @@ def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
 
 def _cannot_go_back(folder: Path, made: int, steps: int) -> str:
     return (
-        f"{folder} has made {made} steps already, and train.steps is {steps}: it cannot go back. "
-        "Choose another --out to start over."
+        f"{folder} has made {made} steps already, and train.steps asks for {steps}: it cannot go "
+        "back. Choose another --out to start over."
     )
 
 

@@ -86,6 +86,11 @@ class FinetuneConfig:
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @property
+    def iterations(self) -> int:
+        """Turns of the training loop."""
+        return self.train.steps
+
     def __post_init__(self) -> None:
         """Refuse sections that contradict each other."""
         if self.answers.share is not None and self.task != "mmlu":
@@ -93,3 +98,8 @@ class FinetuneConfig:
                 f"answers.share is {self.answers.share}, but task is {self.task}: it divides the "
                 "test split of mmlu. Use data.valid to hold rows out."
             )
+
+    @property
+    def iterations(self) -> int:
+        """Steps of the loop."""
+        return self.train.steps

@@ -13,6 +13,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
@@ -97,6 +98,8 @@ def evaluate(
     models: Sequence[NamedModel], data: Path, options: MrpcOptions, progress: Progress
 ) -> TaskReport:
     """Fit and test each model, an untrained network of each shape, and the majority."""
+    for entry in models:
+        _check_dtype(entry)
     pairs, parts = _read(data, options)
     truth = np.array(parts.labels)[parts.test] == 1
     rows, notes, seeds = [], [], []
@@ -120,6 +123,17 @@ def evaluate(
     settings = asdict(options) | {"train": len(parts.train), "dev": len(parts.dev)}
     del settings["cache"]
     return TaskReport("mrpc", rows, [*notes, *sentences], tables, settings)
+
+
+def _check_dtype(entry: NamedModel) -> None:
+    """Refuse weights of 16 bits, which steps of the paper's size would not move."""
+    types = {weight.dtype for weight in entry.model.network.parameters()}
+    if narrow := types - {torch.float32, torch.float64}:
+        name = str(narrow.pop()).removeprefix("torch.")
+        raise UserError(
+            f"{entry.name}: its weights are {name}, but the last block learns in float32: add "
+            "--dtype float32."
+        )
 
 
 # Pairs
@@ -304,10 +318,10 @@ def _compare(
 ) -> tuple[list[Row], list[str]]:
     """Compare models with each other and with the baselines, pair by pair.
 
-    A network answers by the mean probability of its seeds.
+    A pair counts by the share of a network's seeds that are right, as in its accuracy.
     """
-    right = {name: (found.mean(0) >= 0.5) == truth for name, found in probs.items()}
-    right[MAJORITY] = truth
+    right = {n: ((p >= 0.5) == truth).mean(0, dtype=np.float64) for n, p in probs.items()}
+    right[MAJORITY] = truth.astype(np.float64)
     ours = [row["model"] for row in rows if row["baseline"] is None]
     others = [row["model"] for row in rows if row["baseline"] is not None]
     pairs = [*combinations(ours, 2), *product(ours, others)]
