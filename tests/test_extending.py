@@ -24,7 +24,7 @@ from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import make_denoiser
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.training.distributed import World
 
 TEXT = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -97,7 +97,8 @@ def test_a_family_of_networks_is_one_wrapper():
     soft = Mixture(at, network.vectors[tokens.flatten()[at]])
     assert torch.equal(network.head(network.trunk(network.embed(tokens, mixture=soft))), hard)
     schedule = make_schedule(MODEL.schedule)
-    drawn = ancestral(make_denoiser(network, schedule), schedule, Canvas.blank(4, 10, 11), steps=5)
+    state = State(Canvas.blank(4, 10, 11))
+    drawn = ancestral(make_denoiser(network, schedule), schedule, state, steps=5)
     assert (drawn.tokens < 11).all()
     for method in ("didi", "sdtt", "token-matching"):
         _, log = distilled(method, network)

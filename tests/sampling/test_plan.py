@@ -219,8 +219,8 @@ def test_no_step_of_a_plan_waits_for_a_gpu_and_one_of_reranking_once(
         with pretended(monkeypatch) as gpu:
             tokens = torch.full((8, 20), MASK, device="cuda")
             tokens[:, 0] = torch.arange(8, device="cuda") % V
-            canvas = Canvas(tokens, MASK, torch.arange(8, device="cuda"))
-            toy, run = OnGpu(), {"canvas": canvas, "steps": steps, "order": order}
+            state = State(Canvas(tokens, MASK, torch.arange(8, device="cuda")))
+            toy, run = OnGpu(), {"state": state, "steps": steps, "order": order}
             gpu.waits.clear()
             if guidance is None:
                 ancestral(toy.denoiser(), LogLinear(0.0), **run)

@@ -33,7 +33,7 @@ from didi_instruct.sampling.trace import (
     visible,
 )
 
-from .toys import law, toy_of
+from .toys import law, start, toy_of
 
 STORY = "Zoë ate naïve jalapeños 🙂 in 東京 — café!\n\nНовая строка: «привет» 👩‍👩‍👧.\tEnd. "
 PARK = "The café in the park was naïve. "
@@ -183,7 +183,7 @@ class TestRecording:
     def test_the_trace_of_a_sampler_replays_to_its_samples(self):
         trace = Trace(3, keep=3)
         canvas = Canvas(torch.tensor([[3, 1, 3, 3]]).expand(5, 4), 3, torch.arange(5))
-        result = ancestral(toy_of(), LogLinear(0.0), canvas, steps=6, callback=trace)
+        result = ancestral(toy_of(), LogLinear(0.0), start(canvas, trace), steps=6)
         data = trace.as_dict(str)
         assert json.loads(json.dumps(data)) == data
         for sample, final in zip(data["samples"], result.tokens[:3].tolist(), strict=True):
