@@ -69,7 +69,7 @@ class Start:
         open_, length = z == mask_id, z.shape[1]
         coins, which = (noise.uniforms(length, Purpose.START, k) for k in range(2))
         count = mask_id if end_id is None else mask_id - 1
-        random = (which * count).long().clamp(max=count - 1)  # a product may be rounded up
+        random = (which * count).long()
         if end_id is not None:
             random += random >= end_id
         tokens = torch.where(open_ & (coins < self.random), random, z)

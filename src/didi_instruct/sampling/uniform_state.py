@@ -41,8 +41,7 @@ def uniform_state(
     state.steps = steps
     alphas = schedule.alpha(torch.tensor(times, dtype=torch.float64))
     alphas[-1] = 1.0  # not up to rounding
-    start = state.noise.uniforms(length, Purpose.START, 0) * num_tokens
-    start = start.long().clamp(max=num_tokens - 1)
+    start = (state.noise.uniforms(length, Purpose.START, 0) * num_tokens).long()
     state.z = state.shown = torch.where(state.open, start, state.z)
     at = flat_positions(state.open)
     rows = state.open.any(1).nonzero().squeeze(1)
