@@ -1,7 +1,5 @@
 """Laws and path probabilities of ancestral sampling, by enumeration; what it computes."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -23,16 +21,6 @@ def test_the_samples_follow_the_enumerated_law(steps, schedule):
     assert_follows(result.tokens, ancestral_law(TINY, schedule, steps), 3)
     other = 1 if steps > 1 else 4
     assert not follows(result.tokens, ancestral_law(TINY, schedule, other), 3)
-
-
-def test_more_steps_come_closer_to_the_true_law():
-    """Exact KL of the enumerated law to the language falls with every doubling of the steps."""
-    true, gaps = TINY.log_prob(all_states(3, 4)), []
-    for steps in (1, 2, 4, 8):
-        law = ancestral_law(TINY, LINEAR, steps)
-        gaps.append(float((law * (law.log() - true)).sum()))
-    assert gaps[0] > 0.01
-    assert all(0 <= more < 0.7 * fewer for fewer, more in itertools.pairwise(gaps))
 
 
 STREAMS = {2: [{0}, {1, 2, 3}], 3: [{0}, {2}, {1, 3}], 4: [{0}, set(), {2}, {1, 3}]}

@@ -57,14 +57,6 @@ def test_samples_follow_the_enumerated_mixture(steps):
     assert_follows(draw(20_000, steps, seed=3).tokens, exact_law(steps), V)
 
 
-def test_a_code_makes_positions_of_a_step_dependent():
-    """What it is for: the law of one step is not the product of its marginals."""
-    law = exact_law(1).view(V, V, V)
-    margins = (law.sum((1, 2))[:, None, None], law.sum((0, 2))[:, None], law.sum((0, 1)))
-    product = margins[0] * margins[1] * margins[2]
-    assert (law * (law / product).log()).sum() > 0.01
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("greedy_tail", [False, True])

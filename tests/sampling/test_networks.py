@@ -8,11 +8,8 @@ import pytest
 import torch
 from tests.random_models import randomise
 
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT
 from didi_instruct.models.network import Mixture
-from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling import guide as guides
 from didi_instruct.sampling.denoiser import make_denoiser
 from didi_instruct.sampling.draw import DrawOptions
@@ -21,21 +18,16 @@ from didi_instruct.sampling.guided import rgas
 from didi_instruct.sampling.state import PAD, Canvas, Reads, State
 from didi_instruct.sampling.variants import first_hitting
 
+from .engines import small
+from .engines.small import SCHEDULE
 from .toys import MASK, L, V, by_hand
-
-SCHEDULE = make_schedule(ScheduleConfig(eps=1e-3))
-
-
-def config_of(**changes):
-    shape = {"layers": 2, "hidden": 16, "heads": 2, "cond_dim": 8, "vocab_size": V + 1, "length": L}
-    return ModelConfig(**(shape | changes), schedule=ScheduleConfig(eps=1e-3))
 
 
 def make(**changes):
     """A network, and a discriminator over another."""
-    network = randomise(DiT(config_of(**changes)), 0).double().eval()
-    critic = Discriminator.from_network(randomise(DiT(config_of(**changes)), 1))
-    return network, randomise(critic, 2).double().eval()
+    shape = {"hidden": 16, "vocab_size": V + 1, "length": L} | changes
+    network, other = (small.make(seed=seed, **shape) for seed in range(2))
+    return network, randomise(Discriminator.from_network(other), 2).eval()
 
 
 def dense(network):

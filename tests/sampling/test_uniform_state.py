@@ -55,16 +55,6 @@ def test_the_samples_follow_the_enumerated_law(steps, schedule):
     assert result.log_prob is None
 
 
-def test_many_steps_approach_the_data():
-    """The enumerated law: its distance to the data falls as 1 / N."""
-    distances = []
-    for steps in [1, 4, 16, 64, 256]:
-        exact = Exact(LogLinear(0.0), steps)
-        distances.append((exact.law() - exact.joint).abs().sum().item() / 2)
-    assert distances == sorted(distances, reverse=True)
-    assert distances[-1] < distances[0] / 50
-
-
 def test_a_greedy_tail_takes_the_most_probable_posterior():
     exact, seen = Exact(LogLinear(0.0), 2), []
     result = sample(exact, 50, 2, greedy_tail=True, callback=seen.append)

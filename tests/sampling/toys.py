@@ -123,19 +123,6 @@ class ToyGuide:
             return torch.autograd.grad(ratio, shown, counted.to(ratio.dtype))[0]
 
 
-class LinearGuide(ToyGuide):
-    """A known reward: every token has its worth, and a mask none."""
-
-    def __init__(self, worth):
-        super().__init__(len(worth))
-        self.worth = torch.tensor(worth, dtype=torch.float64)
-        self.embedding = torch.eye(len(worth), dtype=torch.float64)
-        self.table = torch.cat([self.embedding, torch.zeros_like(self.embedding[:1])])
-
-    def score(self, embeddings, z, t):
-        return embeddings @ self.worth
-
-
 class Forbidden:
     """A guide that must not be asked."""
 
