@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy.stats import chisquare, kstest
+from scipy.stats import kstest
 
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
@@ -105,24 +105,6 @@ def test_a_step_leads_from_q_t_to_q_s(schedule, strategy, eta, steps):
         q_s = torch.tensor([alpha_s, 1 - alpha_s], dtype=torch.float64)
         torch.testing.assert_close(q_t @ kernel, q_s, rtol=0, atol=1e-12)
     assert chances[-1] == (1.0, 0.0)
-
-
-@every_strategy
-def test_the_number_of_masks_is_that_of_the_forward_process(strategy):
-    """Chi-square of the masks after every step against Binomial(L, 1 - alpha_s)."""
-    steps, seen = 5, []
-    state = start(BLANK, seen.append)
-    remasking(TOY, LINEAR, state, steps=steps, eta=0.5, strategy=strategy)
-    k = torch.arange(L + 1, dtype=torch.float64)
-    for step in seen[:-1]:
-        masked = torch.tensor(1 - (step.index + 1) / steps, dtype=torch.float64)
-        law = torch.distributions.Binomial(L, masked).log_prob(k).exp()
-        counts = torch.bincount((step.tokens == V).sum(1), minlength=L + 1)
-        assert chisquare(counts, len(BLANK.tokens) * law).pvalue > FALSE_ALARM
-    assert any(
-        bool((step.tokens == V)[before.tokens != V].any())
-        for before, step in itertools.pairwise(seen)
-    )
 
 
 @every_strategy
