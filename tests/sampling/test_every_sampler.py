@@ -204,16 +204,12 @@ KNOWN = {
 }
 REFUSALS = [
     *((name, {"steps": 0}, "steps is 0") for name in KNOWN),
-    ("ancestral", {"order": "odd"}, "random or streams"),
     ("ancestral", {"order": "streams", "grid": "cosine"}, "leave out grid"),
     ("remasking", {"eta": -0.1}, "eta is -0.1"),
     ("remasking", {"eta": 1.1}, "eta is 1.1"),
-    ("remasking", {"strategy": "loop"}, "`loop` is not a re-masking strategy"),
     ("blocks", {"block_length": 0}, "block_length is 0"),
-    ("blocks", {"inner": "odd"}, "`odd` does not fill blocks. Known: ancestral, confidence"),
     ("confidence", {"steps": None}, "steps or a threshold"),
     ("confidence", {"threshold": 0.5}, "steps or a threshold"),
-    ("confidence", {"order": "random"}, "`random` is not an order"),
     ("confidence", {"steps": None, "threshold": 1.5}, "threshold is 1.5"),
     ("confidence", {"steps": None, "threshold": float("nan")}, "threshold is nan"),
     ("confidence", {"steps": None, "threshold": -0.1, "order": "entropy"}, "threshold is -0.1"),

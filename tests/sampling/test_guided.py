@@ -207,8 +207,6 @@ def test_without_settings_it_is_that_of_the_paper():
         ({"h_start": float("inf")}, "h_start is inf"),
         ({"h_end": float("nan")}, "h_end is nan"),
         ({"clamp": 0.0}, "clamp is 0.0"),
-        ({"score": "total"}, "`total` is not a guidance.score. Known: sum, mean."),
-        ({"select": "worst"}, "`worst` is not a guidance.select. Known: sample, best."),
     ],
 )
 def test_bad_guidance_is_refused(settings, message):

@@ -22,7 +22,7 @@ from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.guided import rgas
 from didi_instruct.sampling.state import Samples, State
 from didi_instruct.sampling.uniform_state import uniform_state
-from didi_instruct.sampling.variants import blocks, first_hitting, remasking
+from didi_instruct.sampling.variants import Strategy, blocks, first_hitting, remasking
 
 if TYPE_CHECKING:
     from didi_instruct.models.network import Network
@@ -126,7 +126,7 @@ class RemaskingOptions:
 
     eta: float = 0.05
     """How much is masked again."""
-    strategy: str = "cap"
+    strategy: Strategy = "cap"
     """`cap`: at most eta; `rescale`: eta times the most that is possible."""
     grid: str | tuple[float, ...] = "uniform"
     greedy_tail: bool = False

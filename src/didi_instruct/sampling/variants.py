@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,13 +12,13 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.ancestral import plain, run
-from didi_instruct.sampling.confidence import ORDERS, keep_surest
+from didi_instruct.sampling.confidence import keep_surest
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.sampling.plan import Grid, Step
 from didi_instruct.sampling.state import Samples, State
 
-STRATEGIES = ("cap", "rescale")
+Strategy = Literal["cap", "rescale"]
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def remasking(
     *,
     steps: int,
     eta: float,
-    strategy: str = "cap",
+    strategy: Strategy = "cap",
     grid: Grid = "uniform",
     greedy_tail: bool = False,
 ) -> Samples:
@@ -93,7 +94,7 @@ def remasking(
 
 
 def remask_chances(
-    schedule: Schedule, times: Sequence[float], eta: float, strategy: str
+    schedule: Schedule, times: Sequence[float], eta: float, strategy: Strategy
 ) -> list[tuple[float, float]]:
     """Probabilities of each step that a mask is revealed and that a token is masked.
 
@@ -109,9 +110,6 @@ def remask_chances(
     The chain starts from masks alone also where alpha_1 = eps > 0. What is visible at t is then
     (alpha_t - eps) / (1 - eps), and that takes the place of alpha, which it is if eps = 0.
     """
-    if strategy not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise UserError(f"`{strategy}` is not a re-masking strategy. Known: {known}.")
     if not 0 <= eta <= 1:
         raise UserError(f"eta is {eta}: use 0 (no re-masking) to 1.")
     masked = 1 - schedule.alpha(torch.tensor(times, dtype=torch.float64))
@@ -148,8 +146,6 @@ def blocks(
     plans.check_steps(steps)
     if block_length < 1:
         raise UserError(f"block_length is {block_length}: use 1 or more.")
-    if inner not in ("ancestral", *ORDERS):
-        raise UserError(f"`{inner}` does not fill blocks. Known: ancestral, {', '.join(ORDERS)}.")
     columns, canvas = torch.arange(state.z.shape[1], device=state.z.device), state.canvas
     numbers = sorted(set((columns[state.open.any(0)] // block_length).tolist()))
     state.steps = steps * len(numbers)
