@@ -174,6 +174,10 @@ def test_grids_run_from_one_to_zero(grid):
         assert all(0 <= chance <= 1 for chance in chances)
 
 
+def test_the_cosine_grid_takes_short_steps_first():
+    assert time_grid("cosine", 3) == pytest.approx([1.0, 3**0.5 / 2, 0.5, 0.0])
+
+
 @pytest.mark.parametrize("grid", ["linear", [1.0, 0.0], [1.0, 0.5, 0.6, 0.0], [0.9, 0.5, 0.2, 0.0]])
 def test_other_grids_are_refused(grid):
     with pytest.raises(UserError, match="time grid"):

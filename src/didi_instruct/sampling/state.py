@@ -116,7 +116,10 @@ def split_padding(z: Tensor) -> Reads:
 
 
 class State:
-    """Texts z (B, L), how they are drawn, and what the tokens written so far cost."""
+    """Texts z (B, L), how they are drawn, and what the tokens written so far cost.
+
+    A sampler takes one, and uses it up.
+    """
 
     def __init__(
         self,
