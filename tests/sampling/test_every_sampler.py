@@ -18,7 +18,7 @@ from didi_instruct.sampling.confidence import by_confidence
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.guide import Guidance
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import PAD, Canvas, State
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.sampling.uniform_state import uniform_state
 from didi_instruct.sampling.variants import blocks, first_hitting, remasking
 
@@ -291,16 +291,3 @@ def test_guided_sampling_is_that_by_hand(canvas, steps, options, grid, part, gui
     assert (result.log_prob is None) == (reranks or (guided and canvas.masks > 1))
     if result.log_prob is not None and canvas.masks == 1:
         torch.testing.assert_close(result.log_prob, log_prob)
-
-
-@pytest.mark.parametrize("score", ["sum", "mean"])
-def test_what_is_given_and_what_is_padding_has_no_say_in_a_reward(score):
-    """40 texts by hand, where it is left out: of padding the guide says what is not a number."""
-    tokens = torch.full((40, L), MASK)
-    tokens[:, 1], tokens[::2, L - 1] = 2, PAD
-    canvas, guidance = Canvas(tokens, MASK, torch.arange(40)), Guidance(split=0.0, score=score)
-    run, guide = {"steps": 3, "guidance": guidance}, ToyGuide(scale=5.0)
-    result = rgas(Toy(), LINEAR, guide, start(canvas), **run)
-    options = DrawOptions()
-    expected, *_ = by_hand(random_function(), LINEAR, canvas, options=options, guide=guide, **run)
-    assert torch.equal(result.tokens, expected)
