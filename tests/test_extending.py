@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.random_models import save_random
 
 import didi_instruct as didi
 from didi_instruct.api.samplers import SAMPLERS
@@ -25,6 +26,7 @@ from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import make_denoiser
 from didi_instruct.sampling.state import Canvas, State
+from didi_instruct.tasks.registry import TASKS, evaluate_task
 from didi_instruct.training.distributed import World
 
 TEXT = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -43,9 +45,9 @@ def example(name):
 @pytest.fixture(autouse=True)
 def _registries():
     """Entries of an example are gone after its test."""
-    kept = dict(SAMPLERS), dict(METHODS)
+    kept = dict(SAMPLERS), dict(METHODS), dict(TASKS)
     yield
-    for registry, before in zip((SAMPLERS, METHODS), kept, strict=True):
+    for registry, before in zip((SAMPLERS, METHODS, TASKS), kept, strict=True):
         registry.clear()
         registry.update(before)
 
@@ -103,3 +105,15 @@ def test_a_family_of_networks_is_one_wrapper():
     for method in ("didi", "sdtt", "token-matching"):
         _, log = distilled(method, network)
         assert all(torch.tensor(list(entry.values())).isfinite().all() for entry in log)
+
+
+def test_a_task(tmp_path):
+    """The last word of a line of two, by the network itself."""
+    example("task")
+    save_random(tmp_path / "model")
+    model = didi.load(tmp_path / "model", device="cpu")
+    first, second = model.tokenizer.decode([3]), model.tokenizer.decode([5])
+    (tmp_path / "lines.txt").write_text(f"{first} {second}\n")
+    report = evaluate_task("last-word", [str(tmp_path / "model")], tmp_path / "lines.txt", {})
+    law = model.denoiser(torch.tensor([[3, model.mask_id]]), 1.0)[0, 1].log_softmax(-1)
+    assert report.rows[0]["nll"] == pytest.approx(-float(law[5]), abs=1e-5)

@@ -9,8 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
-ORDER += ["evaluation", "benchmarking", "api", "reproduce", "cli"]
+ORDER += ["evaluation", "benchmarking", "api", "tasks", "finetune", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
+ENTRANCES = {"__init__", "__main__"}  # lead to all the rest
 
 
 def imported_parts(path: Path) -> set[str]:
@@ -27,13 +28,30 @@ def imported_parts(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("part", [p for p in ORDER if (PACKAGE / p).is_dir()])
+def files_of(part: str) -> list[Path]:
+    """Files of a part: a package, or a module of its own."""
+    return [*(PACKAGE / part).rglob("*.py"), *PACKAGE.glob(f"{part}.py")]
+
+
+@pytest.mark.parametrize("part", ORDER)
 def test_a_part_imports_only_what_is_to_its_left(part):
     allowed = set(ORDER[: ORDER.index(part) + 1]) | FOUNDATION
     if part == "process":
         allowed.discard("data")
-    for path in (PACKAGE / part).rglob("*.py"):
+    assert files_of(part)
+    for path in files_of(part):
         assert imported_parts(path) <= allowed, path
+
+
+def test_what_is_below_all_imports_nothing_else():
+    for name in FOUNDATION - {"__version__"}:
+        assert imported_parts(PACKAGE / f"{name}.py") <= FOUNDATION, name
+
+
+def test_every_module_and_package_has_its_place():
+    found = {path.stem for path in PACKAGE.glob("*.py")}
+    found |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert found == {*ORDER, *FOUNDATION, *ENTRANCES} - {"__version__"}
 
 
 def test_help_does_not_import_torch():

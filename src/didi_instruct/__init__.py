@@ -1,19 +1,23 @@
 """Distil masked diffusion language models into few-step generators."""
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "distill", "load", "pretrain"]
+__all__ = ["Model", "__version__", "distill", "finetune", "load", "pretrain"]
 
 if TYPE_CHECKING:
     from didi_instruct.api.distill import distill
     from didi_instruct.api.model import Model, load
     from didi_instruct.api.pretrain import pretrain
+    from didi_instruct.finetune import finetune
 
 _HOMES = {
     "Model": "didi_instruct.api.model",
     "load": "didi_instruct.api.model",
     "distill": "didi_instruct.api.distill",
+    "finetune": "didi_instruct.finetune",
     "pretrain": "didi_instruct.api.pretrain",
 }
 
@@ -25,3 +29,16 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+class _Package(ModuleType):
+    """The package, where a function stands before the module of its own that has its name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing didi_instruct.finetune would put the module in the function's place.
+        if isinstance(value, ModuleType) and _HOMES.get(name) == value.__name__:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

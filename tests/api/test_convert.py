@@ -109,6 +109,19 @@ def test_transformers_reads_the_copy(tmp_path):
     identical(dict(network.named_parameters()), dict(again.named_parameters()))
 
 
+def test_a_masked_lm_goes_to_our_layout_and_back(tmp_path):
+    """Every parameter, bit by bit, as transformers reads them."""
+    network = masked_folders.esm(tmp_path / "there")
+    ours = convert(tmp_path / "there", tmp_path / "ours", "didi")
+    again = transformers.EsmForMaskedLM.from_pretrained(convert(ours, tmp_path / "back", "esm"))
+    identical(dict(network.named_parameters()), dict(again.named_parameters()))
+    assert didi.load(tmp_path / "back", device="cpu").tokenizer is not None
+    masked_folders.bert(tmp_path / "bert")
+    bert = convert(tmp_path / "bert", tmp_path / "bert-ours", "didi")
+    with pytest.raises(UserError, match="is `bert`, and `esm` holds ESM-2 models alone"):
+        convert(bert, tmp_path / "dest", "esm")
+
+
 def test_progress_counts_the_bytes_of_the_weights(tmp_path):
     seen = []
     there = FOLDERS["mdlm-hub"](tmp_path / "there")
@@ -140,8 +153,8 @@ def test_impossible_conversions_leave_nothing(layout, to, message, tmp_path):
 
 def test_a_masked_lm_stays_what_it_is(tmp_path):
     there = esm_folder(tmp_path / "there", ESM)
-    with pytest.raises(UserError, match="`didi` cannot hold: it loads as it is.*--to esm"):
-        convert(there, tmp_path / "dest", "didi")
+    with pytest.raises(UserError, match="`mdlm-hub` cannot hold: it loads as it is.*esm"):
+        convert(there, tmp_path / "dest", "mdlm-hub")
     for choice in ({"weights": "raw"}, {"family": "duo"}, {"tokenizer": "bytes"}):
         with pytest.raises(UserError, match="leave out"):
             convert(there, tmp_path / "dest", "esm", **choice)

@@ -57,7 +57,7 @@ def law_of_streams(steps, guide=None):
     for n in range(steps):
         logits = TINY.denoiser(z)
         if guide is not None:
-            logits = dense_tilt(TINY.denoiser, guide, z, MASK, times[n], scales[n], TILTING.clamp)
+            logits = dense_tilt(TINY.denoiser, guide, z, MASK, times[n], scales[n], TILTING)
         p = torch.nn.functional.pad(logits.softmax(-1), (0, 1))
         here = (z == MASK) & (turn == n)
         mass = independent_step(mass, torch.where(here[..., None], p, stay))
@@ -88,7 +88,8 @@ def test_dense_draws_follow_their_law():
     assert_follows(drawn.view(-1, 1), p, 8)
 
 
-def test_dense_tilting_is_ours(monkeypatch):
+@pytest.mark.parametrize("reward", ["sum", "mean"])
+def test_dense_tilting_is_ours(reward, monkeypatch):
     """At every mask: theirs by a gradient over all logits, ours in closed form where needed."""
     z, guide, heard = torch.tensor([[3, 1, 3, 3], [3, 3, 3, 3], [0, 3, 2, 3]]), ToyGuide(3), []
 
@@ -97,11 +98,11 @@ def test_dense_tilting_is_ours(monkeypatch):
         return draw_tokens(logits, *given)
 
     monkeypatch.setattr(guided, "draw_tokens", listen)
-    guidance = Guidance(h_start=5.0, split=1.0, clamp=0.3)
+    guidance = Guidance(h_start=5.0, split=1.0, clamp=0.3, reward=reward)
     state = State(Canvas(z, MASK, torch.arange(3)))
     guided.rgas(toy_of(), LINEAR, guide, state, steps=1, guidance=guidance)
     logits, masked = TINY.denoiser(z), z == MASK
-    theirs = tilt_dense(guide, logits, z, MASK, 1.0, 5.0, 0.3)
+    theirs = tilt_dense(guide, logits, z, MASK, 1.0, 5.0, 0.3, reward)
     torch.testing.assert_close(theirs[masked], heard[0])
     assert float((theirs - logits)[masked].abs().max()) > 0.1
     torch.testing.assert_close(theirs[~masked], logits[~masked])

@@ -5,12 +5,15 @@ from itertools import pairwise
 import pytest
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import find_recipe, load_recipe, recipe_names
 from didi_instruct.errors import UserError
 
-DISTILLATIONS = [n for n in recipe_names() if not n.endswith(("-teacher", "-ar"))]
+FINETUNINGS = [n for n in recipe_names() if n.startswith("finetune-")]
+PRETRAININGS = [n for n in recipe_names() if n.endswith(("-teacher", "-ar"))]
+DISTILLATIONS = [n for n in recipe_names() if n not in (*FINETUNINGS, *PRETRAININGS)]
 
 
 def refused(values):
@@ -58,14 +61,32 @@ def test_dimo_of_the_papers_teacher_keeps_the_proportions_that_were_tried():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_for_one_verb(name):
-    """Teachers are pretrained, all others distilled; the wrong verb refuses."""
-    own, other = PretrainConfig, DistillConfig
-    if name in DISTILLATIONS:
-        own, other = other, own
-    load_recipe(own, name, TEXT)
-    verb = "didi distill" if own is DistillConfig else "didi pretrain"
-    with pytest.raises(UserError, match=f"{name}.yaml is a recipe for `{verb}`"):
-        load_recipe(other, name)
+    """Teachers are pretrained, most others distilled; the wrong verbs refuse."""
+    verbs = {"distill": DistillConfig, "pretrain": PretrainConfig, "finetune": FinetuneConfig}
+    verb = "finetune" if name in FINETUNINGS else "pretrain"
+    verb = "distill" if name in DISTILLATIONS else verb
+    load_recipe(verbs[verb], name, TEXT)
+    for other in verbs.keys() - {verb}:
+        with pytest.raises(UserError, match=f"{name}.yaml is a recipe for `didi {verb}`"):
+            load_recipe(verbs[other], name)
+
+
+def test_fine_tuning_on_the_papers_tasks_has_its_settings():
+    """Appendix "Downstream Task Evaluation": AdamW, linear warm-up, then constant."""
+    wanted = {"pubmed": (5e-6, 1000, 72), "mmlu": (1e-5, 2500, 32)}
+    for name, (lr, warmup, batch) in wanted.items():
+        config = load_recipe(FinetuneConfig, f"finetune-{name}")
+        found = config.optim.lr, config.optim.warmup, config.train.batch_size
+        assert found == (lr, warmup, batch)
+        assert (config.train.steps, config.optim.schedule) == (5000, "constant")
+
+
+@pytest.mark.parametrize("name", FINETUNINGS)
+def test_a_recipe_of_fine_tuning_says_what_it_is(name):
+    own = read_yaml(find_recipe(name))
+    assert own["reproduces"] != ""
+    assert own["expect"] != ""
+    assert find_recipe(name).read_text(encoding="utf-8").startswith("# ")
 
 
 @pytest.mark.parametrize("name", DISTILLATIONS)
@@ -102,8 +123,20 @@ PAPER = {
     "didi.grouping": "batch",
     "didi.baseline": "mean",
     "didi.scale": "group",
+    "didi.omega_min_time": 1e-8,
+    "didi.importance_weighting": False,
+    "train.ema_warmup": False,
+    "updates": 10_000,
+    "discriminator.label_smoothing": 0.0,
+    "discriminator.positions": "all",
+    "discriminator.steps": 1,
+    "discriminator.chance": None,
+    "discriminator.saturation": None,
+    "reference.source": "online",
+    "reference.steps": 1,
+    "watch.min_entropy": 0.0,
 }
-"""Its table of hyper-parameters and its appendix on the ablations."""
+"""Its table of hyper-parameters, its appendix on the ablations, Eq. (8) and Algorithm 1."""
 
 
 @pytest.mark.parametrize(("name", "value"), PAPER.items())
@@ -113,21 +146,46 @@ def test_the_paper_recipes_carry_its_hyper_parameters(recipe, name, value):
 
 
 def test_the_larger_recipe_differs_in_its_discriminator_alone():
-    """A third of the blocks trains: 4 of 12, 8 of 24."""
+    """A third of the blocks trains: 4 of 12, 8 of 24; its head has dropout."""
     small, medium = (load_recipe(DistillConfig, f"owt-{size}-didi") for size in ("169m", "424m"))
     assert small.discriminator.trainable_blocks == 4
-    larger = replace(small.discriminator, trainable_blocks=8)
+    assert small.discriminator.dropout == 0
+    larger = replace(small.discriminator, trainable_blocks=8, dropout=0.1)
     assert same_training(medium, replace(small, discriminator=larger))
 
 
-def test_the_settings_of_the_paper_that_a_comment_names():
-    """One teacher step per reference; late times for many steps."""
-    changes = ["reference.source=online", "reference.steps=1", "didi.pi=[5,2]"]
-    literal = load_recipe(DistillConfig, "owt-169m-didi", changes)
-    assert (literal.reference.source, literal.reference.steps) == ("online", 1)
-    assert literal.didi.pi == (5, 2)
-    for change in changes:
-        assert f"--set {change}" in find_recipe("owt-169m-didi").read_text(encoding="utf-8")
+def test_the_settings_that_a_comment_names_are_settings():
+    """The other readings of x', late times for many steps, and what we prefer."""
+    text = find_recipe("owt-169m-didi").read_text(encoding="utf-8")
+    found = [word.rstrip(",)") for word in re.findall(r"--set (\S+)", text)]
+    assert {"reference.source=bank", "reference.source=data", "didi.pi=[5,2]"} <= set(found)
+    for change in found:
+        other = ["data.source=some.txt"] if change == "reference.source=data" else []
+        name, value = change.split("=")
+        changed = load_recipe(DistillConfig, "owt-169m-didi", [change, *other])
+        assert setting(changed, name) != setting(load_recipe(DistillConfig, "owt-169m-didi"), name)
+        assert value
+
+
+@pytest.mark.parametrize("name", ["owt-169m-didi", "owt-424m-didi", "ablation-without-pi"])
+def test_the_papers_recipes_need_no_text_and_no_bank(name):
+    recipe = load_recipe(DistillConfig, name)
+    assert not recipe.reads_bank
+    assert recipe.data.source is None
+    assert (recipe.iterations, recipe.warmup) == (10_500, 500)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in recipe_names() if n.startswith(("stories-", "oracle-"))]
+)
+def test_our_own_recipes_keep_what_the_paper_does_not_have(name):
+    """Gates, a warm-up among the steps, an average that is warmed up."""
+    if name not in DISTILLATIONS:
+        assert load_recipe(PretrainConfig, name, TEXT).train.ema_warmup
+        return
+    recipe = load_recipe(DistillConfig, name, TEXT)
+    gates = recipe.discriminator.chance, recipe.discriminator.saturation
+    assert (*gates, recipe.warmup_on_top, recipe.train.ema_warmup) == (0.52, 0.95, False, True)
 
 
 # The paper's two tables of ablations
@@ -359,12 +417,14 @@ def test_a_student_that_cannot_learn_is_refused(didi, message):
         (
             {"chance": 0.95},
             "discriminator.chance is 0.95 and discriminator.saturation 0.95: "
-            "accuracies from 0 to 1, chance the smaller.",
+            "accuracies from 0 to 1, chance the smaller; null is off.",
         ),
+        ({"dropout": 1.0}, "discriminator.dropout is 1.0: use 0 or more and less than 1."),
+        ({"weight_decay": -1}, "discriminator.weight_decay is -1.0: use 0 or more."),
         (
             {"chance": -0.1},
             "discriminator.chance is -0.1 and discriminator.saturation 0.95: "
-            "accuracies from 0 to 1, chance the smaller.",
+            "accuracies from 0 to 1, chance the smaller; null is off.",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from torch.distributions import Beta, Categorical, kl_divergence
 
 from didi_instruct.distillation.didi import make_pair, score_texts, write_texts
 from didi_instruct.distillation.losses import advantages, beta_times, rewards
+from didi_instruct.distillation.watch import RunningMean
 from didi_instruct.models import discriminator
 from didi_instruct.process.masking import interleaved_times, revealed_shares
 from didi_instruct.process.schedule import LogLinear
@@ -333,6 +334,90 @@ def test_the_gates_follow_running_means(gate):
         assert all(p.grad is None for n in networks_of(task).values() for p in n.parameters())
         waits.append(saturated or at_chance)
     assert 0 < sum(waits) < 14
+
+
+def test_without_gates_everyone_always_learns(monkeypatch):
+    """Whatever the discriminator's accuracies are: here 0 and 1, at which both would wait."""
+    for method, value in (("add", 0.0), ("cautious", 1.0)):
+        monkeypatch.setattr(RunningMean, method, lambda self, given, value=value: value)
+    usual = {"chance": 0.52, "saturation": 0.95}
+    for gates, waits in ((usual, 1.0), (dict.fromkeys(usual), 0.0)):
+        task = task_of({"discriminator": gates})
+        before = {name: weights(network) for name, network in networks_of(task).items()}
+        for numbers in run(task, 2):
+            names = ("student_waits", "at_chance", "disc_waits")
+            assert [numbers[name].item() for name in names] == [waits] * 3
+        changed = {name for name, n in networks_of(task).items() if moved(before[name], n)}
+        assert changed == (set() if waits else {"student", "discriminator"})
+
+
+@pytest.mark.parametrize("on_top", [False, True])
+def test_a_warm_up_is_among_the_steps_or_on_top_of_them(on_top):
+    """On top: exactly `train.steps` updates of the student, at the rates of that many."""
+    changes = {"discriminator": {"warmup": 2}, "warmup_on_top": on_top}
+    task = task_of(changes | {"train": {"steps": 3}, "optim": {"lr": 3e-3}})
+    config, updates = task.config, 3 if on_top else 1
+    assert (config.iterations, config.updates) == (5 if on_top else 3, updates)
+    asked = spy(task.distillation.student.updater, "update")
+    rates = []
+    for step in range(config.iterations):
+        assert task.step(step)["student_waits"].item() == (step < 2)
+        rates.append(task.describe(step, 1.0, 1)["lr"])
+    assert [step for (step,) in asked] == list(range(updates))
+    falling = [3e-3 * (1 - n / updates) for n in range(updates)]
+    assert rates == pytest.approx([0.0, 0.0, *falling])
+
+
+def test_the_discriminator_decays_as_it_is_told():
+    """By its own weight decay; by the student's where it has none."""
+    for own, expected in ((None, 0.3), (0.0, 0.0), (0.7, 0.7)):
+        task = task_of({"discriminator": {"weight_decay": own}, "optim": {"weight_decay": 0.3}})
+        decays = {
+            name: {g["weight_decay"] for g in part.updater.optimizer.param_groups}
+            for name, part in task.parts.items()
+        }
+        assert decays == {"student": {0.3, 0.0}, "discriminator": {expected, 0.0}}
+
+
+def test_dropout_is_a_law_of_the_units_and_of_nothing_else():
+    """Each unit is left out with that chance, others make up for it; a text has its own draws.
+
+    24 texts x 8 positions x 16 units, 5 standard errors: false alarm 6e-7.
+    """
+    task = task_of({"discriminator": {"dropout": 0.25}})
+    found, critic = pair_of(task), task.method.critic
+    kept = critic._dropout(found)
+    assert kept.shape == (2 * BATCH, L, 16)
+    assert kept.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert abs((kept == 0).double().mean() - 0.25) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
+    assert len(torch.unique(kept.flatten(1), dim=0)) == 2 * BATCH
+    parts = task_of({"discriminator": {"dropout": 0.25}, "train": {"micro_batch": 4}})
+    d = parts.distillation
+    some = [make_pair(d, part, write_texts) for part in d.micro_batches(0)]
+    fakes = torch.cat([parts.method.critic._dropout(each)[:4] for each in some])
+    assert torch.equal(fakes, kept[:BATCH])
+    network, sigma = critic.learner.network, d.schedule.sigma(found.fake.t)
+    x, mods = network.trunk.embed(found.fake.z), network.trunk.modulations(sigma)
+    hidden = network.output_layer.main[:2](network.trunk.trunk(x, mods))
+    last = network.output_layer.main[2]
+    expected = F.linear(hidden * kept[:BATCH], last.weight(), last.bias).squeeze(-1)
+    torch.testing.assert_close(network(found.fake.z, sigma, dropout=kept[:BATCH]), expected)
+
+
+@pytest.mark.parametrize("blocks", [1, None], ids=["kept states", "whole"])
+def test_dropout_is_in_updates_and_not_in_rewards(blocks):
+    changes = {"discriminator": {"dropout": 0.5, "trainable_blocks": blocks}}
+    task, plain = task_of(changes), task_of({"discriminator": {"trainable_blocks": blocks}})
+    found, other = pair_of(task), pair_of(plain)
+    critics = [each.method.critic for each in (task, plain)]
+    assert torch.equal(critics[0].reward(found), critics[1].reward(other))
+    ratios = [c._log_ratios(each)[0] for c, each in zip(critics, (found, other), strict=True)]
+    assert (ratios[0] - ratios[1]).abs().max() > 1e-3
+    runs = [task_of(changes) for _ in range(2)]
+    for each in runs:
+        run(each, 2)
+    for one, another in zip(*(networks_of(each).values() for each in runs), strict=True):
+        assert not moved(weights(one), another)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, None])

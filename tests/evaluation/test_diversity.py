@@ -1,4 +1,5 @@
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from didi_instruct.evaluation.diversity import (
     self_bleu,
     unigram_entropy,
     unique_with_interval,
+    word_ids,
 )
 
 
@@ -307,3 +309,32 @@ def test_the_interval_of_self_bleu_covers_its_mean_at_this_number_of_samples():
     truth = np.mean([result.mean for result in found])
     covered = np.mean([low <= truth <= high for low, high in (r.ci95 for r in found)])
     assert covered > 0.95 - 4 * math.sqrt(0.95 * 0.05 / 300)
+
+
+def test_words_are_those_of_nltk_without_its_download():
+    """As `nltk.word_tokenize` of one line: marks are words, a full stop is one at the end alone."""
+    tokenize = pytest.importorskip("nltk.tokenize")
+    texts = ['Don\'t go, he said. "Yes!" Mr. Smith left.', "He said: don't.", ""]
+    ids = word_ids(texts)
+    expected = [tokenize.word_tokenize(text, preserve_line=True) for text in texts]
+    assert expected[1] == ["He", "said", ":", "do", "n't", "."]
+    pairs = {(i, w) for row, words in zip(ids, expected, strict=True)
+             for i, w in zip(row, words, strict=True)}  # fmt: skip
+    assert len(pairs) == len({i for i, _ in pairs}) == len({w for _, w in pairs})
+
+
+def test_self_bleu_of_words_is_that_of_nltk_from_text_to_number():
+    """Tokenizer, 5-grams, equal weights, smoothing method 1: the paper's definition throughout."""
+    tokenize = pytest.importorskip("nltk.tokenize")
+    texts = [
+        file.read_text()[:1500]
+        for file in sorted(Path(didi_instruct.__file__).parent.glob("data/*.py"))
+    ]
+    words = [tokenize.word_tokenize(text, preserve_line=True) for text in texts]
+    assert self_bleu(word_ids(texts)).values == pytest.approx(nltk_self_bleu(words), abs=1e-9)
+
+
+def test_without_nltk_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
+    with pytest.raises(UserError, match="Self-BLEU of words.*didi-instruct.eval"):
+        word_ids(["a"])

@@ -258,3 +258,14 @@ def test_values_of_each_sample_come_with_the_row():
     assert found.values["entropy"].mean() == found.row["entropy"]
     expected = np.arange(6) + 12 * math.log(4)
     assert found.values["path_gap"] == pytest.approx(expected)
+
+
+def test_self_bleu_of_words_reads_texts_and_that_of_tokens_does_not():
+    """Texts of other tokens and equal words resemble each other in words alone."""
+    pytest.importorskip("nltk")
+    samples = replace(sample_set(random_tokens(3)), texts=("one two three four five six",) * 3)
+    row = row_of(samples, "self-bleu", "self-bleu-words")
+    assert row["self_bleu_words"] == pytest.approx(1)
+    assert row["self_bleu"] < 0.9
+    alone = row_of(sample_set(random_tokens(1)), "self-bleu-words")
+    assert alone["self_bleu_words"] is None

@@ -16,9 +16,10 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe, recipe_names
-from didi_instruct.errors import UserError
+from didi_instruct.reproduce.jobs import without_additions
 
 from . import cases, measuring, tiny
 
@@ -31,14 +32,19 @@ def machine() -> dict[str, str]:
 
 
 def recipe_hashes() -> dict[str, str]:
-    """A hash of all settings of each shipped recipe, also of those that it leaves open."""
+    """A hash of all settings of each shipped recipe, also of those that it leaves open.
+
+    Settings that came later have a part in it where they change something.
+    """
     found = {}
     for name in recipe_names():
-        try:
+        if name.startswith("finetune-"):
+            settings = asdict(load_recipe(FinetuneConfig, name))
+        elif name.endswith(("-teacher", "-ar")):
             settings = asdict(load_recipe(PretrainConfig, name))
-        except UserError:  # some leave it to their user to name the data
+        else:  # some leave it to their user to name the data
             settings = asdict(load_recipe(DistillConfig, name, ["data.source=oracle"]))
-        content = json.dumps(settings, sort_keys=True)
+        content = json.dumps(without_additions(settings), sort_keys=True)
         found[name] = hashlib.sha256(content.encode()).hexdigest()[:16]
     return found
 

@@ -88,3 +88,14 @@ def test_sharded_parameters_are_averaged_shard_by_shard(tmp_path):
         assert (whole.weight == 0.5).all()
     finally:
         destroy_process_group()
+
+
+def test_without_warm_up_the_closed_form_holds_from_the_first_update():
+    """From 0 towards a constant 1: after n updates 1 - decay^n, with 0.9999 after 10,000 .632."""
+    layer = linear(0)
+    ema = EMA(layer, decay=0.9, warmup=False)
+    torch.nn.init.ones_(layer.weight)
+    for step in range(20):
+        ema.update(step)
+    torch.testing.assert_close(ema.shadow["weight"], torch.full((2, 2), 1 - 0.9**20))
+    assert pytest.approx(0.632, abs=5e-4) == 1 - 0.9999**10_000, "what a recipe's comment says"

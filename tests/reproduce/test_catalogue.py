@@ -11,11 +11,13 @@ from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import METHODS
 from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce.checks import require_gpu
 from didi_instruct.reproduce.items import find_item
 from didi_instruct.reproduce.items_ablations import asks as ablation_asks
 from didi_instruct.reproduce.items_ablations import sampler_of
 from didi_instruct.reproduce.items_generation import _figure_1, _generation, _large, _samples
 from didi_instruct.reproduce.items_measures import _variety
+from didi_instruct.reproduce.items_reference import _asks as _reference
 from didi_instruct.reproduce.making import jobs_of
 from didi_instruct.reproduce.scale import NAMES, Given
 from didi_instruct.reproduce.scales import find_scale
@@ -25,6 +27,7 @@ MADE = [item for item in ITEMS.values() if not item.planned]
 WANTED = {
     "figure-1", "generation", "ablation-cumulative", "ablation-leave-one-out", "diversity",
     "latency", "zero-shot", "rgas-landscape", "rgas-anova", "scaling", "samples", "baselines",
+    "reference", "mmlu", "pubmed", "mrpc",
 }  # fmt: skip
 
 
@@ -32,12 +35,16 @@ WANTED = {
 def scale(request, tmp_path):
     text = tmp_path / "stories.txt"
     text.write_text("Once upon a time there was a story.\n")
-    return find_scale(request.param, Given(data=str(text) if request.param == "small" else None))
+    for name in ("mmlu", "pubmed", "mrpc"):
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+        (tmp_path / "tasks" / name / "auxiliary_train.csv").touch()
+    given = Given(data=str(text), tasks=str(tmp_path / "tasks"))
+    return find_scale(request.param, Given() if request.param == "toy" else given)
 
 
 def test_the_list_is_complete():
     assert {item.name for item in MADE} == WANTED
-    assert {item.name for item in ITEMS.values() if item.planned} == {"downstream", "proteins"}
+    assert {item.name for item in ITEMS.values() if item.planned} == {"proteins"}
 
 
 def test_what_is_planned_cannot_be_run_and_says_why():
@@ -68,12 +75,16 @@ def test_perplexity_is_never_measured_without_entropy(scale):
 
 
 def test_items_share_what_they_have_in_common():
-    """All items at toy scale have one teacher, and ten ablation trainings, not fourteen rows."""
+    """At toy scale there is one teacher, and ten ablation trainings, not fourteen rows.
+
+    Two more read the reference in other ways. Tasks are read by models of text, which are others.
+    """
     scale = find_scale("toy", Given())
     jobs = jobs_of(MADE, scale, NOWHERE)
     assert sum(job.name == "teacher" for job in jobs) == 1
     trained = [job for job in jobs if job.trains and job.recipe.startswith("ablation-")]
-    assert len([job for job in trained if not job.name.startswith("didi-large")]) == 10
+    [teacher] = {job.key for job in jobs if job.name == "teacher"}
+    assert len([job for job in trained if job.inputs["teacher"].key == teacher]) == 12
 
 
 def test_every_row_of_the_ablation_tables_has_its_recipe():
@@ -137,6 +148,39 @@ def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name, asks):
     assert printed - rivals <= drawn
 
 
+def test_the_reference_is_read_in_three_ways_and_nothing_else_differs():
+    for name, given in (("toy", Given()), ("small", Given(data="oracle")), ("paper", Given())):
+        scale = find_scale(name, given)
+        asked = [a for a in _reference(scale) if a.labels["role"] == "didi-plain"]
+        assert len(asked) == 3 * len(scale.seeds)
+        assert all(ask.job.options["sampler"] is None for ask in asked)
+        found = [ask.job.inputs["model"].settings() for ask in asked[:: len(scale.seeds)]]
+        assert [one.reference.source for one in found] == ["online", "bank", "data"]
+        assert found[0].reference.steps == 1
+        assert found[1].reference.steps > 16
+        usual = found[0]
+        for one in found[1:]:
+            assert replace(one, reference=usual.reference, data=usual.data) == usual
+        assert usual.train.seed == scale.seeds[0]
+
+
+def test_small_scale_on_the_oracle_language_is_judged_by_it_and_has_two_seeds():
+    scale = find_scale("small", Given(data="oracle"))
+    assert (scale.name, scale.judge, scale.seeds) == ("small", "oracle", (0, 1))
+    require_gpu(scale)
+    jobs = jobs_of(
+        [ITEMS[n] for n in ("ablation-cumulative", "ablation-leave-one-out", "reference")],
+        scale,
+        NOWHERE,
+    )
+    trained = [job for job in jobs if job.does == "distill"]
+    assert len(trained) == 2 * (10 + 2), "one of the three readings is that of the tables"
+    for job in trained:
+        settings = job.settings()
+        gates = settings.discriminator.chance, settings.discriminator.saturation
+        assert (*gates, settings.updates) == (None, None, 2000)
+
+
 @pytest.mark.parametrize("name", ["baselines", "rgas-landscape", "rgas-anova"])
 def test_tables_of_many_settings_have_that_student_too(name):
     scale = find_scale("paper", Given())
@@ -155,6 +199,66 @@ def test_paper_scale_changes_nothing_of_the_papers_recipes():
     scale = find_scale("paper", Given())
     config = scale.ablated("ablation-all-tricks", 0).settings()
     assert (config.train.steps, config.train.batch_size, config.optim.lr) == (10000, 8, 1e-6)
+
+
+def test_the_texts_that_are_shown_are_those_of_the_students_that_the_paper_shows():
+    """Above its texts stand, from 16 NFE on, the perplexities of the row w/o Regularization."""
+    scale = find_scale("paper", Given())
+    shown = {
+        nfe: ask.job.inputs["model"].recipe
+        for ask in _samples(scale)
+        if ask.labels["role"] == "didi"
+        for nfe in ask.job.options["steps"]
+    }
+    few, many = "ablation-all-tricks", "ablation-without-regularisation"
+    assert shown == {8: few, 16: many, 32: many, 64: many, 128: many}
+    printed = paper.LEAVE_ONE_OUT[many].cells
+    above = paper.SAMPLES["didi"].cells
+    assert all(above[n].ppl == pytest.approx(printed[n].ppl, abs=6e-3) for n in shown if n > 8)
+
+
+@pytest.mark.parametrize("name", ["figure-1", "rgas-landscape", "rgas-anova", "latency"])
+def test_guidance_is_by_means_at_paper_scale_as_it_is_printed(name):
+    """Eq. (6), of tilting and of re-ranking; elsewhere by sums, which is what works."""
+    means = {"reward": "mean", "score": "mean"}
+    found = []
+    for job in ITEMS[name].jobs(find_scale("paper", Given())):
+        options = job.options
+        if name == "figure-1":
+            found += [options["options"]] if options["sampler"] == "rgas" else []
+        else:
+            found.append(options["guidance"])
+    assert found
+    assert all(options == means for options in found)
+    for job in ITEMS[name].jobs(find_scale("toy", Given())):
+        assert not job.options.get("options")
+        assert not job.options.get("guidance")
+
+
+def test_the_left_to_right_model_is_timed_greedy_and_sampled():
+    (job,) = ITEMS["latency"].jobs(find_scale("paper", Given()))
+    assert {r: n for r, n in job.options["steps"].items() if r.startswith("ar")} == {
+        "ar-greedy": 1024,
+        "ar": 1024,
+    }
+    labels = job.options["labels"]
+    assert labels["ar-greedy"] != labels["ar"]
+    theirs = {row["method"]: row["nfe"] for row in ITEMS["latency"].table(
+        find_scale("paper", Given()), {}).paper}  # fmt: skip
+    assert theirs[labels["ar-greedy"]] == 1024
+    assert labels["ar"] not in theirs
+
+
+def test_the_zero_shot_table_has_duo_and_the_printed_rows():
+    scale = find_scale("paper", Given())
+    (job,) = ITEMS["zero-shot"].jobs(scale)
+    assert {"teacher", "didi", "ar", "duo-teacher", "duo"} <= job.inputs.keys()
+    assert job.inputs["duo"].inputs["teacher"].key == job.inputs["duo-teacher"].key
+    students = {METHODS["didi"].label, METHODS["duo"].label}
+    assert job.options["teachers"].keys() == students
+    lines = {row["method"] for row in ITEMS["zero-shot"].table(scale, {}).paper}
+    assert {f"{name}, as printed" for name in ("GPT2", "SEDD", "SEDD uniform", "UDLM")} <= lines
+    assert {METHODS[role].label for role in ("teacher", "didi", "duo-teacher", "duo")} <= lines
 
 
 def test_seeds_change_students_and_not_their_teacher():

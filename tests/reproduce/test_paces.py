@@ -55,7 +55,7 @@ def ways(scale, seed=0):
 
 
 def steps_of(job):
-    return job.settings().train.steps
+    return job.settings().iterations
 
 
 def test_every_student_learns_for_as_long(small):
@@ -74,12 +74,15 @@ def test_every_student_learns_for_as_long(small):
 @pytest.mark.parametrize("minutes", [0.02, 0.5, 30])
 def test_a_student_waits_for_no_larger_a_share_of_its_steps(small, minutes):
     scale = with_minutes(small, minutes, PACES)
-    for role in ("dimo", "jump", "token-matching"):
-        before, after = (each.model(role).settings() for each in (small, scale))
+    pairs = [
+        *((small.model(role), scale.model(role)) for role in ("dimo", "jump", "token-matching")),
+        tuple(each.ablated("ablation-all-tricks", 0) for each in (small, scale)),
+    ]
+    for before, after in ([job.settings() for job in pair] for pair in pairs):
         assert after.warmup <= before.warmup
-        assert after.warmup < after.train.steps
-        most = before.warmup / before.train.steps
-        assert after.warmup == 1 or after.warmup / after.train.steps <= most
+        assert after.warmup < after.iterations
+        most = before.warmup / before.iterations
+        assert after.warmup == 1 or after.warmup / after.iterations <= most
 
 
 @pytest.mark.parametrize("minutes", [0.02, 0.5, 30])

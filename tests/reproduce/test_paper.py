@@ -42,6 +42,13 @@ def test_a_handful_read_by_hand():
     assert (paper.ANOVA_POINTS, *paper.ANOVA_SCALES, *paper.ANOVA_CANDIDATES) == (
         1000, 20, 60, 1, 32
     )  # fmt: skip
+    derived = {
+        "teacher": {16: 266.6, 64: 92.4, 128: 68.4, 1024: 37.0},
+        "didi": {16: 32.79, 64: 16.0, 128: 14.4, 1024: 13.2},
+    }
+    for role, known in derived.items():
+        cells = paper.SCALING[role].cells
+        assert {nfe: cell.ppl for nfe, cell in cells.items() if cell.ppl} == known
     lambada = paper.CORPORA.index("lambada")
     assert paper.ZERO_SHOT["DiDi-Instruct"].ppl[lambada] == 53.62
 

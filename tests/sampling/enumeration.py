@@ -74,11 +74,12 @@ def ancestral_law(language, schedule, steps):
     return texts_of(mass, language.num_tokens, language.length)
 
 
-def dense_tilt(function, guide, z, mask_id, t, h, clamp, masked=None):
+def dense_tilt(function, guide, z, mask_id, t, h, guidance, masked=None):
     """Eq. (10) by autograd through softmax(logits) @ E, at every position: (B, L, V).
 
     `masked` (B, L): masks that are to be written; others show the guide a mask.
     """
+    clamp = guidance.clamp
     masked = z == mask_id if masked is None else masked
     times = torch.full((len(z),), t)
     with torch.enable_grad():
@@ -86,7 +87,12 @@ def dense_tilt(function, guide, z, mask_id, t, h, clamp, masked=None):
         soft = logits.softmax(-1) @ guide.embedding.detach()
         shown = guide.embed(z.clamp(min=0)).detach()
         embeddings = torch.where(masked[..., None], soft, shown)
-        reward = guide.score(embeddings, z, times)[masked].sum()
+        ratio = guide.score(embeddings, z, times)
+        reward = sum(
+            row[where].sum() / (int(where.sum()) if guidance.reward == "mean" else 1)
+            for row, where in zip(ratio, masked, strict=True)
+            if where.any()
+        )
         (gradient,) = torch.autograd.grad(reward, logits)
     return (logits + h * gradient.clamp(-clamp, clamp)).detach()
 
@@ -96,7 +102,7 @@ def law_of_tilting(language, guide, guidance, steps):
     V, L = language.num_tokens, language.length
     mass, z = all_masked(language), all_states(V + 1, L)
     for n, h in enumerate(guidance.scales(steps)):
-        p = dense_tilt(language.denoiser, guide, z, V, 1 - n / steps, h, guidance.clamp)
+        p = dense_tilt(language.denoiser, guide, z, V, 1 - n / steps, h, guidance)
         mass = masked_step(language, mass, 1 / (steps - n), p=p.softmax(-1))
     return texts_of(mass, V, L)
 

@@ -271,7 +271,7 @@ def test_ancestral_sampling_is_that_by_hand(canvas, steps, options, grid, greedy
         Guidance, h_start=st.sampled_from([0.0, 3.0, -3.0]), h_end=st.sampled_from([0.0, 9.0]),
         candidates=st.sampled_from([1, 2, 3]), split=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
         score=st.sampled_from(["sum", "mean"]), select=st.sampled_from(["sample", "best"]),
-        clamp=st.sampled_from([0.1, 1.0]),
+        clamp=st.sampled_from([0.1, 1.0]), reward=st.sampled_from(["sum", "mean"]),
     ),
 )  # fmt: skip
 def test_guided_sampling_is_that_by_hand(canvas, steps, options, grid, part, guidance):

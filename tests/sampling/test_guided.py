@@ -99,15 +99,23 @@ def test_a_tilt_is_compiled_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "h_start", "h_end"), [(1, 2.0, 2.0), (1, -2.0, -2.0), (2, 1.0, 4.0), (3, -3.0, 3.0)]
+    ("steps", "h_start", "h_end", "reward"),
+    [
+        (1, 2.0, 2.0, "sum"),
+        (1, -2.0, -2.0, "sum"),
+        (2, 1.0, 4.0, "sum"),
+        (3, -3.0, 3.0, "sum"),
+        (1, 2.0, 2.0, "mean"),
+        (2, 6.0, -4.0, "mean"),
+    ],
 )
-def test_tilting_has_the_enumerated_law(steps, h_start, h_end):
+def test_tilting_has_the_enumerated_law(steps, h_start, h_end, reward):
     """softmax(logits + h clamp(grad)) at t_n, h on a line; chi-square over 81 texts.
 
     The untilted sampler must fail the same test, or it would prove nothing.
     """
     guide = ToyGuide(3)
-    guidance = Guidance(h_start=h_start, h_end=h_end, split=1.0, clamp=0.3)
+    guidance = Guidance(h_start=h_start, h_end=h_end, split=1.0, clamp=0.3, reward=reward)
     assert guidance.scales(steps)[:: max(steps - 1, 1)] == [h_start, h_end][: min(steps, 2)]
     law = law_of_tilting(TINY, guide, guidance, steps)
     result = rgas(toy_of(), LINEAR, guide, start(BLANK, seed=1), steps=steps, guidance=guidance)

@@ -113,7 +113,7 @@ class ToyGuide:
         return self._score(reads, t, self.embed(reads.tokens))
 
     def gradient(self, reads, t, mixture, counted):
-        assert len(mixture.at) == int(counted.sum()), "not every mask shows its mixture"
+        assert len(mixture.at) == int(counted.count_nonzero()), "not every mask shows its mixture"
         self.differentiated += len(reads)
         with torch.enable_grad():
             shown = mixture.vectors.detach().double().requires_grad_()
@@ -207,7 +207,7 @@ def by_hand(
         coded = partial(_coded, function, int(noise(Purpose.CODE)[0] * canvas.masks))
         if h:
             calls[b] += 1
-            logits = dense_tilt(coded, guide, z[None], MASK, time, h, guidance.clamp, masked[None])
+            logits = dense_tilt(coded, guide, z[None], MASK, time, h, guidance, masked[None])
         else:
             logits = coded(z[None], torch.tensor([time], dtype=torch.float32))
         laws = law_of(logits[0], options)

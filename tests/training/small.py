@@ -40,7 +40,8 @@ def tiny_recipe(kind="mdlm", optim=None, **train):
 def task_of(config, world=CPU):
     """The task of a recipe, on the oracle language."""
     source = OracleSource(OracleLanguage.default(), seed=config.train.seed)
-    return PretrainTask(config, config.model.resolve(source.num_tokens), source, world)
+    model = config.model.resolve(source.num_tokens)
+    return PretrainTask(config, model, source, world, curriculum=config.curriculum)
 
 
 def logged(folder, name="loss"):

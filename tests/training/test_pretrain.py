@@ -132,3 +132,9 @@ def test_what_does_not_fit_is_refused():
         PretrainTask(tiny_recipe(), short, source, CPU)
     with pytest.raises(UserError, match="3 processes"):
         task_of(tiny_recipe(), World(torch.device("cpu"), 0, 3))
+
+
+def test_a_single_held_out_row_has_no_interval_and_stops_nothing(tmp_path):
+    assert pretrain(tiny_recipe(steps=2, eval_sequences=1), out=tmp_path).finished
+    assert len(logged(tmp_path, "valid_nats_per_token")) == 1
+    assert logged(tmp_path, "valid_ci95") == []

@@ -42,6 +42,20 @@ _STORED = {
     "bfloat16": "bfloat16, used as float32",
     "int8": "8 bits with a scale per row (vectors float32), used as float32",
 }
+_KEPT_NUMBERS = (
+    (
+        "quick_evaluation",
+        ("teacher", "student"),
+        "Of the quick evaluation at the end of training; a name ends with the number of steps.",
+    ),
+    (
+        "held_out",
+        ("before", "after"),
+        "Of held-out data before and after training, under the same noise; `valid_ci95` is half of "
+        "a 95% interval.",
+    ),
+)
+"""Numbers in the provenance: key, columns, and what they are."""
 _OWN_WINDOW = {
     "mdlm": "Each text has a window of its own: its length is drawn first, as often as the "
     "training texts had it, then all of the text is written, and nothing after its end. `length` "
@@ -134,6 +148,12 @@ def _method(subject: Subject) -> str | None:
     return None if method is None else _METHODS.get(str(method), str(method))
 
 
+def _base(subject: Subject) -> str | None:
+    """The model that it was fine-tuned from."""
+    source = subject.look_up("finetuned_from", "source")
+    return None if source is None else str(source)
+
+
 def _budgets(subject: Subject) -> list[int]:
     """Numbers of steps that a student was trained for, as its method's settings say."""
     method = str(subject.look_up("recipe", "method")).replace("-", "_")
@@ -146,6 +166,8 @@ def _budgets(subject: Subject) -> list[int]:
 def _summary(subject: Subject) -> Iterator[str]:
     size = f"{subject.parameters:,} parameters"
     made = "" if _method(subject) is None else f", distilled by {_method(subject)}"
+    if _base(subject) is not None:
+        made = f", fine-tuned from `{_cell(_base(subject))}`"
     budgets = _budgets(subject)
     steps = f" for texts in {_either(budgets)} steps" if budgets else ""
     yield f"A language model of {_KINDS[subject.config.kind]} with {size}{made}{steps}."
@@ -214,12 +236,15 @@ def _training(subject: Subject) -> Iterator[str]:
     recipe = subject.look_up("recipe")
     facts = {
         "data": subject.look_up("recipe", "data", "source"),
+        "task": subject.look_up("recipe", "task"),
         "method": _method(subject),
         "steps of sampling it was trained for": ", ".join(map(str, _budgets(subject))) or None,
         "steps": subject.look_up("step"),
         "batch": subject.look_up("recipe", "train", "batch_size"),
         "learning rate": subject.look_up("recipe", "optim", "lr"),
         "seed": subject.look_up("recipe", "train", "seed"),
+        "fine-tuned from": _base(subject),
+        "(SHA-256 of its weights)": subject.look_up("finetuned_from", "sha256"),
         "teacher (SHA-256 of its weights)": subject.look_up("teacher"),
         "reproduces": subject.look_up("reproduces"),
         "didi-instruct": subject.look_up("didi_instruct"),
@@ -254,14 +279,17 @@ def _numbers(subject: Subject) -> Iterator[str]:
     if subject.numbers is not None:
         yield from ("## Numbers", "", *table(subject.numbers))
         return
-    found = {who: subject.look_up("quick_evaluation", who) for who in ("teacher", "student")}
-    columns = {who: n for who, n in found.items() if isinstance(n, Mapping) and n}
+    for key, heading, about in _KEPT_NUMBERS:
+        found = {who: subject.look_up(key, who) for who in heading}
+        columns = {who: n for who, n in found.items() if isinstance(n, Mapping) and n}
+        if columns:
+            yield from ("## Numbers", "", about, "")
+            yield from _columns(columns)
+
+
+def _columns(columns: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A table of numbers by name, standard errors (`NAME_se`) beside what they belong to."""
     names = dict.fromkeys(n for numbers in columns.values() for n in numbers)
-    if not names:
-        return
-    yield from ("## Numbers", "")
-    yield "Of the quick evaluation at the end of training; a name ends with the number of steps."
-    yield ""
     yield f"| | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
     for name in names:

@@ -26,6 +26,7 @@ MEASURES = {
     "vsf": "vsF",
     "mauve": "MAUVE",
     "self_bleu": "Self-BLEU",
+    "self_bleu_words": "Self-BLEU of words",
     "unique_4gram": "unique 4-grams",
     "c2st_auc": "two-sample AUC",
 }

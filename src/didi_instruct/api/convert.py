@@ -13,11 +13,13 @@ from didi_instruct.api.private import publishable
 from didi_instruct.api.shipped import shipped_name
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
-from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.foreign.folders import refuse_full
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.writing import write_foreign
+from didi_instruct.models.masked_lm import save_masked_lm
+from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.models.quantised import Storage, check_storage
 from didi_instruct.models.tensor_files import watching
 
@@ -58,6 +60,8 @@ def convert(
     origin = find(source)
     _refuse(origin, to)
     with watching(progress):
+        if to == "esm" and origin.form == "didi":
+            return _write_masked_lm(open_source(source), source, folder)
         if to == "esm":
             refuse_choices(origin, weights, family)
             if tokenizer is not None:
@@ -84,16 +88,28 @@ def _resolved(folder: Path) -> Path:
 
 def _refuse(origin: Origin, to: str) -> None:
     """Refuse by names alone, before any weights are read."""
-    if origin.form == "masked-lm" and to != "esm":
+    if origin.form == "masked-lm" and to not in ("esm", "didi"):
         raise UserError(
             f"{origin.name} is a masked LM of `transformers`, which `{to}` cannot hold: it loads "
             "as it is; an ESM-2 model can be copied with --to esm."
         )
-    if origin.form != "masked-lm" and to == "esm":
+    ours = origin.form == "didi" and read_manifest(origin.path).network is not None
+    if origin.form != "masked-lm" and not ours and to == "esm":
         raise UserError(
             f"{origin.name} is a DiT, and `esm` holds ESM-2 models alone: use one of the others "
             f"({', '.join(f for f in get_args(Format) if f != 'esm')})."
         )
+
+
+def _write_masked_lm(loaded: LoadedModel, source: str | Path, folder: Path) -> Path:
+    """Write a masked LM that was saved in our layout as `transformers` has it."""
+    assert isinstance(loaded.model, MaskedLM)
+    kind = loaded.model.record.settings["model_type"]
+    if kind != "esm":
+        raise UserError(f"{source} is `{kind}`, and `esm` holds ESM-2 models alone.")
+    if loaded.tokenizer is None:
+        raise UserError(f"{source} has no tokenizer, which the layout of transformers needs.")
+    return save_masked_lm(loaded.model, loaded.tokenizer, folder)
 
 
 def _refuse_discriminator(loaded: LoadedModel, to: str, wanted: bool) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def distill(
             changes = check_held(folder, config, resume, world, verb=verb)
             for line in said:
                 shown.say(line)
-            if nothing_to_do(folder, config.train.steps, resume, shown.say):
+            if nothing_to_do(folder, config.iterations, resume, shown.say):
                 return _as_before(folder, config, world)
             words = str(tokenizer or find(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
@@ -146,7 +146,7 @@ class _Run:
         """The student's last quick evaluation."""
         self.loop = Loop(
             task,
-            config.train,
+            replace(config.train, steps=config.iterations),
             folder,
             task.world,
             reporter=reporter,
@@ -204,7 +204,7 @@ def _as_before(folder: Path, config: DistillConfig, world: World) -> DistillResu
         curves = _draw(folder, config)
     return DistillResult(
         folder,
-        Outcome(config.train.steps, None, None),
+        Outcome(config.iterations, None, None),
         world.is_main,
         found.get("teacher", {}),
         found.get("student", {}),

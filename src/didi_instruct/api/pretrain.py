@@ -71,15 +71,17 @@ def pretrain(
     with open_world(device) as world, only_run(folder, world):
         changes = check_held(folder, config, resume, world, verb="didi pretrain RECIPE")
         shown = reporter if world.is_main and reporter else Reporter()
-        if nothing_to_do(folder, config.train.steps, resume, shown.say):
-            outcome = Outcome(config.train.steps, None, None)
+        if nothing_to_do(folder, config.iterations, resume, shown.say):
+            outcome = Outcome(config.iterations, None, None)
             return PretrainResult(folder, outcome, world.is_main, new=False)
         length, seed = config.model.row_length, config.train.seed
         data, valid = open_data_together(
             config.data, folder, world, data_progress, length=length, seed=seed
         )
-        task = PretrainTask(config, _model_of(config, data), data, world)
-        evaluate = _evaluator(task, valid, config) if valid is not None else None
+        task = PretrainTask(
+            config, _model_of(config, data), data, world, curriculum=config.curriculum
+        )
+        evaluate = held_out_likelihood(task, valid) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
         start = start_of(loop, config, changes, resume)
         for note in _notes(config, task.model_config, data, world):
@@ -102,7 +104,13 @@ def _model_of(config: PretrainConfig, data: TokenSource) -> ModelConfig:
             "model.own_window needs texts that end in an end-of-text token: use data.source with "
             "data.rows=document, or leave it out."
         )
+    return with_lengths(model, data, end_id)
+
+
+def with_lengths(model: ModelConfig, data: TokenSource, end_id: int) -> ModelConfig:
+    """The model for texts that have windows of their own, with the law of their lengths."""
     counts = torch.zeros(model.length + 1, dtype=torch.long)
+    assert data.num_sequences is not None
     for first in range(0, data.num_sequences, ROWS_AT_ONCE):
         rows = data.ordered(first, min(ROWS_AT_ONCE, data.num_sequences - first))
         if goes_on(rows, end_id):
@@ -131,9 +139,13 @@ def _notes(
         yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
 
 
-def _evaluator(task: PretrainTask, valid: TokenSource, config: PretrainConfig) -> Evaluate:
-    """Held-out nats per token of the averaged model; every process computes the same."""
-    count = min(config.train.eval_sequences, valid.num_sequences or config.train.eval_sequences)
+def held_out_likelihood(task: PretrainTask, valid: TokenSource) -> Evaluate:
+    """Held-out nats per token of the averaged model, under the same noise each time.
+
+    Every process computes the same.
+    """
+    most = task.config.train.eval_sequences
+    count = min(most, valid.num_sequences or most)
 
     def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
         with task.averaged(), task.autocast():
@@ -146,8 +158,10 @@ def _evaluator(task: PretrainTask, valid: TokenSource, config: PretrainConfig) -
                 device=task.world.device,
                 progress=lambda _: tick(),
             )
-        half = (result.ci95[1] - result.ci95[0]) / 2
-        return {"valid_nats_per_token": result.nats_per_token, "valid_ci95": half}
+        numbers = {"valid_nats_per_token": result.nats_per_token}
+        if result.sequences > 1:  # one has no spread
+            numbers["valid_ci95"] = (result.ci95[1] - result.ci95[0]) / 2
+        return numbers
 
     return evaluate
 

@@ -6,8 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 PUBLIC = (
-    "recipe", "reproduces", "step", "teacher", "quick_evaluation", "foreign", "padding",
-    "didi_instruct", "torch", "versions",
+    "recipe", "reproduces", "step", "teacher", "quick_evaluation", "held_out", "finetuned_from",
+    "foreign", "padding", "didi_instruct", "torch", "versions",
 )  # fmt: skip
 """Keys of the provenance that are published: settings, numbers, fingerprints and versions."""
 
@@ -49,6 +49,10 @@ def publishable(provenance: Mapping[str, Any]) -> dict[str, Any]:
         told["recipe"] = {**recipe, "data": _without_folder(recipe["data"])}
     if isinstance(foreign, Mapping) and "hub" not in foreign:
         told["foreign"] = _without_folder(foreign)
+    if isinstance(base := told.get("finetuned_from"), Mapping):
+        told["finetuned_from"] = _without_folder(base)
+        if isinstance(before := base.get("provenance"), Mapping):
+            told["finetuned_from"]["provenance"] = publishable(before)
     public: dict[str, Any] = without_paths(told)
     return public
 

@@ -16,6 +16,7 @@ from didi_instruct.errors import UserError, first_line
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import DiT
+from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.models.quantised import Storage
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ def _explained(repo_id: str) -> Iterator[None]:
 
 def refuse(network: nn.Module) -> None:
     """Refuse what our layout cannot hold."""
-    if not isinstance(getattr(network, "_orig_mod", network), (DiT, ARModel)):
+    if not isinstance(getattr(network, "_orig_mod", network), (DiT, ARModel, MaskedLM)):
         raise UserError(
-            "didi's layout holds its own networks alone, and this one is of `transformers`: load "
-            "it from where it is; `didi convert SOURCE DEST --to esm` copies an ESM-2 model."
+            "didi's layout holds DiTs, AR models and masked LMs of transformers, and this network "
+            f"is a {type(network).__name__}: save it by its own means."
         )
 
 

@@ -15,6 +15,7 @@ from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, read_manifest
 from didi_instruct.training.distributed import World
@@ -29,11 +30,11 @@ BEFORE_THE_FIRST_SAVE = (*BEFORE_THE_FIRST_STEP, RECIPE, "log.jsonl", "tensorboa
 
 FREE_TO_CHANGE = {
     "": {"reproduces", "expect"},
-    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema"},
+    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema", "ema_warmup"},
     "optim": {f.name for f in fields(OptimConfig)},
     "watch": {"budgets", "samples", "min_entropy"},
     "didi": {"kl_weight", "entropy_weight", "advantage_clip"},
-    "discriminator": {"lr", "chance", "saturation", "label_smoothing"},
+    "discriminator": {"lr", "weight_decay", "dropout", "chance", "saturation", "label_smoothing"},
     "token_matching": {"aux_lr", "anchor", "ratio_clip"},
     "mixture": {"budgets", "learning"},
 }
@@ -92,7 +93,7 @@ def nothing_to_do(folder: Path, steps: int, resume: bool, say: Callable[[str], N
         return False
     say(
         f"{folder} has finished its {steps} steps: nothing to do "
-        f"(--set train.steps=... above {steps} goes on)."
+        "(--set train.steps=... with a higher number goes on)."
     )
     return True
 
@@ -128,7 +129,7 @@ def check_held(folder: Path, config: Any, resume: bool, world: World, *, verb: s
 
 def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
     """Refuse what cannot go on, or not like this; return what changes."""
-    recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.train.steps
+    recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.iterations
     if not is_begun(folder) and not recipe.exists():
         raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
     if made > steps:
@@ -156,8 +157,8 @@ def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
 
 def _cannot_go_back(folder: Path, made: int, steps: int) -> str:
     return (
-        f"{folder} has made {made} steps already, and train.steps is {steps}: it cannot go back. "
-        "Choose another --out to start over."
+        f"{folder} has made {made} steps already, and train.steps asks for {steps}: it cannot go "
+        "back. Choose another --out to start over."
     )
 
 
@@ -226,25 +227,38 @@ def open_data_together(
     *,
     length: int,
     seed: int,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[TokenSource, TokenSource | None]:
-    """Open the data in every process; the main one goes first, since it may have to prepare it."""
+    """Open the data in every process; the main one goes first, since it may have to prepare it.
+
+    `tokenizer` stands in place of the one that the settings name.
+    """
     prepared, source = folder / "data", config
     if is_prepared(prepared) and is_begun(folder):
         # A run that goes on needs its tokens, not the corpus they were made from.
         source = replace(source, source=str(prepared))
 
-    def open_now(bar: PrepareBar) -> tuple[TokenSource, TokenSource | None]:
-        return open_training_data(source, length=length, seed=seed, prepared=prepared, progress=bar)
+    def open_now(is_first: bool) -> tuple[TokenSource, TokenSource | None]:
+        bar: PrepareBar = progress if is_first else nullcontext
+        return open_training_data(
+            source, length=length, seed=seed, prepared=prepared, progress=bar, tokenizer=tokenizer
+        )
 
-    opened, error = None, None
+    return main_first(world, open_now)
+
+
+def main_first(world: World, open_now: Callable[[bool], T]) -> T:
+    """Open something in every process, first in the main one (True), which may have to make it."""
+    opened: T | None = None
+    error: Exception | None = None
     if world.is_main:
         try:
-            opened = open_now(progress)
+            opened = open_now(True)
         except Exception as problem:
             error = problem
     if world.any(error is not None):
         raise error or SystemExit(2)  # the main process says what is wrong
-    return opened or open_now(nullcontext)
+    return open_now(False) if opened is None else opened
 
 
 def _plain(value: Any) -> Any:

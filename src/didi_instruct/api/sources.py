@@ -10,6 +10,7 @@ from didi_instruct.data.dataset import TokenSource, open_data
 from didi_instruct.data.manifest import Manifest
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.prepare import PrepareSettings, Report, prepare
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
 PrepareBar = Callable[[], AbstractContextManager[Report | None]]
@@ -23,10 +24,12 @@ def open_training_data(
     seed: int,
     prepared: Path,
     progress: PrepareBar = nullcontext,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[TokenSource, TokenSource | None]:
     """Return the training stream and the held-out rows (or None) of a source.
 
-    What is not prepared yet is prepared into the folder `prepared`.
+    What is not prepared yet is prepared into the folder `prepared`, with `tokenizer` in place of
+    the one that the settings name.
     """
     if not config.source:
         raise UserError(
@@ -39,7 +42,7 @@ def open_training_data(
     folder = Path(config.source)
     if not is_prepared(folder):
         folder = prepared
-        _prepare(config, length, folder, progress)
+        _prepare(config, length, folder, progress, tokenizer)
     train = open_data(folder, "train", seed=seed)
     manifest = Manifest.read(folder)
     if config.rows == "document" and manifest.layout.rows == "stream":
@@ -53,7 +56,13 @@ def open_training_data(
     return train, open_data(folder, "valid", seed=seed)
 
 
-def _prepare(config: DataConfig, length: int, folder: Path, progress: PrepareBar) -> None:
+def _prepare(
+    config: DataConfig,
+    length: int,
+    folder: Path,
+    progress: PrepareBar,
+    tokenizer: Tokenizer | None,
+) -> None:
     """Prepare a source as `didi data prepare` would; what it refuses is told in other words."""
     assert config.source
     try:
@@ -69,7 +78,7 @@ def _prepare(config: DataConfig, length: int, folder: Path, progress: PrepareBar
             valid=config.valid,
         )
         with progress() as report:
-            prepare(settings, report)
+            prepare(settings, report, tokenizer)
     except UserError as error:
         raise UserError(_in_words_of_a_recipe(str(error), folder)) from error
 

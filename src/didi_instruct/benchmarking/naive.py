@@ -14,7 +14,7 @@ from didi_instruct.config.model import Order
 from didi_instruct.models.network import Mixture
 from didi_instruct.process.masking import interleaved_times, interleaved_turns, posterior
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling.guide import Guidance, Guide
+from didi_instruct.sampling.guide import Guidance, Guide, Score
 from didi_instruct.sampling.plan import time_grid
 from didi_instruct.sampling.state import Reads
 
@@ -72,7 +72,8 @@ def naive_rgas(
     for n in range(steps):
         logits = denoiser(z, _times(z, times[n]))
         if n < len(scales):
-            logits = tilt_dense(guide, logits, z, mask_id, times[n], scales[n], guidance.clamp)
+            strength = scales[n], guidance.clamp, guidance.reward
+            logits = tilt_dense(guide, logits, z, mask_id, times[n], *strength)
             z = path.step(z, logits, n, generator)
             continue
         candidates = [path.step(z, logits, n, generator) for _ in range(guidance.candidates)]
@@ -82,7 +83,14 @@ def naive_rgas(
 
 
 def tilt_dense(
-    guide: Guide, logits: Tensor, z: Tensor, mask_id: int, t: float, h: float, clamp: float
+    guide: Guide,
+    logits: Tensor,
+    z: Tensor,
+    mask_id: int,
+    t: float,
+    h: float,
+    clamp: float,
+    reward: Score = "sum",
 ) -> Tensor:
     """Logits + h * gradient of the reward with respect to all of them, (B, L, V)."""
     masked = z == mask_id
@@ -92,7 +100,8 @@ def tilt_dense(
         vectors = guide.vectors(guide.num_tokens).to(dtype)
         mixed = (leaf.softmax(-1) @ vectors)[masked]
         mixture = Mixture(masked.flatten().nonzero().squeeze(1), mixed)
-        slope = guide.gradient(Reads(z), t, mixture, masked)
+        counted = masked / masked.sum(1, keepdim=True) if reward == "mean" else masked
+        slope = guide.gradient(Reads(z), t, mixture, counted)
         (gradient,) = torch.autograd.grad(mixed, leaf, slope.to(mixed.dtype))
     return leaf.detach() + h * gradient.clamp(-clamp, clamp)
 

@@ -15,6 +15,17 @@ from didi_instruct.cli.judging import (
     JudgeTemperature,
 )
 from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
+from didi_instruct.cli.tasks import (
+    Limit,
+    Permute,
+    SftShare,
+    Shots,
+    TaskName,
+    check_flags,
+    given_flags,
+    run_task,
+    task_settings,
+)
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +40,7 @@ TOP_PS = (0.98, 0.95, 0.9, 0.8)
 
 
 def command(
+    context: typer.Context,
     sources: Annotated[
         list[str] | None,
         typer.Argument(metavar="SOURCE...", help="Models: folders, files, hub ids."),
@@ -36,10 +48,12 @@ def command(
     metrics: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, mauve, path-kl, ar-kl, "
-            "c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven corpora."
+            help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, self-bleu-words, mauve, "
+            "path-kl, ar-kl, c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven "
+            "corpora."
         ),
     ] = "entropy,unique-4gram,self-bleu",
+    task: TaskName = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "8,16,32",
     judge: Annotated[
         str | None,
@@ -73,7 +87,8 @@ def command(
     ] = None,
     sampler: Annotated[str | None, typer.Option(help="As in `didi generate`.")] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the sampler.")
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="Of the sampler or task."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     top_p: Annotated[float, typer.Option("--top-p", min=0, max=1)] = 1.0,
@@ -110,7 +125,7 @@ def command(
         str | None,
         typer.Option(
             help="For nelbo: text file or folder, prepared folder, oracle. For zero-shot: folder "
-            "of the corpora's files (default: the hub)."
+            "of the corpora's files (default: the hub). For a task: its folder."
         ),
     ] = None,
     corpora: Annotated[
@@ -126,7 +141,13 @@ def command(
     sequences: Annotated[
         int, typer.Option(help="For nelbo and zero-shot: rows of a text at most.")
     ] = 1024,
-    draws: Annotated[int, typer.Option(help="Noise levels per row of a NELBO.")] = 8,
+    shots: Shots = None,
+    sft_share: SftShare = None,
+    permute: Permute = None,
+    limit: Limit = None,
+    draws: Annotated[
+        int, typer.Option(help="Noise levels per row of a NELBO; for a task, per answer.")
+    ] = 8,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 32,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json_file: Annotated[
@@ -137,12 +158,23 @@ def command(
         str | None, typer.Option(help="What to round the weights to: bfloat16.")
     ] = None,
 ) -> None:
-    """Measure models: quality and variety of their samples, or the likelihood of text."""
+    """Measure models: samples, the likelihood of text, or accuracy on a task."""
+    given = given_flags(context)
+    check_flags(given, task)
+    _check_files(json_file, out)
+    if task is not None:
+        run_task(
+            task,
+            sources or [],
+            data,
+            task_settings(given, context.params, options),
+            json_file=json_file,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+        )
+        return
     names = list(dict.fromkeys(name.strip() for name in metrics.split(",") if name.strip()))
-    if json_file is not None:
-        check_target(json_file)
-    if out is not None and out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file, give a folder.")
     if min(sequences, draws, batch_size) < 1:
         raise UserError("--sequences, --draws and --batch-size are 1 or more.")
     from didi_instruct.data.readers import ReadOptions, check_documents
@@ -213,6 +245,14 @@ def command(
         dtype=dtype,
         **common,
     )
+
+
+def _check_files(json_file: Path | None, out: Path | None) -> None:
+    """Refuse what could not be written afterwards."""
+    if json_file is not None:
+        check_target(json_file)
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file, give a folder.")
 
 
 def _check_dtype(dtype: str | None, metrics: "Sequence[str]", models: "Sequence[str]") -> None:

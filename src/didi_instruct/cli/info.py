@@ -79,6 +79,8 @@ def _provenance(value: dict[str, Any]) -> list[str]:
         facts["source"] = foreign.get("source")
     if isinstance(recipe, dict):
         facts["method"] = recipe.get("method")
+    if isinstance(base := value.get("finetuned_from"), dict):
+        facts["finetuned_from"] = f"{base.get('source')} ({str(base.get('sha256'))[:12]})"
     lines = [f"{name.replace('_', '-')} {fact}" for name, fact in facts.items() if fact is not None]
     if set(value) - set(_TOLD):
         lines.append("the rest: --json")

@@ -14,6 +14,7 @@ from didi_instruct.cli import (
     data,
     distill,
     evaluate,
+    finetune,
     generate,
     info,
     pretrain,
@@ -27,6 +28,7 @@ OUT_OF_MEMORY = "out of memory|can't allocate memory"
 GOES_ON = {
     "pretrain": "; with --resume it goes on from its last checkpoint, where it has saved one",
     "distill": "; with --resume it goes on from its last checkpoint, where it has saved one",
+    "finetune": "; with --resume it goes on from its last checkpoint, where it has saved one",
     "eval": "; what was drawn and measured is kept, the same command goes on",
     "reproduce": "; what is done is kept, the same command goes on",
     "data": "; the same command goes on",
@@ -43,6 +45,7 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.command("pretrain")(pretrain.command)
 app.command("distill")(distill.command)
+app.command("finetune")(finetune.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
 app.command("bench")(bench.command)

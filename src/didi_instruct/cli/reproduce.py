@@ -46,7 +46,8 @@ def command(
         str | None,
         typer.Option(
             help="Text: at small, stories (.jsonl, a folder of .txt, or prepared with the "
-            "teacher's tokenizer); at paper, OpenWebText (default: the hub)."
+            "teacher's tokenizer), or oracle, the built-in language; at paper, OpenWebText "
+            "(default: the hub)."
         ),
     ] = None,
     judge: Annotated[
@@ -66,6 +67,13 @@ def command(
     corpora: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Files of the zero-shot corpora (default: the hub)."),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Files of the downstream tasks, at small and paper: mmlu/, mrpc/, pubmed.jsonl.",
+        ),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(help="Students and draws of each row (toy 1, small 2, paper 1).")
@@ -129,6 +137,7 @@ def command(
         judge_options=judging,
         teacher=teacher,
         corpora=corpora,
+        tasks=tasks,
         seeds=seeds,
         mauve=mauve,
     )

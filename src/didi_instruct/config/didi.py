@@ -90,6 +90,10 @@ class DiscriminatorConfig:
     """The network that tells the teacher's text from the student's."""
 
     lr: float = 1e-6
+    weight_decay: float | None = None
+    """Of its matrices; null: `optim.weight_decay`, the student's."""
+    dropout: float = 0.0
+    """Share of the head's hidden units that its updates leave out; rewards see all of them."""
     trainable_blocks: int | None = 4
     """Last blocks that train beside the head; null: the whole network."""
     label_smoothing: float = 0.1
@@ -99,11 +103,13 @@ class DiscriminatorConfig:
     steps: int = 1
     """Updates per iteration, each on fresh text."""
     warmup: int = 0
-    """Iterations before the student begins to learn."""
-    chance: float = 0.52
-    """Share of texts told apart below which the student waits: its reward is noise."""
-    saturation: float = 0.95
-    """Share of positions told apart above which the discriminator waits for the student."""
+    """Iterations before the student begins to learn: among `train.steps`, or `warmup_on_top`."""
+    chance: float | None = 0.52
+    """Share of texts told apart below which the student waits: its reward is noise. null: it never
+    waits, as in the paper."""
+    saturation: float | None = 0.95
+    """Share of positions told apart above which the discriminator waits for the student. null: it
+    never waits, as in the paper."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""
@@ -116,8 +122,16 @@ class DiscriminatorConfig:
             at_least("discriminator", self, 0, ["trainable_blocks"])
         at_least("discriminator", self, 1, ["steps"])
         at_least("discriminator", self, 0, ["warmup"])
-        if not 0 <= self.chance < self.saturation <= 1:
+        if self.weight_decay is not None:
+            at_least("discriminator", self, 0, ["weight_decay"])
+        if not 0 <= self.dropout < 1:
+            raise UserError(
+                f"discriminator.dropout is {self.dropout}: use 0 or more and less than 1."
+            )
+        low = 0.0 if self.chance is None else self.chance
+        high = 1.0 if self.saturation is None else self.saturation
+        if not 0 <= low < high <= 1:
             raise UserError(
                 f"discriminator.chance is {self.chance} and discriminator.saturation "
-                f"{self.saturation}: accuracies from 0 to 1, chance the smaller."
+                f"{self.saturation}: accuracies from 0 to 1, chance the smaller; null is off."
             )

@@ -147,6 +147,9 @@ class DistillConfig:
     """A model to start from; by default a copy of the teacher."""
     prompt: int = 0
     """First tokens of every text that are given, from `data`; 0: nothing is given."""
+    warmup_on_top: bool = False
+    """`train.steps` counts updates of the student, as in the paper: the warm-up of the second
+    network comes on top. false: its iterations are among `train.steps`."""
     didi: DidiConfig = field(default_factory=DidiConfig)
     discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -176,7 +179,7 @@ class DistillConfig:
             if needed and not self.data.source:
                 raise UserError(f"{why}: name it with --set data.source=...")
         self._check_method()
-        if self.warmup >= self.train.steps:
+        if self.warmup >= self.iterations:
             raise UserError(
                 f"train.steps is {self.train.steps} and {self._part}.warmup takes {self.warmup} of "
                 "them: the student would not learn."
@@ -266,6 +269,16 @@ class DistillConfig:
     def aux_lr(self) -> float:
         """Learning rate of the auxiliary denoiser, where a method has one."""
         return self.dimo.aux_lr if self.method == "dimo" else self.token_matching.aux_lr
+
+    @property
+    def iterations(self) -> int:
+        """Turns of the training loop, those of the warm-up included."""
+        return self.train.steps + (self.warmup if self.warmup_on_top else 0)
+
+    @property
+    def updates(self) -> int:
+        """Iterations in which the student may learn."""
+        return self.iterations - self.warmup
 
     @property
     def warmup(self) -> int:

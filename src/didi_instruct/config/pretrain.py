@@ -137,7 +137,10 @@ class TrainConfig:
     checkpoints: Literal["full", "sharded"] = "full"
     """`sharded`: every process writes its own part."""
     ema: float = 0.9999
-    """Decay of the averaged weights, warmed up; 0 keeps no average."""
+    """Decay of the averaged weights; 0 keeps no average."""
+    ema_warmup: bool = True
+    """The decay of update n is (1 + n) / (10 + n) until that passes `ema`; false: `ema` from the
+    first update on, with 0.9999 a third of the start after 10,000 updates."""
     log_every: int = 10
     eval_every: int = 0
     """Steps between evaluations on held-out data; 0: only at the end."""
@@ -197,6 +200,11 @@ class PretrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def iterations(self) -> int:
+        """Turns of the training loop."""
+        return self.train.steps
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict each other."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.parse import apply_overrides, nearest, parse, read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.errors import UserError
@@ -42,7 +43,11 @@ def load_recipe(cls: type[T], recipe: str, overrides: Sequence[str] = ()) -> T:
 
 def _check_kind(cls: type[Any], values: dict[str, Any], path: Path) -> None:
     """Refuse a recipe of another command by that command's name."""
-    verbs = {PretrainConfig: "didi pretrain", DistillConfig: "didi distill"}
+    verbs: dict[type[Any], str] = {
+        PretrainConfig: "didi pretrain",
+        DistillConfig: "didi distill",
+        FinetuneConfig: "didi finetune",
+    }
     fitting = [
         kind for kind in verbs if set(values) <= {field.name for field in dataclasses.fields(kind)}
     ]

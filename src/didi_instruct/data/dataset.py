@@ -10,7 +10,7 @@ import torch
 
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import MANIFEST_FILE, Manifest, Shard
-from didi_instruct.data.permutation import permute
+from didi_instruct.data.permutation import shuffled
 from didi_instruct.data.resume import PROGRESS_FILE
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -79,12 +79,7 @@ class TokenDataset:
         """Return rows start .. start + count - 1 of the shuffled stream, (count, length), int64."""
         if start < 0 or count < 0:
             raise ValueError(f"rows({start}, {count}): neither may be negative")
-        epochs, positions = np.divmod(np.arange(start, start + count), self.num_sequences)
-        indices = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            indices[now] = permute(positions[now], self.num_sequences, f"{self.seed}:{epoch}")
-        return self._gather(indices)
+        return self._gather(shuffled(start, count, self.num_sequences, self.seed))
 
     def ordered(self, start: int, count: int) -> torch.Tensor:
         """Return rows in the order of the corpus, for evaluation; fewer at the end of the data."""

@@ -25,6 +25,19 @@ def permute(positions: np.ndarray, size: int, key: str) -> np.ndarray:
     return values.astype(np.int64)
 
 
+def shuffled(start: int, count: int, size: int, seed: int) -> np.ndarray:
+    """Indices in [0, size) of rows start .. start + count - 1 of an endless shuffled stream.
+
+    Row i depends on (seed, i) alone; every epoch has another order.
+    """
+    epochs, positions = np.divmod(np.arange(start, start + count), size)
+    indices = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        now = epochs == epoch
+        indices[now] = permute(positions[now], size, f"{seed}:{epoch}")
+    return indices
+
+
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask

@@ -132,12 +132,16 @@ class PrepareResult:
 Report = Callable[[PrepareProgress], None]
 
 
-def prepare(settings: PrepareSettings, progress: Report | None = None) -> PrepareResult:
-    """Tokenise and pack a corpus into `settings.out`, or go on where an earlier run stopped."""
+def prepare(
+    settings: PrepareSettings, progress: Report | None = None, tokenizer: Tokenizer | None = None
+) -> PrepareResult:
+    """Tokenise and pack a corpus into `settings.out`, or go on where an earlier run stopped.
+
+    `tokenizer` is what `settings.tokenizer` names, where it is loaded already.
+    """
     report = progress or (lambda _: None)
     sources = find_sources(settings.src)
-    tokenizer = None
-    if settings.bpe_size is None:
+    if tokenizer is None and settings.bpe_size is None:
         tokenizer = Tokenizer.load(settings.tokenizer, settings.eot)
     identity = _identity(settings, tokenizer)
     found = inspect_folder(settings.out, settings.overwrite)

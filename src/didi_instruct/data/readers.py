@@ -208,8 +208,8 @@ def _lines(source: Source, meter: Meter) -> Iterator[tuple[int, str]]:
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _read_jsonl(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fragment]:
-    """Read one JSON object a line; blank lines are skipped."""
+def read_records(source: Source, meter: Meter) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read one JSON object a line, each with its place; blank lines are skipped."""
     for number, line in _lines(source, meter):
         if not line.strip():
             continue
@@ -219,7 +219,13 @@ def _read_jsonl(source: Source, options: ReadOptions, meter: Meter) -> Iterator[
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: not JSON ({error}).") from error
         if not isinstance(record, dict):
-            raise UserError(f"{place}: not a JSON object with a field `{options.field}`.")
+            raise UserError(f"{place}: not a JSON object of fields in braces.")
+        yield place, record
+
+
+def _read_jsonl(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fragment]:
+    """Read one field of JSON objects, one a line."""
+    for place, record in read_records(source, meter):
         yield _text_of(record, options.field, place), True
 
 

@@ -89,7 +89,7 @@ class Didi:
         known = zip(pairs, update.states, strict=True)
         reward = torch.cat([critic.reward(*each) for each in known])  # R of Eq. (6)
         advantage = normalise(d.config.didi, d.world.gather(reward))  # Eq. (7)
-        at_chance = d.learns(step) and accuracy < settings.chance
+        at_chance = d.learns(step) and accuracy < (settings.chance or 0)
         learns = d.learns(step) and not at_chance
         if learns:  # p_ν by Eq. (5) and (9)
             metrics |= update_student(d, step, pairs, advantage.values, self.path_score)
@@ -121,9 +121,9 @@ def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -
     group = sent(torch.arange(len(tau)) // shared, device)
     coins = noise.of_groups(shared).uniforms(d.length, Purpose.REMASK, 0)[group]
     fake = _corrupt(d, texts.x, texts.written, time, coins)  # z
-    first = torch.arange(len(reference)) * _texts_per_reference(d)
-    coins = replace(noise, indices=noise.indices[first]).uniforms(d.length, Purpose.REMASK, 1)
-    real = _corrupt(d, reference, d.starts.open(reference), time[first], coins)  # z'
+    time = time[:: _texts_per_reference(d)]
+    coins = _of_references(d, noise).uniforms(d.length, Purpose.REMASK, 1)
+    real = _corrupt(d, reference, d.starts.open(reference), time, coins)  # z'
     return Pair(batch, texts, fake, real)
 
 
@@ -162,12 +162,15 @@ def _texts_per_reference(d: Distillation) -> int:
     return d.config.didi.group_size if d.config.prompt else 1
 
 
+def _of_references(d: Distillation, noise: Noise) -> Noise:
+    return replace(noise, indices=noise.indices[:: _texts_per_reference(d)])
+
+
 def _references(d: Distillation, batch: MicroBatch) -> Tensor:
     """Reference texts of a part (R, L), wherever they come from."""
     each = _texts_per_reference(d)
-    total = d.config.train.batch_size // each
     number = batch.step * d.config.discriminator.steps + batch.turn
-    first = number * total + int(batch.indices[0]) // each
+    first = (number * d.config.train.batch_size + int(batch.indices[0])) // each
     return d.references(first, len(batch.indices) // each)
 
 
@@ -214,8 +217,8 @@ class Critic:
     def __init__(
         self, d: Distillation, discriminator: Discriminator, *, keep_states: bool = True
     ) -> None:
-        self.d, self.keep_states = d, keep_states
-        self.learner = d.learner(discriminator, d.config.discriminator.lr)
+        self.d, self.keep_states, settings = d, keep_states, d.config.discriminator
+        self.learner = d.learner(discriminator, settings.lr, settings.weight_decay)
         self.accuracy, self.sharpness = RunningMean(), RunningMean()
 
     def update(self, step: int, pairs: Sequence[Pair]) -> CriticUpdate:
@@ -246,7 +249,7 @@ class Critic:
         # Judged by positions, of which its loss is: whole texts are told apart long before. And by
         # earlier batches: to learn from those alone that it errs on were a bias. Batches not seen
         # yet count as one half, so that a few good ones are not enough.
-        saturated = self.sharpness.cautious(0.5) > d.config.discriminator.saturation
+        saturated = self.sharpness.cautious(0.5) > (d.config.discriminator.saturation or 1)
         if saturated:  # it waits until the student has caught up
             self.learner.drop_gradients()
             norm = d.number(0.0)
@@ -282,18 +285,29 @@ class Critic:
         """
         z = torch.cat([pair.fake.z, pair.real.z])
         sigma = self.d.schedule.sigma(torch.cat([pair.fake.t, pair.real.t]))
+        dropout = self._dropout(pair)
 
         def forward(network: Discriminator) -> tuple[Tensor, Tensor | None]:
             if pair.batch.first:  # a power iteration once per update, however many passes
                 network.iterate()
             if not (self.keep_states and network.frozen):
-                return network(z, sigma).clone(), None  # a copy: FSDP mistrusts views
+                return network(z, sigma, dropout=dropout).clone(), None  # FSDP mistrusts views
             below = network.below(z, sigma)
-            return network.above(below, sigma).clone(), below
+            return network.above(below, sigma, dropout).clone(), below
 
         ratio, below = self.learner.replica.run(forward, sync=pair.batch.last)
         size = len(pair.fake.z)
         return ratio[:size], ratio[size:], None if below is None else below[:size]
+
+    def _dropout(self, pair: Pair) -> Tensor | None:
+        """Factors of the head's hidden units (B + R, L, d) in an update."""
+        share, noise = self.d.config.discriminator.dropout, pair.batch.noise
+        if not share:
+            return None
+        count = self.d.length * self.learner.network.config.hidden
+        texts = enumerate((noise, _of_references(self.d, noise)))
+        units = torch.cat([each.uniforms(count, Purpose.DROPOUT, kind) for kind, each in texts])
+        return ((units >= share).float() / (1 - share)).view(len(units), self.d.length, -1)
 
     @torch.no_grad()
     def reward(self, pair: Pair, below: Tensor | None = None) -> Tensor:

@@ -165,7 +165,7 @@ class Learner:
     ) -> None:
         self.replica = Replica(network, train, world)
         self.network = self.replica.network
-        self.updater = Updater(self.network, optim, steps, ema)
+        self.updater = Updater(self.network, optim, steps, ema, ema_warmup=train.ema_warmup)
 
     @property
     def bytes(self) -> int:

@@ -151,7 +151,7 @@ class Distillation:
             own.align = network.align = ALIGN
         self.train = self._train_settings()
         own.requires_grad_(True)
-        steps, ema = self.train.steps - config.warmup, self.train.ema
+        steps, ema = config.updates, self.train.ema
         self.student = Learner(own, config.optim, self.train, world, steps=steps, ema=ema)
         self.teacher = Replica(network.requires_grad_(False), self.train, world)
         self.teacher_logits: LogitsAt = self.teacher.logits
@@ -170,11 +170,16 @@ class Distillation:
             return replace(train, compile="graphs")
         return train
 
-    def learner(self, network: Any, lr: float) -> Learner:
-        """A second network that learns at a constant rate from what the student draws."""
+    def learner(self, network: Any, lr: float, weight_decay: float | None = None) -> Learner:
+        """A second network that learns at a constant rate from what the student draws.
+
+        Its weight decay is by default the student's.
+        """
         network.align = self.align
         optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=0)
-        return Learner(network, optim, self.train, self.world, steps=self.train.steps)
+        if weight_decay is not None:
+            optim = replace(optim, weight_decay=weight_decay)
+        return Learner(network, optim, self.train, self.world, steps=self.config.iterations)
 
     def learns(self, step: int) -> bool:
         """True once the student learns: after the warm-up."""
@@ -271,8 +276,8 @@ class Distillation:
 
     def start_metrics(self, step: int) -> Metrics:
         """`kl_start` where a usual entry of the log follows (not one for a signal's sake)."""
-        done, train = step + 1, self.config.train
-        logs = done % train.log_every == 0 or done % train.save_every == 0 or done == train.steps
+        done, train, end = step + 1, self.config.train, self.config.iterations
+        logs = done % train.log_every == 0 or done % train.save_every == 0 or done == end
         return {"kl_start": self.kl_at_start()} if logs else {}
 
     @torch.no_grad()
@@ -312,9 +317,9 @@ class DistillTask:
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
         d, train, rate = self.distillation, self.config.train, steps / max(seconds, 1e-9)
-        lr, warmup = 0.0, self.config.warmup
+        lr, config = 0.0, self.config
         if d.learns(step):
-            lr = learning_rate(step - warmup, train.steps - warmup, self.config.optim)
+            lr = learning_rate(step - config.warmup, config.updates, config.optim)
         return {
             "lr": lr,
             "iterations_per_second": rate,
@@ -347,7 +352,7 @@ class DistillTask:
         """Write the averaged student, and the discriminator if there is one."""
         d = self.distillation
         with d.student.averaged() as network:
-            student = _gathered(network)
+            student, record = _gathered(network), network.record
         critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
         discriminator = None if critic is None else _gathered(critic)
         if self.world.is_main:
@@ -359,6 +364,7 @@ class DistillTask:
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
                 discriminator_config=None if critic is None else critic.config,
+                record=record,
             )
 
 

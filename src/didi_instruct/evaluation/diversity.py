@@ -5,6 +5,7 @@ pair (id of its first n - 1 tokens, last token), and one stable sort of the pair
 and lays the occurrences of each n-gram side by side, sample after sample.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from didi_instruct.errors import UserError
+from didi_instruct.errors import MissingExtraError, UserError
 
 Tokens = Tensor | NDArray[np.integer] | Sequence[Any]
 """Token ids: a table (B, L), or sequences of different lengths."""
@@ -117,6 +118,20 @@ def self_bleu(sequences: Tokens, n: int = 5, lengths: ArrayLike | Tensor | None 
         log_precision += np.log(_credited(matched) / room) / n
     values = np.exp(log_precision + _log_brevity_penalty(texts.lengths)) * (matches[0] > 0)
     return SelfBleu(float(values.mean()), values, _jackknife(values, matches, losses))
+
+
+def word_ids(texts: Sequence[str]) -> list[list[int]]:
+    """Words and punctuation marks of texts as NLTK's word tokenizer cuts them, as ids.
+
+    It is the one behind `nltk.word_tokenize`, Treebank's rules, without the splitter of sentences,
+    whose model is a download: a full stop within a text stays with its word.
+    """
+    try:
+        tokenize: Any = importlib.import_module("nltk.tokenize")
+    except ImportError as error:
+        raise MissingExtraError("Self-BLEU of words (NLTK)", "eval") from error
+    cut, known = tokenize.NLTKWordTokenizer(), dict[str, int]()
+    return [[known.setdefault(word, len(known)) for word in cut.tokenize(text)] for text in texts]
 
 
 def _credited(matches: NDArray[np.float64]) -> NDArray[np.float64]:

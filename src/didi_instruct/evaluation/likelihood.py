@@ -1,7 +1,7 @@
 """Likelihood of held-out text: NELBO of a diffusion model, exact NLL of an AR model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw, before_end
 from didi_instruct.seeding import mix
-from didi_instruct.training.objectives import Batch, make_objective
+from didi_instruct.training.objectives import Batch, Objective, make_objective
 
 NOISE_CHUNK = 256
 """Sequences whose noise is drawn together."""
@@ -111,7 +111,43 @@ def nats_of_texts(
     """
     objective = make_objective(evaluation_config(config))
     draws = 1 if config.kind == "ar" else draws
+    measured = losses(
+        loss,
+        objective,
+        data,
+        sequences=sequences,
+        draws=draws,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        progress=progress,
+    )
     nats, counts = [], []
+    for tokens, mean in measured:
+        written, length_nats = _lengths(config, tokens)
+        nats.append(mean * tokens.shape[1] + length_nats)
+        counts.append(written)
+    return torch.cat(nats), torch.cat(counts)
+
+
+@torch.no_grad()
+def losses(
+    loss: Callable[[Batch], torch.Tensor],
+    objective: Objective,
+    data: Callable[[int, int], torch.Tensor],
+    *,
+    sequences: int,
+    draws: int = 1,
+    batch_size: int = 64,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of `data(start, count)` and their losses (B,), float64, in batches: means over draws.
+
+    Noise depends on the seed and on a row's place alone, so two models, or one before and after
+    training, are measured under the same noise.
+    """
     for start in range(0, sequences, NOISE_CHUNK):
         count = min(NOISE_CHUNK, sequences - start)
         generator = torch.Generator().manual_seed(mix(seed, "likelihood", start))
@@ -123,12 +159,9 @@ def nats_of_texts(
                 rows = range(first * draws + k, (first + len(tokens)) * draws, draws)
                 batch = objective.corrupt(tokens, *(n[rows] for n in noise))
                 total += loss({k: v.to(device) for k, v in batch.items()}).double().cpu()
-            written, length_nats = _lengths(config, tokens)
-            nats.append(total / draws * tokens.shape[1] + length_nats)
-            counts.append(written)
+            yield tokens, total / draws
             if progress is not None:
                 progress(start + first + len(tokens))
-    return torch.cat(nats), torch.cat(counts)
 
 
 def _lengths(config: ModelConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

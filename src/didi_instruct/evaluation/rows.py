@@ -17,10 +17,12 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.ar_bound import ar_kl
 from didi_instruct.evaluation.diversity import (
+    Tokens,
     bootstrap,
     self_bleu,
     unigram_entropy,
     unique_with_interval,
+    word_ids,
 )
 from didi_instruct.evaluation.intervals import Interval, around
 from didi_instruct.evaluation.judges import CausalJudge, DiffusionJudge, Judge, Scores
@@ -231,11 +233,20 @@ def _unique(m: Measuring) -> Measured:
 
 
 def _self_bleu(m: Measuring) -> Measured:
+    return _resemblance(m, "self_bleu", m.samples.tokens, m.samples.lengths)
+
+
+def _self_bleu_of_words(m: Measuring) -> Measured:
+    return _resemblance(m, "self_bleu_words", word_ids(m.samples.texts))
+
+
+def _resemblance(m: Measuring, name: str, texts: Tokens, lengths: Tensor | None = None) -> Measured:
+    """Self-BLEU of texts in tokens or in words."""
     if len(m.samples) < 2:
-        return _nothing("self_bleu", "one sample has no others to resemble")
-    found = self_bleu(m.samples.tokens, lengths=m.samples.lengths)
+        return _nothing(name, "one sample has no others to resemble")
+    found = self_bleu(texts, lengths=lengths)
     ends = found.ci95 or m.interval(found.values)  # no spread: texts that are all alike
-    return Measured({"self_bleu": found.mean, "self_bleu_ci95": plain(ends)})
+    return Measured({name: found.mean, f"{name}_ci95": plain(ends)})
 
 
 def _mauve(m: Measuring) -> Measured:
@@ -368,6 +379,7 @@ METRICS: Mapping[str, Metric] = {
     "entropy": Metric(_entropy),
     "unique-4gram": Metric(_unique, counts=True),
     "self-bleu": Metric(_self_bleu, counts=True),
+    "self-bleu-words": Metric(_self_bleu_of_words, counts=True),
     "mauve": Metric(_mauve, judge=True, reference=True, per_judge=True, counts=True),
     "path-kl": Metric(_path_kl, judge=True, per_judge=True, path=True),
     "ar-kl": Metric(_ar_bound, judge=True, per_judge=True, learns=True),

@@ -107,6 +107,10 @@ COLUMNS = (
         "text.",
     ),
     Column(
+        "BLEU, words", "self_bleu_words", "{:.3f}",
+        "Self-BLEU of words as NLTK cuts them, not of the model's tokens: what papers print.",
+    ),
+    Column(
         "4-grams", "unique_4gram", "{:.3f}",
         "Share of runs of four tokens that differ, over all texts together. Higher is more varied; "
         "it should be that of real text.",

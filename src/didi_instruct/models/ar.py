@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
+from didi_instruct.models.network import Modulations, NetworkRecord
 
 INIT_STD = 0.02
 
@@ -43,6 +44,8 @@ class ARModel(nn.Module):
     sequence of L tokens is predicted from the start symbol and its first L - 1 tokens.
     """
 
+    record: NetworkRecord | None = None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -71,12 +74,18 @@ class ARModel(nn.Module):
             self.position_embed.embedding.normal_(0, INIT_STD)
 
     def forward(
-        self, tokens: Tensor, cache: KVCache | None = None, *, last_only: bool = False
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        *,
+        last_only: bool = False,
+        at: Tensor | None = None,
     ) -> Tensor:
         """Return logits of the token after each of `tokens`, (B, L) -> (B, L, num_tokens).
 
-        `last_only`: of the token after the last alone, (B, 1, num_tokens). With a cache the tokens
-        continue those read before, and are added to it, without gradients.
+        `last_only`: of the token after the last alone, (B, 1, num_tokens). `at`: of those after
+        flat positions (R,) alone, (R, num_tokens). With a cache the tokens continue those read
+        before, and are added to it, without gradients.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.position
@@ -97,14 +106,45 @@ class ARModel(nn.Module):
         if cache is not None:
             cache.position += length
         x = x[:, -1:] if last_only else x
+        x = x if at is None else x.flatten(0, 1).index_select(0, at)
         return self.output_layer(x, num=self.config.num_tokens)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed the start symbol and tokens, for `trunk`: (B, L) -> (B, L + 1, d)."""
+        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
+        x = upcast(self.vocab_embed(torch.cat((start, tokens), dim=1)))
+        return x if self.position_embed is None else self.position_embed.add_to(x)
+
+    def modulations(self, sigma: Tensor | float | None = None) -> None:
+        """Return None: nothing modulates it."""
+
+    def trunk(
+        self, x: Tensor, mods: Modulations | None = None, attended: Tensor | None = None
+    ) -> Tensor:
+        """State after the last block at each token, having read it: (B, L + 1, d) -> (B, L, d).
+
+        What is not `attended` has to come last, where no token sees it.
+        """
+        cos, sin = self.rotary_emb(x.shape[1])
+        for block in self.blocks:
+            x = block(x, cos, sin, causal=True)
+        return x[:, 1:]
 
     def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
         """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each."""
-        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
-        logits = self(torch.cat((start, tokens[:, :-1]), dim=1))
+        logits = self(self._shifted(tokens))
         nll = F.cross_entropy(upcast(logits).flatten(0, 1), tokens.flatten(), reduction="none")
         nll = nll.view_as(tokens)
         if count is not None:
             nll = nll * (torch.arange(tokens.shape[1], device=tokens.device) < count[:, None])
         return -nll.sum(dim=1)
+
+    def nll_at(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """-log p of the tokens at flat positions `at` (R,), each given all before it: (R,)."""
+        logits = self(self._shifted(tokens), at=at)
+        return F.cross_entropy(upcast(logits), tokens.flatten()[at], reduction="none")
+
+    def _shifted(self, tokens: Tensor) -> Tensor:
+        """What predicts each of `tokens`: the start symbol and all but the last, (B, L)."""
+        start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
+        return torch.cat((start, tokens[:, :-1]), dim=1)

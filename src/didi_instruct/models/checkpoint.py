@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,12 @@ from didi_instruct.errors import UserError
 from didi_instruct.models import tensor_files
 from didi_instruct.models.discriminator import Discriminator, build_discriminator, flat_name
 from didi_instruct.models.dit import build_model
+from didi_instruct.models.network import Network, NetworkRecord
 from didi_instruct.models.quantised import Storage, StoredWeights, pack
 from didi_instruct.models.tensor_files import Shapes, shown, shown_value
+
+if TYPE_CHECKING:
+    from didi_instruct.models.masked_lm_record import RecordedMaskedLM
 
 CONFIG = "config.json"
 MODEL = "model.safetensors"
@@ -74,6 +78,7 @@ class Manifest:
     discriminator: ModelConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None  # of the parameters in the files; None: as they are used
+    network: NetworkRecord | None = None  # a masked LM of transformers; None: a network of ours
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -89,8 +94,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        if self.storage is None:
-            del content["storage"]
+        for name in ("storage", "network"):  # unknown to earlier versions of didi
+            if content[name] is None:
+                del content[name]
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -114,17 +120,23 @@ def save_model(
     provenance: dict[str, Any] | None = None,
     discriminator_config: ModelConfig | None = None,
     storage: Storage | None = None,
+    record: NetworkRecord | None = None,
 ) -> Path:
     """Write a model and what belongs to it; a model already in the folder is replaced.
 
-    `provenance` is JSON that says where the model comes from. `discriminator_config` is the shape
-    of a discriminator given as a state dict, where it is not the model's. `storage` keeps the
+    `provenance` is JSON that says where the model comes from. `record` is `Network.record` of a
+    model given as a state dict, `discriminator_config` the shape of a discriminator given as one,
+    where it is not the model's. `storage` keeps the
     parameters in a type of the file's own, from which `load_model` makes float32 again: bfloat16
     takes half the room, int8 a quarter (`models/quantised.py`).
     """
     folder = Path(folder)
     _check_tokenizer(folder, config, tokenizer)
-    tensors = {MODEL: _for_disk(folder / MODEL, model, build_model, config, storage)}
+    if isinstance(model, nn.Module):
+        network = cast("Network", getattr(model, "_orig_mod", model))
+        record = network.record
+    build = _builder(folder, record)
+    tensors = {MODEL: _for_disk(folder / MODEL, model, build, config, storage)}
     trunk = None
     if discriminator is not None:
         trunk = discriminator_config or config
@@ -152,7 +164,7 @@ def save_model(
                 file.write(texts[name])
                 digest = hashlib.sha256(texts[name]).hexdigest()
                 records[name] = FileRecord(len(texts[name]), digest)
-        manifest = Manifest(config, records, trunk, provenance, storage)
+        manifest = Manifest(config, records, trunk, provenance, storage, record)
         for name in written:
             _keep_previous(folder / name)
         for file in written.values():
@@ -188,13 +200,19 @@ def load_model(
 
     # Every header is checked before the first tensor is read.
     weights = StoredWeights(paths[MODEL], manifest.storage)
-    network = _on_meta(weights.path, weights.shapes, build_model, manifest.model)
+    build = _builder(folder, manifest.network)
+    network = _on_meta(weights.path, weights.shapes, build, manifest.model)
     discriminator, trunk = None, manifest.discriminator
     if trunk is not None:
         critic = StoredWeights(paths[DISCRIMINATOR], manifest.storage)
         discriminator = _on_meta(critic.path, critic.shapes, build_discriminator, trunk)
         _fill(discriminator, critic, device, dtype)
-    _fill(network, weights, device, dtype)
+    if manifest.network is None:
+        _fill(network, weights, device, dtype)
+    else:
+        read = weights.read(device, dtype)
+        network = _recorded(folder, manifest.network).load(manifest.model, read, device)
+        tokenizer = None if tokenizer is None else tokenizer.endless()
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 
@@ -256,6 +274,16 @@ def is_ours(folder: Path) -> bool:
         return read_object(folder / CONFIG).get("format") == FORMAT
     except (OSError, UserError):
         return False
+
+
+def _builder(folder: Path, record: NetworkRecord | None) -> Callable[[ModelConfig], nn.Module]:
+    return build_model if record is None else _recorded(folder, record).build
+
+
+def _recorded(folder: Path, record: NetworkRecord) -> "RecordedMaskedLM":
+    from didi_instruct.models.masked_lm_record import RecordedMaskedLM  # it imports this module
+
+    return RecordedMaskedLM(folder / CONFIG, record)
 
 
 def _on_meta(

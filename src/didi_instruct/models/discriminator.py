@@ -69,21 +69,28 @@ class SpectralLinear(nn.Module):
 
 
 class DiscriminatorHead(nn.Module):
-    """linear(d, d), SiLU, linear(d, 1), both spectrally normalised, without a norm before them."""
+    """linear(d, d), SiLU, linear(d, 1), both spectrally normalised, without a norm before them.
+
+    Dropout between SiLU and the last layer is an argument of a pass: what its hidden units are
+    multiplied by.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         first, last = SpectralLinear(hidden, hidden), SpectralLinear(hidden, 1)
         self.main = nn.Sequential(first, nn.SiLU(), last)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, dropout: Tensor | None = None) -> Tensor:
         """Map (..., d) to (..., 1), the last layer in float32: log-ratios are summed over a text.
 
-        In 16 bits their rounding would add up to tenths of a nat.
+        In 16 bits their rounding would add up to tenths of a nat. `dropout` (..., d) holds 0 where
+        a unit is left out and 1 / (1 - share) elsewhere.
         """
         first, act, last = self.main
         assert isinstance(last, SpectralLinear)
         x = upcast(act(first(hidden)))
+        if dropout is not None:
+            x = x * dropout
         with no_autocast(x.device):
             return F.linear(x, last.weight().to(x.dtype), last.bias.to(x.dtype))
 
@@ -151,10 +158,15 @@ class Discriminator(nn.Module):
         x, mods = self.trunk.embed(tokens), self.trunk.modulations(sigma)
         return self.trunk.trunk(x, mods, stop=self.frozen)
 
-    def above(self, state: Tensor, sigma: Tensor | float | None = None) -> Tensor:
+    def above(
+        self,
+        state: Tensor,
+        sigma: Tensor | float | None = None,
+        dropout: Tensor | None = None,
+    ) -> Tensor:
         """Return logits (B, L) from the state after the frozen blocks."""
         mods = self.trunk.modulations(sigma)
-        return self.log_ratio(self.trunk.trunk(state, mods, start=self.frozen))
+        return self.log_ratio(self.trunk.trunk(state, mods, start=self.frozen), dropout)
 
     def iterate(self) -> None:
         """Do one power iteration in the head: for updates in evaluation mode, without dropout."""
@@ -168,14 +180,18 @@ class Discriminator(nn.Module):
         sigma: Tensor | float | None = None,
         attended: Tensor | None = None,
         mixture: Mixture | None = None,
+        dropout: Tensor | None = None,
     ) -> Tensor:
-        """Return logits (B, L), teacher over student; arguments as in `Network.embed`."""
-        x, mods = self.trunk.embed(tokens, attended, mixture), self.trunk.modulations(sigma)
-        return self.log_ratio(self.trunk.trunk(x, mods, attended))
+        """Return logits (B, L), teacher over student; arguments as in `Network.embed`.
 
-    def log_ratio(self, hidden: Tensor) -> Tensor:
+        `dropout` (B, L, d) is that of the head.
+        """
+        x, mods = self.trunk.embed(tokens, attended, mixture), self.trunk.modulations(sigma)
+        return self.log_ratio(self.trunk.trunk(x, mods, attended), dropout)
+
+    def log_ratio(self, hidden: Tensor, dropout: Tensor | None = None) -> Tensor:
         """Return logits (B, L) from the states after the last block (B, L, d)."""
-        return upcast(self.output_layer(hidden)).squeeze(-1)
+        return upcast(self.output_layer(hidden, dropout)).squeeze(-1)
 
 
 def flat_name(name: str) -> str:

@@ -11,7 +11,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.models import layers
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.layers import upcast
-from didi_instruct.models.network import Mixture, Modulations, all_logits
+from didi_instruct.models.network import Mixture, Modulations, NetworkRecord, all_logits
 
 
 class DiT(nn.Module):
@@ -24,6 +24,7 @@ class DiT(nn.Module):
 
     align: int = 1
     splits: bool = True
+    record: NetworkRecord | None = None
     output_layer: layers.OutputLayer  # absent without `head`
 
     def __init__(self, config: ModelConfig, *, head: bool = True) -> None:

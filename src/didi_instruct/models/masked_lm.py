@@ -218,9 +218,9 @@ def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelCo
     elif not any((folder / name).is_file() for name in _VOCABULARIES):
         raise UserError(f"{folder} has no tokenizer: put the model's tokenizer.json there.")
     else:
-        read = _transformers().AutoTokenizer.from_pretrained
+        read = load_transformers().AutoTokenizer.from_pretrained
         problem = f"{folder} has no tokenizer that can be read"
-        with _explained(problem, "Put the model's tokenizer.json there."):
+        with explained(problem, "Put the model's tokenizer.json there."):
             loaded = read(folder, local_files_only=True, trust_remote_code=False)
         tokenizer = Tokenizer.from_transformers(loaded, str(folder))
     if tokenizer.size > found.config.num_tokens:
@@ -247,9 +247,9 @@ def load_masked_lm(
             f"{folder}: its config.json is not that of a masked LM of transformers. Give a folder "
             "with config.json, weights and tokenizer of a …ForMaskedLM."
         )
-    library = _transformers()
+    library = load_transformers()
     weights, (tokenizer, ids, config) = open_weights(found), read_tokenizer(found)
-    with _silence():
+    with silence():
         network = _network(library, found, weights, dtype)
     model = MaskedLM(network, config, ids, FAMILIES[found.model_type]).to(device).eval()
     notes = [f"{len(ids.banned)} ids are never written: special tokens and no text."]
@@ -266,14 +266,14 @@ def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) ->
             f"{folder}: a folder of transformers has one mask, and the model {model.config.masks} "
             "(mixture steps)."
         )
-    with new_folder(Path(folder)) as hidden, _silence():
+    with new_folder(Path(folder)) as hidden, silence():
         tokenizer.save(hidden)
         # Else transformers undoes renamings that never were: ESM's norms would get old names.
         model.network.save_pretrained(hidden, save_original_format=False)
     return Path(folder)
 
 
-def _transformers() -> Any:
+def load_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
@@ -287,22 +287,18 @@ def _network(
     library: Any, found: FoundMaskedLM, files: WeightFiles, dtype: torch.dtype | None
 ) -> nn.Module:
     """Build the network on the meta device, compare it with the headers, and read its weights."""
-    explained = (
+    problem = (
         f"{found.path / CONFIG}: transformers {library.__version__} cannot build the network "
         "that it describes",
         "Fetch it again, or mend that setting.",
     )
-    with _explained(*explained):
-        kind = library.CONFIG_MAPPING[found.model_type]
-        build = library.MODEL_FOR_MASKED_LM_MAPPING[kind]
-        settings = {n: v for n, v in found.settings.items() if n not in _NOT_THE_NETWORK}
-        config = kind.from_dict(settings)
-        config._attn_implementation = "sdpa" if build._supports_sdpa else "eager"
+    with explained(*problem):
+        build, config = described(library, found.model_type, found.settings)
         with torch.device("meta"):
             shapes = build(config)
     _check_tensors(found, shapes, files.headers)
     weights = files.read(dtype)
-    with _explained(*explained):
+    with explained(*problem):
         largest = max((t for t in weights.values() if t.is_floating_point()), key=Tensor.numel)
         network: nn.Module
         network, report = build.from_pretrained(
@@ -315,6 +311,15 @@ def _network(
         )
     _refuse_names(found, build.__name__, report["missing_keys"], report["unexpected_keys"])
     return network
+
+
+def described(library: Any, model_type: str, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Class and settings of transformers for a config.json, without what it must not decide."""
+    kind = library.CONFIG_MAPPING[model_type]
+    build = library.MODEL_FOR_MASKED_LM_MAPPING[kind]
+    config = kind.from_dict({n: v for n, v in settings.items() if n not in _NOT_THE_NETWORK})
+    config._attn_implementation = "sdpa" if build._supports_sdpa else "eager"
+    return build, config
 
 
 def _check_tensors(found: FoundMaskedLM, network: nn.Module, headers: dict[str, Header]) -> None:
@@ -360,7 +365,7 @@ def _refuse_names(
 
 
 @contextmanager
-def _explained(problem: str, remedy: str) -> Iterator[None]:
+def explained(problem: str, remedy: str) -> Iterator[None]:
     """Turn any exception of `transformers` into a `UserError` of one line."""
     try:
         yield
@@ -370,9 +375,9 @@ def _explained(problem: str, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Keep the library's reports and progress bars off the terminal."""
-    logging: Any = _transformers().utils.logging
+    logging: Any = load_transformers().utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

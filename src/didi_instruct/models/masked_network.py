@@ -6,6 +6,7 @@ special tokens around each text, and gives probability 0 to what is never text.
 """
 
 import copy
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import read_object
 from didi_instruct.models.foreign.special_ids import BANNED
 from didi_instruct.models.layers import upcast
-from didi_instruct.models.network import Mixture, Modulations, all_logits
+from didi_instruct.models.network import Mixture, Modulations, NetworkRecord, all_logits
 
 ESM_MASKED = 0.15 * 0.8  # share of tokens that ESM saw as masks in training
 
@@ -86,6 +87,19 @@ class MaskedLM(nn.Module):
             self.register_buffer(name, values, persistent=False)
         for name in family.unused:
             _freeze(self._trunk.get_submodule(name))
+
+    @property
+    def record(self) -> NetworkRecord:
+        settings = json.loads(self.network.config.to_json_string(use_diff=False))
+        ids = self.ids
+        return NetworkRecord(
+            settings=settings,
+            mask=ids.mask,
+            pad=ids.pad,
+            before=ids.before,
+            after=ids.after,
+            banned=ids.banned,
+        )
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -7,7 +7,8 @@ on the same trunk.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -36,6 +37,20 @@ class Mixture(NamedTuple):
     vectors: Tensor  # (R, d)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkRecord:
+    """What config.json has to say of a masked LM of transformers beside its `ModelConfig`."""
+
+    settings: dict[str, Any]
+    """Its config.json as transformers writes it."""
+    mask: int
+    pad: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    banned: tuple[int, ...]
+    """Special ids, as `masked_network.SpecialIds` has them."""
+
+
 class Network(Protocol):
     """A denoiser network: a DiT, or a masked LM of transformers."""
 
@@ -43,6 +58,10 @@ class Network(Protocol):
     training: bool
     align: int  # `head` pads its columns to a multiple of it; those added have probability 0
     splits: bool  # `trunk` can be run in parts, from block `start` up to block `stop`
+
+    @property
+    def record(self) -> NetworkRecord | None:
+        """What a saved model needs beside weights and config; None: they say it all."""
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -29,6 +29,7 @@ METHODS: Mapping[str, Way] = {
     "ar": Way("AR, the same trunk"),
     "sdtt": Way("SDTT"),
     "duo": Way("DUO distilled"),
+    "duo-teacher": Way("DUO base"),
     "dimo": Way("DiMO", "dimo"),
     "didi": Way("DiDi-Instruct", "rgas"),
     "didi-plain": Way("DiDi-Instruct, unguided"),
@@ -55,13 +56,17 @@ def ask_method(
     metrics: Sequence[str] = (),
     does: str = QUALITY,
     named: str = "measure",
+    recipe: str = ALL_TRICKS,
 ) -> Iterator[Ask]:
-    """Rows of one method at all budgets, for all seeds; none where the scale has no such model."""
+    """Rows of one method at all budgets, for all seeds; none where the scale has no such model.
+
+    `recipe` is that of the student of DiDi-Instruct.
+    """
     if role not in ("teacher", "didi", "didi-plain") and not scale.has(role):
         return
     way = METHODS[role]
     for seed in scale.seeds:
-        for model, budgets in _models(scale, role, seed, steps or scale.budgets):
+        for model, budgets in _models(scale, role, seed, steps or scale.budgets, recipe):
             yield Ask(
                 quality_job(
                     scale,
@@ -78,13 +83,13 @@ def ask_method(
 
 
 def _models(
-    scale: Scale, role: str, seed: int, steps: Sequence[int]
+    scale: Scale, role: str, seed: int, steps: Sequence[int], recipe: str
 ) -> Iterator[tuple[Job | str, list[int]]]:
     """The model for each budget; most methods have one for all."""
     if role == "teacher":
         yield scale.teacher, list(steps)
     elif role in ("didi", "didi-plain"):
-        yield from ablated(scale, ALL_TRICKS, seed, steps)
+        yield from ablated(scale, recipe, seed, steps)
     else:
         yield scale.model(role, seed), list(steps)
 

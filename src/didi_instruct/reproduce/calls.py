@@ -68,11 +68,12 @@ def landscape(
     candidates: Sequence[int],
     steps: Sequence[int],
     late_from: int | None = None,
+    guidance: Mapping[str, Any] | None = None,
     **common: Any,
 ) -> Rows:
     """RGAS over all pairs of h and M."""
     terms = terms_of(context, **common)
-    return _guided(context, grid(scales, candidates), steps, late_from, terms)
+    return _guided(context, grid(scales, candidates), steps, late_from, guidance, terms)
 
 
 def anova(
@@ -83,13 +84,14 @@ def anova(
     candidates: Sequence[int],
     steps: Sequence[int],
     late_from: int | None = None,
+    guidance: Mapping[str, Any] | None = None,
     **common: Any,
 ) -> dict[str, Rows]:
     """RGAS over a Latin hypercube of h and M, and the share of the variance of each."""
     ranges: Any = (tuple(scales), tuple(candidates))
     terms = terms_of(context, **common)
     strengths = design(points, common["seed"], *ranges)
-    rows = _guided(context, strengths, steps, late_from, terms)
+    rows = _guided(context, strengths, steps, late_from, guidance, terms)
     known = [] if terms.part != WHOLE else shares(rows, *ranges, seed=common["seed"])
     return {"rows": rows, "shares": known}
 
@@ -99,6 +101,7 @@ def _guided(
     strengths: Sequence[Strength],
     steps: Sequence[int],
     late_from: int | None,
+    guidance: Mapping[str, Any] | None,
     terms: Terms,
 ) -> Rows:
     """Rows of each budget's own student: `model`, or `model-late` from `late_from` NFE on."""
@@ -108,7 +111,7 @@ def _guided(
         row
         for role, budgets in (("model", few), (f"model{LATE}", many))
         if budgets
-        for row in guided_rows(context.inputs[role], strengths, budgets, terms)
+        for row in guided_rows(context.inputs[role], strengths, budgets, terms, guidance)
     ]
 
 
@@ -118,6 +121,7 @@ def latency(
     steps: Mapping[str, int],
     labels: Mapping[str, str],
     samplers: Mapping[str, str | None],
+    guidance: Mapping[str, Any],
     batch: int,
     rounds: int,
     machine: str,
@@ -126,15 +130,18 @@ def latency(
 ) -> Rows:
     """Time and quality of the models in `steps`, which are inputs by role; `machine` is told only.
 
-    On a GPU bfloat16 is timed, as in the paper; with `fast`, of accelerated models.
+    A role that ends in `-greedy` is that model without chance; `guidance` are options of RGAS. On a
+    GPU bfloat16 is timed, as in the paper; with `fast`, of accelerated models.
     """
     half = pick_device(context.device).type == "cuda"
     settings = [
         Setting(
             method=labels[role],
-            source=context.inputs[role],
-            steps=None if role == "ar" else nfe,
+            source=context.inputs[role.removesuffix("-greedy")],
+            steps=None if role.startswith("ar") else nfe,
             sampler=samplers.get(role),
+            options=guidance if samplers.get(role) == "rgas" else {},
+            temperature=0.0 if role.endswith("-greedy") else 1.0,
             more={"role": role, "machine": machine},
         )
         for role, nfe in steps.items()

@@ -5,17 +5,13 @@ from collections.abc import Mapping
 from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.items_ablations import ABLATION_ITEMS
 from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.items_downstream import DOWNSTREAM_ITEMS
 from didi_instruct.reproduce.items_generation import GENERATION_ITEMS
 from didi_instruct.reproduce.items_guidance import GUIDANCE_ITEMS
 from didi_instruct.reproduce.items_measures import MEASURE_ITEMS
+from didi_instruct.reproduce.items_reference import REFERENCE_ITEMS
 
 PLANNED = (
-    Item(
-        name="downstream",
-        title="Downstream tasks: MMLU, PubMed, MRPC",
-        where='Section 4.3, appendix "Downstream Task Evaluation"',
-        planned="didi does not fine-tune on tasks, and has no reader for MMLU and MRPC.",
-    ),
     Item(
         name="proteins",
         title="Protein sequences: pLDDT and diversity",
@@ -30,9 +26,11 @@ ITEMS: Mapping[str, Item] = {
     for item in (
         *GENERATION_ITEMS,
         *ABLATION_ITEMS,
+        *REFERENCE_ITEMS,
         *MEASURE_ITEMS,
         *GUIDANCE_ITEMS,
         *BASELINE_ITEMS,
+        *DOWNSTREAM_ITEMS,
         *PLANNED,
     )
 }

@@ -111,24 +111,24 @@ def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
     yield _together(scale)
     yield from _extras(items, scale, sources | corpora)
     yield _disk(jobs, sources, out)
-    if scale.name != "toy":
+    if scale.judge != "oracle":
         yield _gpu(scale)
 
 
 def check_given(given: Given) -> None:
     """Refuse files that are not there, before any job fails for the want of them."""
-    for flag in ("data", "judge", "teacher", "corpora"):
+    for flag in ("data", "judge", "teacher", "corpora", "tasks"):
         value = getattr(given, flag)
         if value is None or value == "oracle" or Path(value).exists() or value in shipped():
             continue
         on_hub = value.startswith("hf:") if flag == "data" else _HUB_ID.fullmatch(value)
-        if flag == "corpora" or not on_hub:
+        if flag in ("corpora", "tasks") or not on_hub:
             raise UserError(f"--{flag} {value}: no such file or folder.")
 
 
 def require_gpu(scale: Scale, device: str | None = None) -> None:
     """Refuse to begin days or weeks of work on a CPU; who asks for one has `small` on it."""
-    if scale.name == "toy" or _gpu(scale).is_there:
+    if scale.judge == "oracle" or _gpu(scale).is_there:  # that language is for a CPU
         return
     if scale.name == "small" and device == "cpu":
         return
@@ -231,6 +231,7 @@ def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[
             "MAUVE",
             scale.measures_mauve and bool(names & {"diversity", "baselines"}),
         ),
+        ("nltk", "eval", "Self-BLEU of words", "diversity" in names),
         ("datasets", "data", "data of the hub", any(s.startswith("hf:") for s in sources)),
     ]
     for package, extra, use, needed in wanted:

@@ -21,7 +21,7 @@ from didi_instruct.models.foreign.reading import recognise
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.baselines import WAYS, budgets_of, sweep_of
 from didi_instruct.reproduce.equal_terms import WHOLE
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import DATA, Job
 
 PEAK = 989e12
 """FLOPs a second of an H100 or H200 in bfloat16, without sparsity."""
@@ -32,8 +32,10 @@ FORWARD, LEARN = 1, 3
 GPT2_LARGE = 774e6
 CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
-NO_MODELS = ("judge", "reference", "corpora", WORDS)
+NO_MODELS = ("judge", "reference", "corpora", DATA, WORDS)
 """Inputs that are not sampled."""
+TUNED = "after-"
+"""Begins the role of a fine-tuned model."""
 PER_ITERATION = {
     # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
     # discriminator learns from two texts and rewards one.
@@ -89,6 +91,10 @@ def cost_of(job: Job, *, draws_bank: bool = True) -> Cost:
         return Cost(training=texts * LEARN * forward_flops(model))
     if job.does == "distill":
         return _distillation(job, draws_bank)
+    if job.does == "finetune":
+        tuned, train = model_of(job), job.settings().train
+        texts = train.steps * train.batch_size
+        return Cost(training=None if tuned is None else texts * LEARN * forward_flops(tuned))
     if job.before or job.does == ADOPT:  # others draw and measure for it; nothing is computed
         return Cost()
     return _measuring(job).shared(job.options.get("part", WHOLE)[1])
@@ -99,10 +105,11 @@ def _distillation(job: Job, draws_bank: bool) -> Cost:
     if model is None:
         return Cost(None, None)
     config, once = job.settings(), forward_flops(model)
-    texts = config.train.steps * config.train.batch_size
+    texts = config.iterations * config.train.batch_size
     passes = PER_ITERATION[config.method] + (config.didi.rollout_steps - 1) * FORWARD
-    reference = config.reference
-    banked = config.reads_bank
+    reference, banked = config.reference, config.reads_bank
+    if config.method == "didi" and reference.source == "online":
+        passes += (reference.steps - 1) * FORWARD  # the first step has one row for all texts
     bank = reference.rows * reference.steps * once if banked and draws_bank else 0.0
     return Cost(training=texts * passes * once, sampling=bank)
 
@@ -111,13 +118,15 @@ def _measuring(job: Job) -> Cost:
     """Samples in all settings, each read once by a judge; likelihood where there is no judge."""
     options = job.options
     models = {r: model_of(g) for r, g in job.inputs.items() if r not in NO_MODELS}
-    if not models:  # what a function trains itself is small
+    if not models:  # what a function trains or writes itself is small
         return Cost()
     known = {role: model for role, model in models.items() if model is not None}
     if len(known) < len(models):
         return Cost(None, None)
     if "methods" in options:  # a few batches of each, timed
         return Cost()
+    if DATA in job.inputs or any(role.startswith(TUNED) for role in job.inputs):
+        return Cost()  # a pass over the task's texts for each model
     if "judge" not in job.inputs:
         texts = CORPORA * options["sequences"] * DRAWS
         return Cost(sampling=sum(texts * forward_flops(model) for model in known.values()))
@@ -178,7 +187,7 @@ def model_of(given: Job | str) -> ModelConfig | None:
     if isinstance(given, Job):
         if given.does == "pretrain":
             return _resolve(given)
-        parent = {"distill": "teacher", ADOPT: "model"}.get(given.does)
+        parent = {"distill": "teacher", "finetune": "model", ADOPT: "model"}.get(given.does)
         return model_of(given.inputs[parent]) if parent else None
     path = here(given) if given else None
     return None if path is None else _shape(path)

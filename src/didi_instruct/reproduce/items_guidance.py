@@ -33,6 +33,8 @@ def _guided(scale: Scale, name: str, **options: Any) -> Job:
     if late:
         inputs[f"model{LATE}"] = scale.ablated(ALL_TRICKS, seed, late[0])
         options["late_from"] = scale.late_from
+    if scale.guidance:
+        options["guidance"] = dict(scale.guidance)
     job = Job(
         name=name,
         does=f"{HERE}:{name.removeprefix('rgas-')}",

@@ -17,7 +17,9 @@ from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Shown, Table
 from didi_instruct.reproduce.toy_corpora import SAYS
 from didi_instruct.reproduce.zeroshot import NOTES, mean_ratios, paper_rows
 
-MAUVE, SELF_BLEU = Shown("mauve", "MAUVE", ".4f"), Shown("self_bleu", "Self-BLEU", ".4f")
+MAUVE = Shown("mauve", "MAUVE", ".4f")
+SELF_BLEU = Shown("self_bleu_words", "Self-BLEU of words", ".4f")
+TOKENS = Shown("self_bleu", "Self-BLEU of tokens", ".4f")
 UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
 
 
@@ -36,7 +38,7 @@ def about_mauve(scale: Scale) -> list[str]:
 
 
 def _variety(scale: Scale) -> Iterator[Ask]:
-    metrics = ["ppl", "entropy", "unique-4gram", "self-bleu"]
+    metrics = ["ppl", "entropy", "unique-4gram", "self-bleu", "self-bleu-words"]
     metrics += ["mauve"] if scale.measures_mauve else []
     for role in ("teacher", "sdtt", "duo", "didi"):
         yield from ask_method(scale, role, metrics=metrics, named="variety")
@@ -45,17 +47,23 @@ def _variety(scale: Scale) -> Iterator[Ask]:
 def _variety_table(scale: Scale, results: Results) -> Table:
     return Table(
         rows=answers(_variety(scale), results),
-        shown=(MAUVE, SELF_BLEU, UNIQUE, PPL, ENTROPY),
+        shown=(MAUVE, SELF_BLEU, TOKENS, UNIQUE, PPL, ENTROPY),
         paper=[
-            {"method": METHODS[role].label, "nfe": nfe, **cell._asdict()}
+            {
+                "method": METHODS[role].label,
+                "nfe": nfe,
+                "mauve": cell.mauve,
+                SELF_BLEU.column: cell.self_bleu,
+            }
             for role, line in paper.DIVERSITY.items()
             for nfe, cell in line.items()
         ],
         notes=[
             *about_mauve(scale),
             "MAUVE: scaling factor 5, first 256 tokens, features of the judge; higher is closer to "
-            "text. Self-BLEU: 5-grams, smoothing 1, tokens of the model (the paper: NLTK's words); "
-            "lower is more varied, and noise is varied too: read both with the perplexity.",
+            "text. Self-BLEU: 5-grams, smoothing 1, of words as NLTK's tokenizer cuts them (as the "
+            "paper's; without its splitter of sentences, which is a download) and of the model's "
+            "tokens; lower is more varied, and noise is varied too: read both with the perplexity.",
             "Both depend on the number of samples and on their length.",
             "The paper calls its MAUVE the highest everywhere; in its table MDLM's is at 16 NFE.",
         ],
@@ -64,7 +72,7 @@ def _variety_table(scale: Scale, results: Results) -> Table:
 
 def _draw_variety(scale: Scale, table: Table, results: Results, path: Path) -> None:
     caption = f"{scale.name} scale; {scale.samples} samples a row; seeds {scale.seed_list}"
-    shown = [SELF_BLEU, UNIQUE, *([MAUVE] if scale.measures_mauve else [])]
+    shown = [SELF_BLEU, TOKENS, UNIQUE, *([MAUVE] if scale.measures_mauve else [])]
     draw_lines(table, path, shown, paper=scale.name == "paper", caption=caption)
 
 
@@ -77,12 +85,15 @@ SPEEDS = (
     PPL,
     ENTROPY,
 )
+GREEDY, GREEDY_LABEL = "ar-greedy", f"{METHODS['ar'].label}, greedy"
+"""The role of the left-to-right model that takes the most probable token, as the paper's does."""
 
 
 def _latency(scale: Scale) -> Job:
     """Time of one machine: its name is part of what decides the numbers."""
     seed, known = scale.seeds[0], provenance()
     roles = {role: nfe for role, nfe in scale.latency.items() if role != "ar" or scale.has("ar")}
+    greedy = {GREEDY: roles["ar"]} if "ar" in roles else {}
     models: dict[str, Job | str] = {
         "teacher": scale.teacher,
         "didi": scale.ablated(ALL_TRICKS, seed, scale.latency["didi"]),
@@ -94,8 +105,10 @@ def _latency(scale: Scale) -> Job:
         timed=True,
         inputs={**models, **others, "judge": scale.judge},
         options={
-            "steps": roles,
-            "labels": {role: METHODS[role].label for role in roles},
+            "steps": greedy | roles,
+            "labels": {role: METHODS[role].label for role in roles}
+            | dict.fromkeys(greedy, GREEDY_LABEL),
+            "guidance": dict(scale.guidance),
             "samplers": {role: METHODS[role].sampler for role in roles},
             "batch": scale.latency_batch,
             "rounds": 5,
@@ -108,7 +121,7 @@ def _latency(scale: Scale) -> Job:
 
 def _latency_table(scale: Scale, results: Results) -> Table:
     rows = results.get(_latency(scale).key, [])
-    ar = next((row["tokens_per_second"] for row in rows if row["role"] == "ar"), None)
+    ar = next((row["tokens_per_second"] for row in rows if row["role"] == GREEDY), None)
     theirs = paper.LATENCY["ar"].tokens_per_second
     return Table(
         rows=[row | {"ratio_to_ar": _over(row["tokens_per_second"], ar)} for row in rows],
@@ -116,7 +129,7 @@ def _latency_table(scale: Scale, results: Results) -> Table:
         shown=SPEEDS,
         paper=[
             {
-                "method": METHODS[role].label,
+                "method": GREEDY_LABEL if role == "ar" else METHODS[role].label,
                 **speed._asdict(),
                 "ratio_to_ar": speed.tokens_per_second / theirs,
             }
@@ -127,6 +140,8 @@ def _latency_table(scale: Scale, results: Results) -> Table:
             "all take turns. On a GPU models are accelerated (`--fast`): passes are compiled and "
             "captured, AR has a static cache; RGAS counts with its discriminator, which is "
             "compiled alone.",
+            "AR is timed greedy, as in the paper and as what the others are compared with, and "
+            "sampled as the others are: greedy texts have no variety to compare.",
             "The paper compares at matched perplexity, on an H100 in bfloat16. Speeds of two "
             "machines or two sizes do not compare: read rows of one table.",
             *untimed(rows),
@@ -143,9 +158,11 @@ LIKELIHOOD = (Shown("nelbo_ppl", "perplexity", ".4g"), Shown("ratio_to_teacher",
 
 def _zero_shot(scale: Scale) -> Job:
     seed = scale.seeds[0]
-    toy = scale.name == "toy"
+    toy = scale.judge == "oracle"  # its sentences have no corpora: stand-ins
     student = METHODS["jump" if toy else "didi"].label  # the recipe of letters is the jump variant
-    roles = ["teacher", "didi", *(["ar"] if scale.reader is None and not toy else [])]
+    reads = scale.reader is None and not toy
+    roles = ["teacher", "didi", *(["ar"] if reads else [])]
+    roles += [role for role in ("duo-teacher", "duo") if reads and scale.has(role)]
     inputs: dict[str, Job | str] = {}
     if not toy:
         teacher = scale.teacher if scale.reader is None else scale.reader
@@ -153,7 +170,7 @@ def _zero_shot(scale: Scale) -> Job:
             "teacher": teacher,
             "didi": scale.ablated(ALL_TRICKS, seed, teacher=teacher),
         }
-        inputs |= {"ar": scale.model("ar")} if "ar" in roles else {}
+        inputs |= {role: scale.model(role, seed) for role in roles[2:]}
         inputs |= {"corpora": scale.corpora} if scale.corpora else {}
     return Job(
         name="zero-shot",
@@ -161,7 +178,8 @@ def _zero_shot(scale: Scale) -> Job:
         inputs=inputs,
         options={
             "labels": {role: METHODS[role].label for role in roles} | {"didi": student},
-            "teachers": {student: METHODS["teacher"].label},
+            "teachers": {student: METHODS["teacher"].label}
+            | ({METHODS["duo"].label: METHODS["duo-teacher"].label} if "duo" in roles else {}),
             "sequences": scale.sequences,
             "seed": seed,
         },
@@ -173,15 +191,12 @@ def _zero_shot_table(scale: Scale, results: Results) -> Table:
         row | {"num_samples": row["num_sequences"]}
         for row in results.get(_zero_shot(scale).key, [])
     ]
-    names = {"MDLM": "teacher", "DiDi-Instruct": "didi", "GPT2": "ar"}
+    names = {"MDLM": "teacher", "DiDi-Instruct": "didi", "DUO base": "duo-teacher"}
+    names |= {"DUO distilled": "duo"}
     theirs = [
-        row
-        | {
-            "method": METHODS[names[row["method"]]].label
-            if row["method"] in names
-            else row["method"]
-        }
+        row | {"method": METHODS[names[name]].label if name in names else f"{name}, as printed"}
         for row in paper_rows()
+        for name in [row["method"]]
     ]
     costs = [
         f"{name}: perplexity is {ratio:.3f} times its teacher's (geometric mean over corpora)."
@@ -197,14 +212,14 @@ def _zero_shot_table(scale: Scale, results: Results) -> Table:
             *learnt(rows),
             *costs,
             *NOTES,
-            *([SAYS] if scale.name == "toy" else []),
+            *([SAYS] if scale.judge == "oracle" else []),
             *_reader_note(scale),
         ],
     )
 
 
 def _reader_note(scale: Scale) -> list[str]:
-    if scale.reader is None or scale.name == "toy":
+    if scale.reader is None or scale.judge == "oracle":
         return []
     return [
         "Corpora are streams of text: teacher and student here read streams, and are others than "

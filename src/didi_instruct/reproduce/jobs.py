@@ -19,6 +19,7 @@ from didi_instruct.api.runs import configure
 from didi_instruct.api.shipped import find_shipped
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest
@@ -27,14 +28,24 @@ from didi_instruct.models.checkpoint import is_ours
 VERSION, TRAINED = 4, 4
 """Raised where a function behind a job changes its numbers, so that old results are made again; and
 where trainings change theirs."""
-Does = Literal["pretrain", "distill"] | str
+Does = Literal["pretrain", "distill", "finetune"] | str
 """What a job does: train a model, or call a function by name, `package.module:function`."""
-SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig}
-TEXTS = ("reference", "corpora")
+SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig, "finetune": FinetuneConfig}
+DATA = "data"
+"""Role of what a training learns from, where it is given as an input."""
+TEXTS = ("reference", "corpora", DATA)
 """Inputs that are no models: a folder `stories` of texts is not the model of that name."""
 NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_every", "keep")}
 """Settings that change what is told and kept, not what is learnt; a run that is watched and given
 up has no result to keep."""
+ADDED = {
+    "warmup_on_top": False,
+    "train.ema_warmup": True,
+    "discriminator.weight_decay": None,
+    "discriminator.dropout": 0.0,
+}
+"""Settings that came later, with the values that change nothing: there they have no part in a key,
+so that older results stay."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,16 +152,28 @@ def stored(source: str) -> str:
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings that decide what is learnt, with data and models by their content."""
+    settings = without_additions(settings)
     kept: dict[str, Any] = {k: v for k, v in settings.items() if k not in NO_PART[""]}
     kept["train"] = {k: v for k, v in kept["train"].items() if k not in NO_PART["train"]}
     if source := kept["data"]["source"]:
         # Prepared data has a tokenizer of its own, whatever the settings name.
-        words = None if is_prepared(Path(source)) else stored(kept["data"]["tokenizer"])
-        kept["data"] = kept["data"] | {"source": stored(source), "tokenizer": words}
+        words = None if is_prepared(Path(source)) else kept["data"].get("tokenizer")
+        kept["data"] |= {"source": stored(source), "tokenizer": words and stored(words)}
     if kept.get("student"):
         kept["student"] = content(kept["student"])
     if "reference" in kept and kept["reference"]["bank"]:
         kept["reference"] = kept["reference"] | {"bank": stored(kept["reference"]["bank"])}
+    return kept
+
+
+def without_additions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by section without those of `ADDED` that change nothing."""
+    kept = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
+    for name, usual in ADDED.items():
+        section, _, key = name.rpartition(".")
+        place = kept.get(section, {}) if section else kept
+        if key in place and place[key] == usual:
+            del place[key]
     return kept
 
 

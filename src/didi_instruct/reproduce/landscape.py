@@ -5,8 +5,8 @@ steps. h = 0 with M = 1 is ancestral sampling, bit for bit: the setting without 
 h is the control of the sign: if tilting steers towards the teacher, it has to do harm.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.report.drawing import FONT, INK, SOFT, new_figure
@@ -36,16 +36,20 @@ def grid(scales: Iterable[float], candidates: Iterable[int]) -> list[Strength]:
 
 
 def guided_rows(
-    source: str, strengths: Sequence[Strength], steps: Sequence[int], terms: Terms
+    source: str,
+    strengths: Sequence[Strength],
+    steps: Sequence[int],
+    terms: Terms,
+    guidance: Mapping[str, Any] | None = None,
 ) -> list[Row]:
-    """A row for each budget and strength."""
+    """A row for each budget and strength; `guidance` are further options of RGAS."""
     settings = [
         Setting(
             method=f"h {h:g}, M {m}",
             source=source,
             steps=nfe,
             sampler="rgas",
-            options={"h_start": h, "h_end": h, "candidates": m},
+            options={**(guidance or {}), "h_start": h, "h_end": h, "candidates": m},
             more={"h": h, "candidates": m},
         )
         for nfe in steps

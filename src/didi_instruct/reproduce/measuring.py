@@ -54,7 +54,7 @@ def quality_job(
             "steps": list(steps),
             "metrics": list(metrics or usual),
             "sampler": sampler,
-            "options": {},  # of the sampler
+            "options": dict(scale.guidance) if sampler == "rgas" else {},  # of the sampler
             **scale.drawing(seed, num),
         },
     )

@@ -55,9 +55,10 @@ def training_texts(folder: Path) -> int | None:
     """Texts of all steps together, a text counted as often as it was read or written."""
     if not (folder / RECIPE).is_file():
         return None
-    train = read_yaml(folder / RECIPE).get("train") or {}
-    steps, size = train.get("steps"), train.get("batch_size")
-    return None if steps is None or size is None else steps * size
+    kind: Any = DistillConfig if "method" in read_yaml(folder / RECIPE) else PretrainConfig
+    config = configure(kind, str(folder / RECIPE))
+    texts: int = config.iterations * config.train.batch_size
+    return texts
 
 
 def learning(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
@@ -31,11 +32,11 @@ SHORT = (
     "train.eval_every=0",
     "train.save_every=1000000",
 )
+BANK = ("reference.rows=256", "reference.steps=16")
+"""What is drawn before the first step, for which the time is not taken."""
 STUDENT = (
     *SHORT,
     "watch.budgets=[]",
-    "reference.rows=256",
-    "reference.steps=16",
     "discriminator.warmup=2",
     "dimo.warmup=2",
     "token_matching.warmup=2",
@@ -60,10 +61,11 @@ WARM_UPS = {
 
 def pace_jobs(scale: Scale) -> dict[str, Job]:
     """A short run of every student of the baselines, by role; with those that they start from."""
+    didi = Training(ALL_TRICKS, scale.ablation)
     brief = replace(
         scale,
         models={role: _brief(role, training) for role, training in scale.models.items()},
-        ablation=(*scale.ablation, *STUDENT),
+        ablation=(*scale.ablation, *_student(didi)),
     )
     jobs = {role: brief.model(role) for role in STUDENTS if scale.has(role)}
     jobs[DIDI] = brief.ablated(ALL_TRICKS, 0)
@@ -71,14 +73,23 @@ def pace_jobs(scale: Scale) -> dict[str, Job]:
 
 
 def _brief(role: str, training: Training) -> Training:
-    more = STUDENT if role in STUDENTS else SHORT
+    more = _student(training) if role in STUDENTS else SHORT
     if role == "sdtt":
         # Small steps reveal nothing of many texts, of which the teacher is not asked again: first
         # rounds are fast, last ones slow. That in the middle stands for all.
-        job = Job(name=role, does="distill", recipe=training.recipe, overrides=training.overrides)
-        config = job.settings()
+        config = _settings(training)
         more = (*more, f"sdtt.steps={config.sdtt.steps >> config.rounds.count // 2}")
     return Training(training.recipe, (*training.overrides, *more))
+
+
+def _student(training: Training) -> tuple[str, ...]:
+    """What makes a student's training brief; a reference that is drawn on the way stays."""
+    return STUDENT if _settings(training).reference.source == "online" else (*STUDENT, *BANK)
+
+
+def _settings(training: Training) -> Any:
+    job = Job(name="plan", does="distill", recipe=training.recipe, overrides=training.overrides)
+    return job.settings()
 
 
 def kept(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
@@ -152,8 +163,8 @@ def minutes_of(job: Job, scale: Scale) -> float | None:
 
 def _schedule(training: Training, steps: int) -> tuple[str, ...]:
     """Overrides for so many steps, or a few less: as many rounds, no larger a share of waiting."""
-    job = Job(name="plan", does="distill", recipe=training.recipe, overrides=training.overrides)
-    config, method = job.settings(), job.settings().method
+    config = _settings(training)
+    method = config.method
 
     def usual(setting: str) -> int:
         section, key = setting.split(".")
@@ -169,6 +180,8 @@ def _schedule(training: Training, steps: int) -> tuple[str, ...]:
     for name in waits:
         wait = usual(name)
         if wait:
-            share = max(1, wait * rounds * each // config.train.steps)
-            found.append(f"{name}={min(wait, share)}")
+            share = min(wait, max(1, wait * rounds * each // config.iterations))
+            found.append(f"{name}={share}")
+            if config.warmup_on_top and name == WARM_UPS.get(method):
+                found[0] = f"train.steps={max(1, each - share)}"
     return tuple(found)

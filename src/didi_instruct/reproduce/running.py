@@ -15,7 +15,7 @@ from typing import Any
 from didi_instruct.api.runs import RECIPE, is_begun, steps_made
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.reproduce.jobs import Context, Job, content, digest
+from didi_instruct.reproduce.jobs import DATA, Context, Job, content, digest
 from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.reporting import Reporter
 
@@ -95,7 +95,7 @@ def sources(job: Job, out: Path) -> dict[str, str]:
 
 
 def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) -> dict[str, Any]:
-    run, config = folder / RUN, job.settings()
+    run, config, given = folder / RUN, job.settings(), sources(job, out)
     resume = is_begun(run) or (run / RECIPE).exists()
     common: dict[str, Any] = {
         "out": run,
@@ -103,16 +103,20 @@ def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) ->
         "device": device,
         "reporter": _StepReporter(tell),
     }
+    overrides = [f"data.source={json.dumps(given[DATA])}"] if DATA in given else []
     if job.does == "pretrain":
         from didi_instruct.api.pretrain import pretrain
 
-        outcome = pretrain(config, **common).outcome
+        outcome = pretrain(config, overrides=overrides, **common).outcome
+    elif job.does == "finetune":
+        from didi_instruct.finetune import finetune
+
+        outcome = finetune(config, model=given["model"], overrides=overrides, **common).outcome
     else:
         from didi_instruct.api.distill import distill
 
-        overrides = _share_bank(job, config, out)
-        teacher = sources(job, out)["teacher"]
-        outcome = distill(config, teacher=teacher, overrides=overrides, **common).outcome
+        overrides += _share_bank(job, config, out)
+        outcome = distill(config, teacher=given["teacher"], overrides=overrides, **common).outcome
     if outcome.signal is not None:
         raise StoppedError(outcome.signal)
     return {"steps": outcome.step}

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.errors import UserError
-from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.jobs import DATA, Job
 
 ScaleName = Literal["toy", "small", "paper"]
 NAMES: tuple[ScaleName, ...] = get_args(ScaleName)
@@ -40,6 +40,8 @@ class Given:
     judge: str | None = None
     teacher: str | None = None
     corpora: str | None = None
+    tasks: str | None = None
+    """Folder of the downstream tasks' files."""
     seeds: int | None = None
     mauve: bool = True
     """Whether MAUVE is measured, where the judge can."""
@@ -60,6 +62,8 @@ class Scale:
     judge_options: Mapping[str, Any] = field(default_factory=dict)
     data: str | None
     """Text to compare with and to hold out."""
+    text: tuple[str, ...] = ()
+    """Settings that name the text that a student may learn from."""
     models: Mapping[str, Training]
     """Other models by role."""
     ablation: tuple[str, ...]
@@ -100,6 +104,16 @@ class Scale:
     model of one text a window cannot read."""
     sequences: int = 1024
     """Rows of a text of which likelihood is measured."""
+    readers: "Scale | None" = None
+    """The scale whose models read streams of text, for tasks; None: this one's do."""
+    corpus: Job | None = None
+    """Writes the text that models learn from, where it is made."""
+    tasks: Mapping[str, Job | str] = field(default_factory=dict)
+    """Files of the downstream tasks by the name of their item."""
+    finetuning: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What is changed of the recipes that fine-tune, by task."""
+    task_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of the tasks where they are not the defaults."""
     batch_size: int = 64
     """Samples that are drawn together."""
     parts: int = 1
@@ -118,6 +132,8 @@ class Scale:
     temperatures: tuple[float, ...] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
     top_ps: tuple[float, ...] = (0.98, 0.95, 0.9, 0.8)
     """Of the sweep of the baselines, everyone's alike."""
+    guidance: Mapping[str, Any] = field(default_factory=dict)
+    """Options of RGAS beside its own."""
     latency: Mapping[str, int] = field(default_factory=dict)
     """NFE of each model in the table of latency."""
     latency_batch: int = 16
@@ -185,7 +201,11 @@ class Scale:
         teachers = ("ar", "duo-teacher", "teacher-large")
         if role in teachers:
             return Job(
-                name=role, does="pretrain", recipe=training.recipe, overrides=training.overrides
+                name=role,
+                does="pretrain",
+                recipe=training.recipe,
+                overrides=training.overrides,
+                inputs={} if self.corpus is None else {DATA: self.corpus},
             )
         teacher: Job | str = self.teacher
         if role == "duo":
@@ -196,7 +216,7 @@ class Scale:
                 training, role = _late(training), f"{role}-late"
         elif role == "token-matching" and self.has("path"):
             teacher = self.model(FIRST if self.has(FIRST) else "path", seed)
-        return _student(f"{role}-seed{seed}", training, teacher, seed)
+        return self._student(f"{role}-seed{seed}", training, teacher, seed)
 
     def ablated(
         self, recipe: str, seed: int, nfe: int | None = None, teacher: Job | str | None = None
@@ -206,13 +226,23 @@ class Scale:
         if self._is_late(training, nfe):
             training, name = _late(training), f"{recipe}-late"
         of = self.teacher if teacher is None else teacher
-        return _student(f"{name}-seed{seed}", training, of, seed)
+        return self._student(f"{name}-seed{seed}", training, of, seed)
 
     def rival(self, recipe: str, seed: int, nfe: int | None = None) -> Job:
         """The student of an ablation recipe that stands among the baselines."""
         tuned = replace(self, ablation=(*self.ablation, *self.among_rivals))
         job = tuned.ablated(recipe, seed, nfe)
         return replace(job, name=job.name.replace(recipe, "didi"))
+
+    def _student(self, name: str, training: Training, teacher: Job | str, seed: int) -> Job:
+        text = {} if self.corpus is None else {DATA: self.corpus}
+        return Job(
+            name=name,
+            does="distill",
+            recipe=training.recipe,
+            overrides=(*training.overrides, f"train.seed={seed}"),
+            inputs={"teacher": teacher, **text},
+        )
 
     def _is_late(self, training: Training, nfe: int | None) -> bool:
         """Whether a student of a law for few steps is asked for many."""
@@ -228,13 +258,3 @@ def role_of(job: Job) -> str:
 
 def _late(training: Training) -> Training:
     return Training(training.recipe, (*training.overrides, LATE))
-
-
-def _student(name: str, training: Training, teacher: Job | str, seed: int) -> Job:
-    return Job(
-        name=name,
-        does="distill",
-        recipe=training.recipe,
-        overrides=(*training.overrides, f"train.seed={seed}"),
-        inputs={"teacher": teacher},
-    )

@@ -15,13 +15,20 @@ from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import adopted
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.scale import Given, Scale, Training
+from didi_instruct.reproduce.scales_oracle import oracle_scale, toy_scale
+from didi_instruct.reproduce.tasks_given import (
+    NAMES,
+    find_tasks,
+    learning_share,
+    scored_share,
+)
 
 
 def find_scale(name: str, given: Given) -> Scale:
     """The scale of that name, with what the user brings."""
     if given.seeds is not None and given.seeds < 1:
         raise UserError(f"--seeds {given.seeds}: use 1 or more.")
-    makers = {"toy": _toy, "small": _small, "paper": _paper}
+    makers = {"toy": toy_scale, "small": _small, "paper": _paper}
     if name not in makers:
         raise UserError(f"--scale {name}: choose one of {', '.join(makers)}.")
     scale = replace(makers[name](given), judge_options=given.judge_options)
@@ -30,115 +37,11 @@ def find_scale(name: str, given: Given) -> Scale:
     return scale
 
 
-TOY_NETWORK = (
-    "model.hidden=64",
-    "train.batch_size=32",
-    "train.eval_sequences=128",
-    "train.keep=1",
-)
-TOY_STUDENT = (
-    "train.batch_size=32",
-    "train.eval_every=0",
-    "train.save_every=20",
-    "train.keep=1",
-    "train.eval_sequences=64",
-    "watch.budgets=[]",
-)
-TOY_BANK = ("reference.rows=512", "reference.steps=32")
-TOY_ABLATION = (
-    *TOY_STUDENT,
-    *TOY_BANK,
-    "train.batch_size=16",
-    "train.steps=60",
-    "train.ema=0.9",
-    "train.log_every=10",
-    "optim.lr=1e-4",
-    "discriminator.lr=3e-4",
-    "discriminator.warmup=10",
-    "discriminator.trainable_blocks=1",
-    "watch.min_entropy=0",  # a collapse is a result here
-)
-
-TOY_MODELS = {
-    "ar": Training("oracle-ar", ("train.steps=400", *TOY_NETWORK)),
-    "duo-teacher": Training("oracle-duo-teacher", ("train.steps=900", *TOY_NETWORK)),
-    "teacher-large": Training(
-        "oracle-teacher", (*TOY_NETWORK, "train.steps=400", "model.hidden=96")
-    ),
-    "didi-large": Training("ablation-all-tricks", TOY_ABLATION),
-    "jump": Training(
-        "oracle-didi",
-        ("train.steps=60", "discriminator.warmup=10", *TOY_STUDENT, *TOY_BANK),
-    ),
-    "token-matching": Training(
-        "oracle-token-matching",
-        ("train.steps=60", "train.ema=0.9", "token_matching.warmup=10", *TOY_STUDENT),
-    ),
-    "sdtt": Training(
-        "oracle-sdtt",
-        ("train.steps=60", "sdtt.iterations=20", "train.ema=0.9", *TOY_STUDENT),
-    ),
-    "dimo": Training(
-        "oracle-dimo", ("train.steps=60", "dimo.warmup=10", "train.ema=0.9", *TOY_STUDENT)
-    ),
-    "duo": Training(
-        "oracle-duo",
-        ("train.steps=100", "duo.iterations=20", "train.ema=0.9", *TOY_STUDENT),
-    ),
-}
-
-
-def _toy(given: Given) -> Scale:
-    for flag, value in (("--data", given.data), ("--judge", given.judge)):
-        if value is not None:
-            raise UserError(
-                f"{flag} {value}: at scale toy the language and its judge are built in, leave it "
-                "out or use --scale small."
-            )
-    teacher = Job(
-        name="teacher",
-        does="pretrain",
-        recipe="oracle-teacher",
-        overrides=("train.steps=600", *TOY_NETWORK),
-    )
-    return Scale(
-        name="toy",
-        says=(
-            "Toy scale: the built-in oracle language (32 tokens a text), networks of two layers "
-            "trained for seconds, judged by the language itself, exactly. It shows that every part "
-            "runs and which way differences point here; none of its values can be set against the "
-            "paper's, which has another language, another judge and models a thousand times larger."
-        ),
-        teacher=given.teacher or teacher,
-        judge="oracle",
-        judge_name="the oracle language (exact)",
-        data=None,
-        models=TOY_MODELS,
-        ablation=TOY_ABLATION,
-        budgets=(4, 8),
-        few=(2,),
-        most_steps=32,
-        samples=128,
-        seeds=(0,),
-        sequences=128,
-        scales_h=(-10.0, 0.0, 10.0, 35.0),
-        candidates=(1, 4),
-        anova_points=16,
-        anova_h=(0.0, 40.0),
-        anova_candidates=(1, 8),
-        guided_budgets=(4, 8),
-        temperatures=(0.8, 0.6),
-        top_ps=(0.9,),
-        costly=(15,),
-        guided_samples=32,
-        parts=2,
-        latency={"ar": 32, "teacher": 16, "sdtt": 8, "didi": 4},
-    )
-
-
 SMALL_STUDENT = ("train.eval_every=0", "watch.budgets=[]")
 """Tables measure students: a quick look before and after took as long as a training."""
-SMALL_BANK = ("reference.rows=4096", "reference.steps=64")
+SMALL_BANK = ("reference.source=bank", "reference.rows=4096", "reference.steps=64")
+"""Clean samples of the teacher, the reading of Algorithm 1 that helps; the item `reference` has the
+literal one."""
 SMALL_AR = ("train.steps=3000",)
 """Half of the recipe's, for less text: with 142,000 stories it learns them by heart from there."""
 SMALL_SDTT = ("sdtt.steps=128", "reference.source=data")
@@ -161,21 +64,31 @@ SMALL_ABLATION = (
     "watch.budgets=[]",
     "watch.min_entropy=0",
 )
+SMALL_FINETUNING = (
+    "optim.lr=1e-4",  # ten times the paper's, for models of a tenth of its size
+    "optim.warmup=200",
+    "train.steps=1000",
+    "train.eval_every=0",
+    "train.ema=0.99",
+)
 SMALL_LARGER = ("model.layers=8", "model.hidden=512", "model.heads=8")
 
 
 def _small(given: Given) -> Scale:
+    if given.data == "oracle":
+        return oracle_scale(given)
     if given.data is None:
         raise UserError(
             "--scale small needs text: give stories (a prepared folder, .jsonl, a folder of .txt) "
-            "with --data."
+            "with --data, or oracle, the built-in language."
         )
     known = given.teacher or ("stories/teacher" if "stories/teacher" in shipped() else None)
     # One tokenizer for all: a judge can only score the tokens that it knows.
     data = _data(given.data, known or given.judge)
     ar = Job(name="ar", does="pretrain", recipe="stories-ar", overrides=(*data, *SMALL_AR))
     teacher = Job(name="teacher", does="pretrain", recipe="stories-teacher", overrides=data)
-    return Scale(
+    tasks = find_tasks(given.tasks)
+    scale = Scale(
         name="small",
         says=(
             "Small scale: stories, models of about 10M parameters, a shortened schedule, texts of "
@@ -186,6 +99,7 @@ def _small(given: Given) -> Scale:
         judge=given.judge or ar,
         judge_name=_told(given) or "a left-to-right model of the same stories, trained here",
         data=given.data,
+        text=(*data, "data.rows=document"),
         models={
             "ar": Training("stories-ar", (*data, *SMALL_AR)),
             "duo-teacher": Training("stories-duo-teacher", data),
@@ -210,7 +124,7 @@ def _small(given: Given) -> Scale:
         most_steps=128,
         samples=512,
         seeds=(0, 1),
-        apart=("scaling",),
+        apart=("scaling", *(name for name in NAMES if name not in tasks)),
         until_eot=True,
         mauve=given.mauve,
         causal_judge=given.judge is not None and _reads_text(given.judge),
@@ -229,7 +143,25 @@ def _small(given: Given) -> Scale:
         top_ps=(0.95, 0.9),
         costly=(15, 33, 69),
         latency={"ar": 256, "teacher": 128, "sdtt": 32, "didi": 16},
+        tasks=tasks,
+        finetuning={
+            "mmlu": (*SMALL_FINETUNING, *learning_share(tasks)),
+            "pubmed": SMALL_FINETUNING,
+        },
+        task_options={"mmlu": scored_share(tasks)},
     )
+    return replace(scale, readers=_small_readers(scale))
+
+
+def _small_readers(scale: Scale) -> Scale:
+    """The models that downstream tasks ask for, as readers of streams."""
+    models = {}
+    for role in ("ar", "sdtt", "duo-teacher", "duo"):
+        recipe, overrides = scale.models[role]
+        own = () if role in ("sdtt", "duo") else ("model.own_window=false",)
+        models[role] = Training(recipe, (*overrides, *own, "data.rows=stream"))
+    assert scale.reader is not None
+    return replace(scale, teacher=scale.reader, models=models)
 
 
 def _reader(given: Given, data: tuple[str, ...]) -> Job | str | None:
@@ -276,7 +208,7 @@ def _speaking(teacher: str, data: str, recipe: Job) -> Job | str:
 
 
 def _paper(given: Given) -> Scale:
-    source = given.data or "hf:Skylion007/openwebtext"
+    source, tasks = given.data or "hf:Skylion007/openwebtext", find_tasks(given.tasks)
     data = _data(source, given.teacher)
     teacher = Job(name="teacher", does="pretrain", recipe="owt-169m-teacher", overrides=data)
     return Scale(
@@ -290,6 +222,7 @@ def _paper(given: Given) -> Scale:
         judge=given.judge or "openai-community/gpt2-large",
         judge_name=_told(given) or "GPT-2 Large",
         data=source,
+        text=data,
         models={
             "ar": Training("owt-169m-ar", data),
             "duo-teacher": Training("owt-169m-duo-teacher", data),
@@ -315,6 +248,11 @@ def _paper(given: Given) -> Scale:
         candidates=(1, 2, 4, 8, 16, 32),
         anova_points=1000,
         guided_samples=16,
+        guidance={"reward": "mean", "score": "mean"},
         parts=8,
         latency={"ar": 1024, "teacher": 512, "sdtt": 64, "didi": 16},
+        apart=tuple(name for name in NAMES if name not in tasks),
+        tasks=tasks,
+        finetuning={"mmlu": learning_share(tasks)},
+        task_options={"mmlu": scored_share(tasks)},
     )

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     BLOCK = 6
     CODE = 7
     LENGTH = 8
+    DROPOUT = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

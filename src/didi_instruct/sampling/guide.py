@@ -23,6 +23,8 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.denoiser import times_of
 from didi_instruct.sampling.state import Reads
 
+Score = Literal["sum", "mean"]
+
 FORWARD, FORWARD_AND_BACKWARD = 1, 3  # costs in forward passes
 
 
@@ -35,7 +37,10 @@ class Guidance:
     h_end: float = 40.0  # h of the last tilting step, with a straight line between the two
     candidates: int = 4  # M, the states among which a re-ranking step chooses
     split: float = 0.5  # fraction of the steps that tilt, rounded down; the others re-rank
-    score: Literal["sum", "mean"] = "sum"
+    reward: Score = "sum"
+    """Tilt along the gradient of the log-ratios summed over masks, or averaged over them as in Eq.
+    (6): a gradient smaller by their number."""
+    score: Score = "sum"
     """Re-rank by log-ratios summed over all written positions, or averaged over masked ones."""
     select: Literal["sample", "best"] = "sample"
     """Take a candidate with probability softmax(score), or the one of the best score."""
@@ -74,7 +79,10 @@ class Guide(Protocol):
         """Log-ratio (U, L) at every position."""
 
     def gradient(self, reads: Reads, t: float, mixture: Mixture, counted: Tensor) -> Tensor:
-        """Gradient (R, d) at the vectors of a mixture of the log-ratios summed where `counted`."""
+        """Gradient (R, d) at the vectors of a mixture of the log-ratios, weighed by `counted`.
+
+        `counted` (U, L) are weights, or true where a log-ratio counts.
+        """
 
 
 class DiscriminatorGuide:

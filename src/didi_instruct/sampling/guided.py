@@ -67,7 +67,7 @@ def rgas(
     plan, draw = plans.make_plan(state, turn, times, begun=state.canvas.masks > 1), plain(denoiser)
     if any(scales):
         plan = read_all_masks(plan, turn, scales)
-        draw = tilting(denoiser, guide, scales, guidance.clamp)
+        draw = tilting(denoiser, guide, scales, guidance)
     known = len(scales) if reranks else steps
     run(plan[:known], state, draw)
     if reranks:
@@ -110,13 +110,14 @@ def read_all_masks(plan: list[Step], turn: Tensor, scales: list[float]) -> list[
     return found
 
 
-def tilting(denoiser: Denoiser, guide: Guide, scales: list[float], clamp: float) -> Draw:
+def tilting(denoiser: Denoiser, guide: Guide, scales: list[float], guidance: Guidance) -> Draw:
     """Draw from logits + h * gradient of the reward, Eq. (10), with the h of each step.
 
-    The reward of a text is the sum of the log-ratios over its masks, each of which shows the guide
-    the average embedding under the denoiser. A gradient is taken where tokens are drawn.
+    The reward of a text is the sum of the log-ratios over its masks, or their mean, Eq. (6); each
+    mask shows the guide the average embedding under the denoiser. A gradient is taken where tokens
+    are drawn.
     """
-    otherwise = plain(denoiser)
+    otherwise, clamp = plain(denoiser), guidance.clamp
 
     @fusing(denoiser.compiled)
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
@@ -135,6 +136,8 @@ def tilting(denoiser: Denoiser, guide: Guide, scales: list[float], clamp: float)
             kept.append(logits if step.row is not None else logits[: max(0, count - start)])
             start += len(logits)
         counted = state.masked if step.states is None else state.masked[step.states]
+        if guidance.reward == "mean":
+            counted = counted / counted.sum(1, keepdim=True).clamp(min=1).double()
         mixture = Mixture(step.reads, torch.cat(mixed))
         gradient = guide.gradient(reads, step.time, mixture, counted)
         state.count(len(reads), guides.FORWARD + guides.FORWARD_AND_BACKWARD)

@@ -116,7 +116,7 @@ class MaskedObjective:
         """-log p of the true token at each masked position: (R,)."""
         # An odd number of columns is slow on a GPU.
         with aligned(network, ALIGN):
-            logits = logits_at(network, z, batch["sigma"], batch["rows"])
+            logits = logits_at(network, z, batch["sigma"], batch["rows"], batch.get("attended"))
         return self._nll(logits, batch["targets"])
 
 

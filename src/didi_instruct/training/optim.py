@@ -16,8 +16,8 @@ from didi_instruct.training.distributed import local, whole
 class EMA:
     """Moving averages, in float32, of all parameters of a model; sharded (FSDP2) as they are."""
 
-    def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
-        self.model, self.decay = model, decay
+    def __init__(self, model: nn.Module, decay: float = 0.9999, *, warmup: bool = True) -> None:
+        self.model, self.decay, self.warmup = model, decay, warmup
         self.shadow: dict[str, Tensor] = {
             name: p.detach().to(torch.float32, copy=True) for name, p in model.named_parameters()
         }
@@ -26,10 +26,10 @@ class EMA:
     def update(self, step: int) -> None:
         """Move the averages towards the parameters after update `step` (from 0).
 
-        s ← d·s + (1 − d)·p with d = min(decay, (1 + step) / (10 + step)): a constant 0.9999 would
-        still be 94% of the starting point after 600 steps.
+        s ← d·s + (1 − d)·p with d = min(decay, (1 + step) / (10 + step)): a constant 0.9999, which
+        it is without warm-up, is still 94% of the starting point after 600 steps.
         """
-        decay = min(self.decay, (1 + step) / (10 + step))
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
         shadows = [local(s) for s in self.shadow.values()]
         values = [local(p.detach()).float() for p in self.model.parameters()]
         torch._foreach_lerp_(shadows, values, 1 - decay)
@@ -88,10 +88,18 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 class Updater:
     """Everything that changes one network: clipping, schedule, optimizer, moving average."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, steps: int, ema: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        steps: int,
+        ema: float,
+        *,
+        ema_warmup: bool = True,
+    ) -> None:
         self.model, self.config, self.steps = model, config, steps
         self.optimizer = make_optimizer(model, config)
-        self.ema = EMA(model, decay=ema) if ema else None
+        self.ema = EMA(model, decay=ema, warmup=ema_warmup) if ema else None
         # Moments exist from the start: a checkpoint may be made, or loaded, before an update.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

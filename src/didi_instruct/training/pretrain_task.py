@@ -1,17 +1,17 @@
-"""Pretraining as a task of the loop: a denoiser or AR model on a stream of tokens."""
+"""Training by likelihood as a task of the loop: a denoiser or AR model on a stream of rows."""
 
 import functools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.pretrain import CurriculumConfig, OptimConfig, TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
@@ -34,12 +34,40 @@ class LossModule(nn.Module):
         return self.objective.loss(self.model, batch)
 
 
+class Settings(Protocol):
+    """What a task reads of a run's settings."""
+
+    @property
+    def reproduces(self) -> str: ...
+
+    @property
+    def optim(self) -> OptimConfig: ...
+
+    @property
+    def train(self) -> TrainConfig: ...
+
+
 class PretrainTask:
-    """Pretraining as a `training.loop.Task`: a step is one global batch under fresh noise."""
+    """Training by likelihood as a `training.loop.Task`: a step is one global batch, fresh noise."""
 
     def __init__(
-        self, config: PretrainConfig, model_config: ModelConfig, data: TokenSource, world: World
+        self,
+        config: Settings,
+        model_config: ModelConfig,
+        data: TokenSource,
+        world: World,
+        *,
+        network: Any = None,
+        objective: Objective | None = None,
+        curriculum: CurriculumConfig | None = None,
+        identity: Mapping[str, str] | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
+        """Train `network`, by default a new one, by `objective`, by default that of its kind.
+
+        `identity` is what a resumed run must share with its checkpoint beside the data, by name;
+        `provenance` is written into all models of the run.
+        """
         train = config.train
         if train.batch_size % world.size:
             raise UserError(
@@ -53,19 +81,25 @@ class PretrainTask:
                 f"or set model.length={data.length}."
             )
         self.config, self.model_config, self.data, self.world = config, model_config, data, world
+        self.curriculum = curriculum or CurriculumConfig()
+        self._identity = {"data": data.fingerprint, **(identity or {})}
+        self._provenance = {"reproduces": config.reproduces, **(provenance or {})}
+        self._read = 0  # tokens of this process since the last report
         self.bf16 = distributed.uses_bf16(train, world.device)
         torch.manual_seed(mix(train.seed, "init"))
-        self.model = build_model(model_config).to(world.device)
+        self.model = (build_model(model_config) if network is None else network).to(world.device)
         fsdp = train.strategy == "fsdp" and world.size > 1
         compiles = distributed.compiles(train, world.device)
-        self.objective = objectives.make_objective(model_config, compile=compiles)
+        self.objective = objective or objectives.make_objective(model_config, compile=compiles)
         if compiles:
             distributed.compile_network(self.model, sharded=fsdp)
         module, blocks = LossModule(self.model, self.objective), self.model.blocks
         self.module = distributed.parallelise(
             module, blocks, train.strategy, world, bf16=self.bf16
         ).train()
-        self.updater = Updater(self.model, config.optim, train.steps, train.ema)
+        self.updater = Updater(
+            self.model, config.optim, train.steps, train.ema, ema_warmup=train.ema_warmup
+        )
         self.sharded = fsdp and train.checkpoints == "sharded"
 
     def step(self, step: int) -> dict[str, Tensor]:
@@ -104,16 +138,16 @@ class PretrainTask:
 
     def objective_at(self, step: int) -> Objective:
         """Return the objective of a step: on softened tokens while a curriculum lasts."""
-        curriculum = self.config.curriculum
-        temperature = objectives.temperature_at(step, curriculum)
+        temperature = objectives.temperature_at(step, self.curriculum)
         if temperature is None:
             return self.objective
-        return objectives.SoftObjective(self.model_config, temperature, curriculum.tokens)
+        return objectives.SoftObjective(self.model_config, temperature, self.curriculum.tokens)
 
     def _batch(
         self, objective: Objective, position: int, rows: slice, noise: tuple[Tensor, ...]
     ) -> Batch:
         tokens = self.data.rows(position + rows.start, rows.stop - rows.start)
+        self._read += len(tokens) * tokens.shape[-1]
         batch = objective.corrupt(tokens, *(n[rows] for n in noise))
         if self.world.device.type == "cuda":
             batch = {name: value.pin_memory() for name, value in batch.items()}
@@ -125,13 +159,15 @@ class PretrainTask:
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
         """Learning rate, tokens per second and, on a GPU, the share of its matmul rate."""
-        train, length = self.config.train, self.data.length
-        rate = steps * train.batch_size * length / max(seconds, 1e-9)
+        train, rows = self.config.train, steps * self.config.train.batch_size
+        # Rows of answers are as long as the longest of a pass: the mean, in this process.
+        read, self._read = self._read * self.world.size, 0
+        rate = read / max(seconds, 1e-9)
         lr = learning_rate(step, train.steps, self.config.optim)
         values = {"lr": lr, "tokens_per_second": rate}
         if self.world.device.type == "cuda":
-            forward = flops_per_token(self.model_config, self.objective.head_fraction, length)
-            flops = 3 * forward  # a backward pass costs twice its forward pass
+            share, length = self.objective.head_fraction, round(read / rows)
+            flops = 3 * flops_per_token(self.model_config, share, length)  # backward: twice forward
             values["mfu"] = rate * flops / (self.world.size * matmul_rate(self.world.device))
         return values
 
@@ -140,7 +176,8 @@ class PretrainTask:
         return 5 * sum(p.numel() * 4 for p in self.model.parameters())
 
     def identity(self) -> Mapping[str, Any]:
-        return {"data": self.data.fingerprint}  # positions in its stream follow from the step
+        # Positions in the stream of data follow from the step.
+        return self._identity
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.updater.tensors()
@@ -160,9 +197,15 @@ class PretrainTask:
         with self.averaged():
             state = {n: distributed.whole(t) for n, t in self.model.state_dict().items()}
             if self.world.is_main:
-                facts = {"reproduces": self.config.reproduces, **(provenance or {})}
-                words = self.data.tokenizer
-                save_model(folder, state, self.model_config, tokenizer=words, provenance=facts)
+                facts = {**self._provenance, **(provenance or {})}
+                save_model(
+                    folder,
+                    state,
+                    self.model_config,
+                    tokenizer=self.data.tokenizer,
+                    provenance=facts,
+                    record=self.model.record,
+                )
 
 
 @functools.cache

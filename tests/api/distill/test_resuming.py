@@ -4,6 +4,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+import yaml
 from tests.runs import STATE, contents, entries, same_tensors
 
 import didi_instruct as didi
@@ -14,6 +15,12 @@ from .small import METHODS, Heard, recipe
 
 GATES = {"chance": 0.55, "saturation": 0.56}
 """Accuracies so close together that now one network waits and now the other."""
+LETTER = {
+    "discriminator": {"warmup": 2, "chance": None, "saturation": None, "dropout": 0.3},
+    "warmup_on_top": True,
+    "train": {"steps": 4, "ema_warmup": False},
+}
+"""As in the paper's recipes: six iterations, four of them updates of the student."""
 
 
 @pytest.mark.parametrize(
@@ -22,6 +29,7 @@ GATES = {"chance": 0.55, "saturation": 0.56}
         ("didi", {"reference": {"source": "bank"}, "discriminator": GATES}, 2),
         ("didi", {"train": {"eval_every": 3}}, 2),
         ("didi", {"discriminator": {"warmup": 4}}, 1),
+        ("didi", LETTER, 1),
         ("didi", {"prompt": 8, "data": {"source": "oracle"}, "didi": {"group_size": 2}}, 4),
         ("token-matching", {}, 3),
         ("token-matching", {"token_matching": {"warmup": 4}}, 1),
@@ -30,6 +38,7 @@ GATES = {"chance": 0.55, "saturation": 0.56}
         "didi",
         "didi before an evaluation",
         "didi in warm-up",
+        "didi in a warm-up on top",
         "didi with prompts",
         "matching",
         "matching in warm-up",
@@ -63,6 +72,8 @@ def test_a_stopped_and_resumed_run_is_bit_exact(run, models, tmp_path, method, c
         ({"data": {"source": "oracle"}}, "data.source = None, now it is oracle"),
         ({"train": {"batch_size": 16}}, "train.batch_size = 8, now it is 16"),
         ({"train": {"seed": 1}}, "train.seed = 0, now it is 1"),
+        ({"train": {"ema_warmup": False}}, "train.ema_warmup = True, now it is False"),
+        ({"warmup_on_top": True}, "warmup_on_top = False, now it is True"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_settings(run, tmp_path, changes, name):
@@ -101,3 +112,16 @@ def test_a_diverged_run_goes_on_with_a_lower_learning_rate(run, tmp_path, method
     assert didi.load(good, device="cpu").sample(num=1, steps=2).shape == (1, 32)
     calm = replace(longer, optim=replace(config.optim, lr=1e-4))
     assert run(calm, resume=True).outcome.step == 6
+
+
+def test_a_run_of_a_version_without_later_settings_goes_on(run, tmp_path):
+    """What its recipe does not name has the meaning that it had."""
+    run(recipe(), "whole")
+    run(recipe(), "parts", reporter=Heard(2))
+    path = tmp_path / "parts" / "recipe.yaml"
+    values = yaml.safe_load(path.read_text())
+    del values["warmup_on_top"], values["train"]["ema_warmup"]
+    del values["discriminator"]["weight_decay"], values["discriminator"]["dropout"]
+    path.write_text(yaml.safe_dump(values))
+    assert run(str(path), "parts", resume=True).finished
+    assert entries(tmp_path / "parts") == entries(tmp_path / "whole")

@@ -154,7 +154,7 @@ def test_a_model_of_fewer_steps_is_not_a_finished_run(run, tmp_path):
 def test_a_run_does_not_go_back(run, tmp_path):
     run(recipe())
     before = contents(tmp_path / "run")
-    with pytest.raises(UserError, match="has made 6 steps already, and train.steps is 4"):
+    with pytest.raises(UserError, match="has made 6 steps already, and train.steps asks for 4"):
         run(recipe(train={"steps": 4}), resume=True)
     assert contents(tmp_path / "run") == before
 

@@ -78,6 +78,7 @@ GUIDANCE = {
     "both": Guidance(h_start=3.0, h_end=4.0),
     "tilting": Guidance(h_start=-3.0, h_end=3.0, split=1.0, clamp=0.1),
     "tilting then nothing": Guidance(h_start=3.0, h_end=3.0, candidates=1),
+    "means": Guidance(h_start=30.0, h_end=30.0, candidates=1, reward="mean"),
     "from nothing": Guidance(h_start=0.0, h_end=5.0, split=0.8, candidates=2),
     "best": Guidance(split=0.0, select="best", score="mean", candidates=3),
     "re-ranking": Guidance(split=0.0, candidates=3),
@@ -198,6 +199,30 @@ def test_narrow_numbers_tilt_alike(device, monkeypatch):
     assert bool((found[:, 299:] == -torch.inf).all())
     difference = (found[:, :299] - expected).abs().max()
     assert difference < 0.1 * (expected - untilted).abs().max()
+
+
+@devices
+def test_the_gradient_of_a_mean_is_that_of_the_sum_over_the_masks(device, monkeypatch):
+    """Text by text, whose numbers of masks differ: 12 where nothing is given, 9 and 1 elsewhere."""
+    plain, _, guide = parts(device)
+    tokens, found = torch.full((3, 12), 299), {}
+    tokens[1, 3:6], tokens[2, :11] = 7, 3
+    fused_tilt = guides.fused_tilt
+    for reward in ("sum", "mean"):
+        slopes_seen = found[reward] = []
+
+        def listen(logits, slope, *given, seen=slopes_seen):
+            seen.append(slope)
+            return fused_tilt(logits, slope, *given)
+
+        monkeypatch.setattr(guides, "fused_tilt", listen)
+        guidance = Guidance(split=1.0, reward=reward, h_start=1e-9)
+        canvas = Canvas(tokens.to(device), 299, torch.arange(3, device=device))
+        rgas(plain, SCHEDULE, guide, start(canvas), steps=1, guidance=guidance)
+    (total,), (mean,) = found["sum"], found["mean"]
+    masks = torch.tensor([12.0] * 12 + [9.0] * 9 + [1.0], dtype=total.dtype, device=device)
+    assert total.abs().max() > 1e-6
+    torch.testing.assert_close(mean, total / masks[:, None])
 
 
 @devices

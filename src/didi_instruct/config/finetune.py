@@ -1,0 +1,105 @@
+"""Settings of a fine-tuning run: the sections of a recipe."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from didi_instruct.config.pretrain import OptimConfig, TrainConfig
+from didi_instruct.errors import UserError
+
+Task = Literal["text", "answers", "mmlu"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneDataConfig:
+    """What to learn from; it is tokenised with the model's tokenizer."""
+
+    source: str | None = None
+    """Text as `data.source` of a pretraining, JSON lines with `prompt` and `answer`, or a folder of
+    MMLU, as `task` says."""
+    valid: int | None = None
+    """Documents held out from the end, or rows with answers by a hash of their prompts; by default
+    1% of them."""
+    length: int | None = None
+    """Tokens of a row of text; by default what the model reads at once."""
+    field: str = "text"
+    """Of text in records: the field that holds it."""
+    documents: Literal["file", "line", "paragraph"] = "file"
+    """Of plain text: what one document is."""
+    rows: Literal["stream", "document"] = "stream"
+    """What a row of text holds: a stretch of all documents joined, or one document and its end."""
+    long: Literal["drop", "cut"] = "drop"
+    """For rows of one document: one that does not fit is left out, or cut."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below the least."""
+        if self.length is not None and self.length < 1:
+            raise UserError(f"data.length is {self.length}: use 1 or more.")
+        if self.valid is not None and self.valid < 0:
+            raise UserError(f"data.valid is {self.valid}: use 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswersConfig:
+    """How answers are learnt from their prompts, which are never noise."""
+
+    masking: Literal["count", "random"] = "count"
+    """Of masked diffusion. `count`: how many tokens of an answer are masked is uniform, so an
+    answer of one token always is. `random`: each with the probability of a random time, as in the
+    paper: the same expectation, and for short answers far more variance."""
+    end: bool = False
+    """Learn the end-of-text token as the last one of each answer, so that generation ends there."""
+    long: Literal["cut", "refuse"] = "cut"
+    """A prompt that does not fit the model's window with its answer is cut from the left, or
+    refused."""
+    share: float | None = None
+    """Of MMLU without a training split: the share of the test split to train on, by a hash of the
+    questions; `didi eval --task mmlu --sft-share` then scores the others."""
+
+    def __post_init__(self) -> None:
+        """Refuse shares that leave nothing to learn or to score."""
+        if self.share is not None and not 0 < self.share < 1:
+            raise UserError(f"answers.share is {self.share}: use more than 0 and less than 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneOptimConfig(OptimConfig):
+    """AdamW at a constant rate, torch's defaults for the rest."""
+
+    lr: float = 1e-5
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    schedule: Literal["cosine", "linear", "constant"] = "constant"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig:
+    """One fine-tuning run."""
+
+    reproduces: str = ""
+    """What this recipe reproduces, and where that is published."""
+    expect: str = ""
+    """The number to expect."""
+    task: Task = "text"
+    """What the data holds: text, prompts with answers, or the questions of MMLU."""
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def iterations(self) -> int:
+        """Turns of the training loop."""
+        return self.train.steps
+
+    def __post_init__(self) -> None:
+        """Refuse sections that contradict each other."""
+        if self.answers.share is not None and self.task != "mmlu":
+            raise UserError(
+                f"answers.share is {self.answers.share}, but task is {self.task}: it divides the "
+                "test split of mmlu. Use data.valid to hold rows out."
+            )
+
+    @property
+    def iterations(self) -> int:
+        """Steps of the loop."""
+        return self.train.steps

@@ -1,0 +1,179 @@
+"""Fine-tuning: any model goes on training, on text or on prompts with answers."""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from didi_instruct import __version__
+from didi_instruct.api.open import fingerprint, open_source
+from didi_instruct.api.pretrain import held_out_likelihood
+from didi_instruct.api.runs import (
+    check_folder,
+    check_held,
+    configure,
+    nothing_to_do,
+    only_run,
+    start_of,
+)
+from didi_instruct.api.sources import PrepareBar
+from didi_instruct.config.finetune import FinetuneConfig
+from didi_instruct.errors import UserError
+from didi_instruct.models.checkpoint import LoadedModel, read_manifest
+from didi_instruct.tasks.learning import Learning, held_out_answers, open_learning
+from didi_instruct.training.distributed import World, open_world
+from didi_instruct.training.loop import Evaluate, Loop, Outcome
+from didi_instruct.training.pretrain_task import PretrainTask
+from didi_instruct.training.reporting import Reporter
+
+KEPT = ("foreign", "padding")
+"""Facts about a model's layout that its fine-tuned form shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneResult:
+    """Where a run stands when it returns."""
+
+    folder: Path
+    outcome: Outcome
+    is_main: bool
+    """Whether this is the process that reports."""
+    source: str
+    """The model that was fine-tuned."""
+    new: bool = True
+    """Whether something was trained; False where a resumed run had finished."""
+    held_out: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Held-out numbers, `before` and `after`, under the same noise; a resumed run keeps both."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is in `folder`."""
+        return self.outcome.signal is None
+
+
+def finetune(
+    recipe: str | Mapping[str, Any] | FinetuneConfig,
+    *,
+    model: str | Path,
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    tokenizer: str | Path | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    reporter: Reporter | None = None,
+    data_progress: PrepareBar = nullcontext,
+) -> FinetuneResult:
+    """Go on training `model` (any SOURCE) as the recipe says, in `out`; under torchrun, all call.
+
+    It starts from the averaged weights, and the data is read with its tokenizer; `tokenizer` is for
+    a foreign model that brings none.
+    """
+    if not isinstance(model, (str, Path)):
+        raise UserError(f"model is a {type(model).__name__}: give its folder or name.")
+    folder, source = Path(out), str(model)
+    config = configure(FinetuneConfig, recipe, overrides)
+    verb = f"didi finetune RECIPE --model {source}"
+    check_folder(folder, config, resume, verb=verb)
+    loaded = _open_model(source, tokenizer)
+    with open_world(device) as world, only_run(folder, world):
+        changes = check_held(folder, config, resume, world, verb=verb)
+        shown = reporter if world.is_main and reporter else Reporter()
+        if nothing_to_do(folder, config.iterations, resume, shown.say):
+            outcome = Outcome(config.iterations, None, None)
+            known = read_manifest(folder).provenance.get("held_out", {})
+            return FinetuneResult(folder, outcome, world.is_main, source, False, known)
+        learning = open_learning(config, loaded, source, folder, world, data_progress)
+        task = _make_task(config, loaded, source, learning, world)
+        evaluate = _evaluator(task, learning)
+        loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
+        start = start_of(loop, config, changes, resume)
+        for note in _notes(config, loaded, source, learning, world):
+            shown.say(note)
+        before = None
+        if evaluate is not None and start == 0:
+            shown.say("Measuring held-out data before the first step")
+            before = evaluate(0, lambda: None)
+            shown.measured(0, before)
+        outcome = loop.run(start, before)
+        found = _held_out(folder / "log.jsonl") if world.is_main else {}
+        if outcome.signal is None:
+            task.write_model(folder, {"step": outcome.step, "held_out": found})
+            world.wait()
+    return FinetuneResult(folder, outcome, world.is_main, source, held_out=found)
+
+
+def _open_model(source: str, tokenizer: str | Path | None) -> LoadedModel:
+    """The networks of a model in float32, with its tokenizer."""
+    loaded = open_source(source, dtype=torch.float32, tokenizer=tokenizer)
+    if loaded.tokenizer is None:
+        raise UserError(f"{source} brings no tokenizer: name the one it was trained with.")
+    return loaded
+
+
+def _make_task(
+    config: FinetuneConfig, loaded: LoadedModel, source: str, learning: Learning, world: World
+) -> PretrainTask:
+    """The task of a run: a copy of the model, its objective, and where it comes from."""
+    network: Any = copy.deepcopy(loaded.model)  # tensors of a loaded model are views of its file
+    network.config = learning.model
+    network.requires_grad_(True)
+    mark = fingerprint(source)
+    origin = {"source": source, "sha256": mark, "provenance": loaded.provenance}
+    provenance = {
+        "recipe": asdict(config),
+        "finetuned_from": origin,
+        "didi_instruct": __version__,
+        "torch": torch.__version__,
+        **{name: loaded.provenance[name] for name in KEPT if name in loaded.provenance},
+    }
+    return PretrainTask(
+        config,
+        learning.model,
+        learning.data,
+        world,
+        network=network,
+        objective=learning.objective,
+        identity={"model": mark},
+        provenance=provenance,
+    )
+
+
+def _evaluator(task: PretrainTask, learning: Learning) -> Evaluate | None:
+    """Held-out numbers of the averaged model, under the same noise each time."""
+    if learning.valid is None:
+        return None
+    if learning.measured is None:
+        return held_out_likelihood(task, learning.valid)
+    return held_out_answers(task, learning.valid, learning.measured)
+
+
+def _notes(
+    config: FinetuneConfig, loaded: LoadedModel, source: str, learning: Learning, world: World
+) -> Iterator[str]:
+    """Say what was done to the data, and what has no effect here."""
+    train = config.train
+    yield from learning.notes
+    if loaded.discriminator is not None:
+        yield f"The discriminator of {source} is left out: it knows the model as it was."
+    if learning.valid is None:
+        yield "Nothing is held out (data.valid): no evaluations."
+    if train.strategy == "fsdp" and world.size == 1:
+        yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
+    elif train.checkpoints == "sharded" and train.strategy == "ddp":
+        yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
+
+
+def _held_out(log: Path) -> dict[str, dict[str, float]]:
+    """Held-out numbers of a log: those before the first step, and the last ones."""
+    found = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        numbers = {name: value for name, value in entry.items() if name.startswith("valid_")}
+        if numbers:
+            found.append(numbers)
+    return {"before": found[0], "after": found[-1]} if found else {}

@@ -1,0 +1,130 @@
+"""Functions that jobs call for the tables of downstream tasks (Section 4.3).
+
+Models that are compared are measured in one job, on the same questions, pairs or rows and under the
+same noise, so that their differences have paired intervals.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from didi_instruct.api.model import load
+from didi_instruct.data.dataset import TokenDataset, open_data
+from didi_instruct.errors import UserError
+from didi_instruct.evaluation.likelihood import check_data, nats_of_texts, perplexity
+from didi_instruct.reproduce.jobs import DATA, Context
+from didi_instruct.tasks.baselines import untrained_of
+from didi_instruct.tasks.learning import PREPARED
+from didi_instruct.tasks.registry import find_task
+from didi_instruct.tasks.statistics import mean_interval
+from didi_instruct.tasks.task import NamedModel
+from didi_instruct.training.objectives import make_objective
+
+HERE = "didi_instruct.reproduce.downstream"
+SIGNIFICANT = 0.05
+CACHE = "features"
+"""Folder of frozen states, in that of the grid."""
+
+
+def task(
+    context: Context, *, which: str, labels: Mapping[str, str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rows and notes of `didi eval --task` for the models among the inputs, by their labels."""
+    chosen = find_task(which)
+    options = {"cache": str(context.shared / CACHE)} if which == "mrpc" else {}
+    report = chosen.evaluate(
+        _models(context, labels),
+        Path(context.inputs[DATA]),
+        chosen.options(**settings, **options),
+        lambda stage, done, total: context.tell(f"{stage} {done} of {total}"),
+    )
+    compared = report.tables["comparisons"]
+    return {
+        "rows": report.rows,
+        "notes": report.notes,
+        "compared": [pair | {"better": _more_accurate(pair)} for pair in compared],
+    }
+
+
+def adaptation(
+    context: Context, *, labels: Mapping[str, str], sequences: int, draws: int, seed: int
+) -> dict[str, Any]:
+    """Likelihood of held-out documents before and after fine-tuning on the others.
+
+    The rows are those that the fine-tuning runs have held out, all of them the same.
+    """
+    data = _held_out(context)
+    count = min(sequences, data.num_sequences)
+    models = _models(context, labels)
+    nats, rows = {}, []
+    for entry in (*models, *untrained_of(models, seed)):
+        context.tell(f"likelihood under {entry.name}")
+        nats[entry.name], row = _likelihood(entry, data, count, draws, seed)
+        rows.append(row | {"seed": seed, "num_samples": count})
+    compared = _compare({entry.name: nats[entry.name] for entry in models})
+    return {"rows": rows, "notes": [], "compared": compared}
+
+
+def _models(context: Context, labels: Mapping[str, str]) -> list[NamedModel]:
+    """Models of the inputs whose roles have labels."""
+    return [
+        NamedModel(label, load(context.inputs[role], device=context.device))
+        for role, label in labels.items()
+    ]
+
+
+def _held_out(context: Context) -> TokenDataset:
+    runs = [source for role, source in context.inputs.items() if role.startswith("after-")]
+    return open_data(Path(runs[0]) / PREPARED, "valid")
+
+
+def _likelihood(
+    entry: NamedModel, data: TokenDataset, count: int, draws: int, seed: int
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Nats of each row, and the model's line of the table."""
+    model = entry.model
+    if model.tokenizer is None:
+        raise UserError(f"{entry.name} brings no tokenizer: name the one it was trained with.")
+    check_data(model.config, model.tokenizer.hash, data)
+    objective = make_objective(model.config)
+    nats, tokens = nats_of_texts(
+        lambda batch: objective.loss(model.network, batch),
+        model.config,
+        data.ordered,
+        sequences=count,
+        draws=draws,
+        seed=seed,
+        device=model.device,
+    )
+    per_token = nats / tokens.double().mean()
+    mean, interval = float(per_token.mean()), mean_interval(per_token.numpy())
+    row = {"model": entry.name, "nll": mean, "nelbo_ppl": perplexity(mean)}
+    if interval is not None:
+        row |= {"nll_ci95": interval, "nelbo_ppl_ci95": [perplexity(end) for end in interval]}
+    return per_token.numpy(), row
+
+
+def _compare(nats: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Paired differences in nats a token of every two models; `better` has fewer, if it is told."""
+    found = []
+    for first, second in combinations(nats, 2):
+        difference = nats[first] - nats[second]
+        interval = mean_interval(difference)
+        if interval is not None:
+            mean = float(difference.mean())
+            told = (second if mean > 0 else first) if interval[0] * interval[1] > 0 else None
+            pair: dict[str, Any] = {"models": [first, second], "difference": mean, "better": told}
+            found.append(pair | {"difference_ci95": interval})
+    return found
+
+
+def _more_accurate(pair: Mapping[str, Any]) -> str | None:
+    """The model of a comparison that is told to be better: by its interval and McNemar's test."""
+    low, high = pair["difference_ci95"]
+    if low <= 0 <= high or pair["mcnemar_p"] >= SIGNIFICANT:
+        return None
+    first, second = pair["models"]
+    return str(first if low > 0 else second)

@@ -1,0 +1,109 @@
+"""Downstream tasks at toy scale: files in the form of the real ones, of the oracle language.
+
+The package holds no data of the tasks. Questions ask which word begins a sentence, pairs are
+paraphrases where one is the other without its end, and the corpus is sentences: all go through the
+readers of the real files, and none of the numbers can be set against the paper's.
+"""
+
+import csv
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from didi_instruct.data.files import write_atomic
+from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.running import RUN
+from didi_instruct.reproduce.toy_corpora import sentences
+from didi_instruct.tasks.mmlu_data import COLUMNS, LETTERS, Question, prompt_of
+
+WRITE = "didi_instruct.reproduce.toy_tasks:write"
+SAYS = (
+    "At toy scale the files of the tasks are made of sentences of the oracle language, and models "
+    "are trained for seconds: the table shows that all of it runs."
+)
+QUESTIONS, PAIRS, DOCUMENTS = 96, 120, 160
+
+
+def toy_data(name: str) -> Job:
+    """The job that writes the data `name`: text, mmlu, pubmed or mrpc."""
+    return Job(name=f"toy-{name}", does=WRITE, options={"data": name})
+
+
+def write(context: Context, *, data: str) -> dict[str, int]:
+    """Write the files of one task; return how many records there are."""
+    folder = context.folder / RUN
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"records": WRITERS[data](folder)}
+
+
+def _text(folder: Path) -> int:
+    """Sentences and answered questions to pretrain on, a document on each line."""
+    found = sentences(4000)
+    lines = [". ".join(found[i : i + 4]) + "." for i in range(0, len(found), 4)]
+    lines += [
+        f"{prompt_of(question)} {LETTERS[question.answer]}".replace("\n", " ")
+        for question in questions(400, seed=7)
+    ]
+    random.Random(0).shuffle(lines)
+    write_atomic(folder / "text.txt", ("\n".join(lines) + "\n").encode())
+    return len(lines)
+
+
+def _pubmed(folder: Path) -> int:
+    found = sentences(4 * DOCUMENTS, seed=2)
+    texts = [". ".join(found[i : i + 4]) + "." for i in range(0, len(found), 4)]
+    records = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    write_atomic(folder / "pubmed.jsonl", records.encode())
+    return len(texts)
+
+
+def _mmlu(folder: Path) -> int:
+    asked = questions(QUESTIONS + 10, seed=3)
+    for split, part in (("dev", asked[:10]), ("test", asked[10:])):
+        for subject in ("first_words", "last_words"):
+            rows = [q for q in part if q.subject == subject]
+            file = io.StringIO()
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows([q.text, *q.choices, q.answer] for q in rows)
+            path = folder / split / f"{subject}_{split}.csv"
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, file.getvalue().encode())
+    return len(asked)
+
+
+def questions(num: int, seed: int) -> list[Question]:
+    """Questions on the first or the last word of a sentence, by turns."""
+    rng, found = random.Random(seed), sentences(num, seed=seed)
+    words = sorted({word for sentence in found for word in sentence.split()})
+    asked = []
+    for number, sentence in enumerate(found):
+        subject = ("first_words", "last_words")[number % 2]
+        true = sentence.split()[0 if subject == "first_words" else -1]
+        others = rng.sample([word for word in words if word != true], 3)
+        answer = rng.randrange(len(LETTERS))
+        choices = (*others[:answer], true, *others[answer:])
+        asked.append(Question(subject, sentence, choices, answer, ""))
+    return asked
+
+
+def _mrpc(folder: Path) -> int:
+    rng, found = random.Random(4), sentences(3 * PAIRS, seed=4)
+    header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    rows = []
+    for number in range(PAIRS):
+        first, other = found[2 * number : 2 * number + 2]
+        same = rng.random() < 2 / 3  # as in MRPC
+        second = " ".join(first.split()[:-1]) if same else other
+        rows.append(f"{int(same)}\t{2 * number}\t{2 * number + 1}\t{first}\t{second}\n")
+    for split, part in (("train", rows[: -PAIRS // 3]), ("test", rows[-PAIRS // 3 :])):
+        path = folder / f"msr_paraphrase_{split}.txt"
+        write_atomic(path, ("\ufeff" + header + "".join(part)).encode())
+    return len(rows)
+
+
+WRITERS: dict[str, Callable[[Path], int]] = {
+    "text": _text, "pubmed": _pubmed, "mmlu": _mmlu, "mrpc": _mrpc,
+}  # fmt: skip

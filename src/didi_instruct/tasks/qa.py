@@ -1,0 +1,279 @@
+"""Prompts with answers: likelihood among choices, or exact match of what a model writes."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from didi_instruct.data.readers import read_records
+from didi_instruct.data.sources import Meter, find_sources, readable
+from didi_instruct.errors import UserError
+from didi_instruct.sampling.state import Snapshot
+from didi_instruct.seeding import mix
+from didi_instruct.tasks.baselines import untrained_of
+from didi_instruct.tasks.encoding import encode_pairs, fit
+from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
+from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
+from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
+from didi_instruct.tasks.writing import GREEDY_SAMPLERS, write
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QaOptions:
+    """Options of the task `qa`."""
+
+    steps: int = 16
+    """Of writing an answer, where there are no choices."""
+    limit: int | None = None
+    """Questions at most: those with the smallest hashes."""
+    draws: int = 32
+    """Draws for the likelihood of an answer of several tokens."""
+    seed: int = 0
+    """Of the draws, of writing and of the untrained network."""
+    batch_tokens: int = TOKENS
+    """Tokens of a forward pass."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        if min(self.steps, self.draws, self.batch_tokens) < 1 or self.seed < 0:
+            raise UserError("steps, draws and batch_tokens are 1 or more, seed 0 or more.")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"limit is {self.limit}: use 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A prompt, its answer, and the choices, if there are any."""
+
+    prompt: str
+    answer: str
+    choices: tuple[str, ...]
+    where: str
+
+
+def read_items(data: Path) -> list[Item]:
+    """Read .jsonl files: `prompt`, `answer`, and `choices` in all rows or in none.
+
+    With choices, an answer is one of them or its index from 0.
+    """
+    sources = [source for source in find_sources(str(data)) if source.kind == "jsonl"]
+    items = []
+    for source in sources:
+        with readable(source):
+            items += [_item(record, where) for where, record in read_records(source, Meter())]
+    if not items:
+        raise UserError(f"{data}: has no prompts with answers; give .jsonl (gz, xz, zst) files.")
+    odd = next((i for i in items if bool(i.choices) != bool(items[0].choices)), None)
+    if odd is not None:
+        raise UserError(
+            f"{odd.where}: only some rows have `choices`: keep those with and without apart."
+        )
+    return items
+
+
+def _item(record: dict[str, Any], where: str) -> Item:
+    missing = next((name for name in ("prompt", "answer") if name not in record), None)
+    if missing is not None:
+        raise UserError(
+            f"{where}: has no field `{missing}`, only {', '.join(record) or 'none'}: rename the "
+            "one meant."
+        )
+    choices, answer = record.get("choices", ()), record["answer"]
+    if "choices" in record:
+        texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
+        if not texts or len(set(choices)) != len(choices) or len(choices) < 2:
+            raise UserError(f"{where}: `choices` are two or more texts that differ.")
+        if type(answer) is int and 0 <= answer < len(choices):
+            answer = choices[answer]
+        if answer not in choices:
+            raise UserError(f"{where}: the answer `{answer}` is none of the choices: add it.")
+    for name, text in (
+        ("prompt", record["prompt"]),
+        ("answer", answer),
+        *(("choice", c) for c in choices),
+    ):
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{where}: its {name} is empty or no text: fill it.")
+    return Item(record["prompt"], answer, tuple(choices), where)
+
+
+def evaluate(
+    models: Sequence[NamedModel], data: Path, options: QaOptions, progress: Progress
+) -> TaskReport:
+    """Score models, an untrained network, guessing and the most frequent answer."""
+    items = read_items(data)
+    if options.limit is not None:
+        items = sorted(items, key=lambda item: mix("qa", item.prompt))[: options.limit]
+    measure = _among_choices if items[0].choices else _written
+    chance = float(np.mean([1 / len(i.choices) for i in items])) if items[0].choices else None
+    untrained = untrained_of(models, options.seed)
+    rows, right, notes = [], {}, []
+    for number, entry in enumerate([*models, *untrained]):
+        begun = time.perf_counter()
+        row, right[entry.name] = measure(entry, items, options, progress)
+        row["questions_per_second"] = len(items) / (time.perf_counter() - begun)
+        row["baseline"] = "untrained" if number >= len(models) else None
+        rows.append(_common(entry.name, right[entry.name]) | row)
+        if chance is not None:
+            said = against_chance(entry.name, rows[-1]["accuracy_ci95"], chance)
+            notes += [] if said is None else [said]
+    if chance is not None:
+        row = {"model": "chance", "num": len(items), "accuracy": chance, "baseline": "chance"}
+        rows.append(row)
+    answer, count = Counter(item.answer for item in items).most_common(1)[0]
+    most = np.array([item.answer == answer for item in items], np.float64)
+    rows.append(_common(f"always {answer.strip()}", most) | {"baseline": "majority"})
+    if count == 1:
+        notes.append("No two answers are equal, so the most frequent one is any of them.")
+    compared, said_of_pairs = compare_all(right, options.seed, [entry.name for entry in untrained])
+    return TaskReport(
+        task="qa",
+        rows=rows,
+        notes=[*notes, *said_of_pairs],
+        tables={"comparisons": compared},
+        settings={**asdict(options), "questions": len(items)},
+    )
+
+
+def _common(name: str, right: NDArray[np.float64]) -> Row:
+    return {
+        "model": name,
+        "num": len(right),
+        "accuracy": float(right.mean()),
+        "accuracy_ci95": wilson(float(right.sum()), len(right)),
+    }
+
+
+def _encode(
+    entry: NamedModel, items: Sequence[Item], answers: Sequence[str]
+) -> tuple[list[Encoded], int]:
+    """Tokens of prompts and answers that fit the window, and how many prompts were cut."""
+    where, length = [item.where for item in items], entry.model.config.length
+    pairs = [(item.prompt, answer) for item, answer in zip(items, answers, strict=True)]
+    encoded = encode_pairs(entry, pairs, where)
+    fitted = [fit(pair, length, place) for pair, place in zip(encoded, where, strict=True)]
+    return fitted, sum(a.prompt != b.prompt for a, b in zip(encoded, fitted, strict=True))
+
+
+def _scorer(entry: NamedModel, options: QaOptions) -> Scorer:
+    return Scorer(
+        entry.model, draws=options.draws, seed=options.seed, batch_tokens=options.batch_tokens
+    )
+
+
+def _among_choices(
+    entry: NamedModel, items: Sequence[Item], options: QaOptions, progress: Progress
+) -> tuple[Row, NDArray[np.float64]]:
+    """Accuracy of the likeliest choice, by the whole answer and by the byte."""
+    spread = [item for item in items for _ in item.choices]
+    pairs, cut = _encode(entry, spread, [choice for item in items for choice in item.choices])
+    encoded = iter(pairs)
+    questions = [[next(encoded) for _ in item.choices] for item in items]
+    found = _scorer(entry, options).choices(
+        questions,
+        [item.prompt for item in items],
+        lambda done: progress(f"{entry.name}: choices", done, len(items)),
+    )
+    gold = [item.choices.index(item.answer) for item in items]
+    per_byte = [
+        log_p / torch.tensor([len(choice.encode()) for choice in item.choices])
+        for log_p, item in zip(found, items, strict=True)
+    ]
+    nll = np.array([-float(log_p[g]) for log_p, g in zip(found, gold, strict=True)])
+    among = [-float(p.log_softmax(0)[g]) for p, g in zip(found, gold, strict=True)]
+    row: Row = {
+        "measure": "likeliest choice",
+        "accuracy_per_byte": float(_right(per_byte, gold).mean()),
+        "nll": float(nll.mean()),
+        "nll_ci95": mean_interval(nll),
+        "nll_choices": float(np.mean(among)),
+        "truncated": cut,
+    }
+    return row, _right(found, gold)
+
+
+def _right(found: Sequence[Tensor], gold: Sequence[int]) -> NDArray[np.float64]:
+    return np.array([float(shares(p)[g]) for p, g in zip(found, gold, strict=True)])
+
+
+def _written(
+    entry: NamedModel, items: Sequence[Item], options: QaOptions, progress: Progress
+) -> tuple[Row, NDArray[np.float64]]:
+    """Exact match of greedy answers, whose number of tokens is given, and NLL of the true ones."""
+    pairs, cut = _encode(entry, items, [item.answer for item in items])
+    nats = (
+        -_scorer(entry, options)
+        .answers(
+            pairs,
+            [item.prompt for item in items],
+            lambda done: progress(f"{entry.name}: likelihood", done, len(items)),
+        )
+        .numpy()
+    )
+    tokenizer = entry.model.tokenizer
+    assert tokenizer is not None
+    wrote = _write(entry, pairs, options, progress)
+    right = np.array(
+        [
+            float(tokenizer.decode(ids).strip() == item.answer.strip())
+            for ids, item in zip(wrote, items, strict=True)
+        ]
+    )
+    row: Row = {
+        "measure": "exact match",
+        "nll": float(nats.mean()),
+        "nll_ci95": mean_interval(nats),
+        "nll_per_token": float(nats.sum() / sum(len(pair.answer) for pair in pairs)),
+        "steps": options.steps,
+        "truncated": cut,
+    }
+    return row, right
+
+
+def _write(
+    entry: NamedModel, pairs: Sequence[Encoded], options: QaOptions, progress: Progress
+) -> list[list[int]]:
+    """Greedy answers, each of as many tokens as the true one has."""
+    done = 0
+
+    def report(step: Snapshot) -> None:
+        nonlocal done
+        done += len(step.tokens) * (step.index + 1 == step.steps)
+        progress(f"{entry.name}: writing", done, len(pairs))
+
+    return write(
+        entry.model,
+        [pair.prompt for pair in pairs],
+        [len(pair.answer) for pair in pairs],
+        batch_tokens=options.batch_tokens,
+        callback=report,
+        steps=options.steps,
+        sampler=GREEDY_SAMPLERS[entry.model.config.kind],
+        temperature=0.0,
+        seed=options.seed,
+    )
+
+
+TASK = Task(
+    name="qa",
+    help="prompts with answers (.jsonl): likeliest choice, or exact match of greedy answers",
+    options=QaOptions,
+    evaluate=evaluate,
+    columns=(
+        Column("accuracy", "accuracy", "percent"),
+        Column("accuracy_per_byte", "per byte", "percent"),
+        Column("nll_choices", "NLL of choices"),
+        Column("nll", "NLL of answer"),
+        Column("nll_per_token", "per token"),
+        Column("truncated", "cut", "count"),
+        Column("questions_per_second", "per second"),
+    ),
+)

@@ -1,0 +1,44 @@
+"""Texts written behind prompts, each of a given number of tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from didi_instruct.api.generation import Request, mask_symbol
+from didi_instruct.api.model import Model
+from didi_instruct.sampling.state import PAD, Callback
+
+GREEDY_SAMPLERS = {"mdlm": "confidence", "duo": "uniform-state", "ar": None}
+"""What writes the likeliest tokens at temperature 0, by kind of model."""
+
+
+def write(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    *,
+    batch_tokens: int,
+    callback: Callback | None = None,
+    **settings: Any,
+) -> list[list[int]]:
+    """Write `counts` tokens behind each prompt; settings are those of `Request`.
+
+    All are rows of one request, so that their noise does not depend on batches. Nothing follows
+    what is written, except where texts have windows of their own: there ends fill the window, so
+    that the model knows how many tokens there are to be.
+    """
+    config = model.config
+    ends = config.kind == "mdlm" and config.end_id is not None
+    spans = [slice(len(p), len(p) + count) for p, count in zip(prompts, counts, strict=True)]
+    width = config.length if ends else max(span.stop for span in spans)
+    fill = config.end_id if ends and config.end_id is not None else PAD
+    table = torch.full((len(prompts), width), fill)
+    for row, prompt, span in zip(table, prompts, spans, strict=True):
+        row[: span.start] = torch.tensor(prompt, dtype=torch.long)
+        row[span] = mask_symbol(config)
+    if config.kind == "ar":
+        settings = settings | {"steps": None}  # it takes one for each token
+    request = Request(tokens=table, batch_size=max(1, batch_tokens // width), **settings)
+    tokens = model.request(request, callback=callback).samples.tokens.tolist()
+    return [row[span] for row, span in zip(tokens, spans, strict=True)]

@@ -1,0 +1,143 @@
+"""Questions with choices, and answers that a model writes."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from tests.tasks.tiny_models import LENGTH, V, tiny
+
+from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.tasks import qa
+from didi_instruct.tasks.qa import QaOptions
+from didi_instruct.tasks.task import NamedModel
+
+WORDS = [f"w{n}" for n in range(V)]
+
+
+def model_of(kind):
+    model = tiny(kind)
+    model.tokenizer = Tokenizer.from_words(WORDS)
+    return model
+
+
+def write(folder, rows):
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def report(model, path, **options):
+    entry = NamedModel("mine", model)
+    found = qa.evaluate([entry], path, QaOptions(**options), lambda *_: None)
+    return found, {row["model"]: row for row in found.rows}
+
+
+def text_of(ids):
+    return " ".join(WORDS[i] for i in ids)
+
+
+def test_the_likeliest_choice_is_that_of_all_texts(tmp_path):
+    """An AR model's favourite among answers of one and two words, by enumeration."""
+    model = model_of("ar")
+    choices = [[a] for a in range(V)] + [[a, b] for a, b in itertools.product(range(V), repeat=2)]
+    rows, right, by_byte, nats = [], 0, 0, []
+    lengths = torch.tensor([len(f" {text_of(choice)}") for choice in choices])
+    for prompt in itertools.product(range(V), repeat=2):
+        whole = [torch.tensor([[*prompt, *choice]]) for choice in choices]
+        log_p = torch.stack([model.network.log_prob(text)[0] for text in whole])
+        log_p = (log_p - model.network.log_prob(torch.tensor([prompt]))).detach()
+        gold = int((log_p if prompt[0] < 2 else log_p / lengths).argmax())  # either may be right
+        right += int(log_p.argmax()) == gold
+        by_byte += int((log_p / lengths).argmax()) == gold
+        nats.append(-float(log_p[gold]))
+        row = {"prompt": text_of(prompt), "choices": [" " + text_of(c) for c in choices]}
+        rows.append(row | {"answer": gold})
+    _, found = report(model, write(tmp_path, rows))
+    assert found["mine"]["accuracy"] == pytest.approx(right / 25)
+    assert found["mine"]["accuracy_per_byte"] == pytest.approx(by_byte / 25)
+    assert right != by_byte
+    assert found["mine"]["nll"] == pytest.approx(sum(nats) / 25, abs=1e-4)
+    assert found["chance"]["accuracy"] == pytest.approx(1 / 30)
+    assert found["untrained mine"]["baseline"] == "untrained"
+
+
+@pytest.mark.parametrize("kind", ["ar", "masked", "masks", "windows", "duo"])
+def test_greedy_answers_are_matched_exactly(kind, tmp_path):
+    """What a model writes itself it gets right; other answers it gets wrong."""
+    model = model_of(kind)
+    prompts = list(itertools.product(range(1, V), repeat=2))
+    rows = [
+        {"prompt": text_of(prompt), "answer": f" {text_of(answer)}"}
+        for prompt, answer in zip(prompts, greedy(model, prompts, kind), strict=True)
+    ]
+    wrong = WORDS[(WORDS.index(rows[0]["answer"].split()[0]) % (V - 1)) + 1]
+    rows[0]["answer"] = f" {wrong}"
+    _, found = report(model, write(tmp_path, rows), steps=1, draws=1)
+    assert found["mine"]["accuracy"] == pytest.approx(15 / 16)
+    assert found["mine"]["measure"] == "exact match"
+    _, few = report(model, write(tmp_path, rows), steps=1, draws=1, batch_tokens=1)
+    assert few["mine"]["accuracy"] == pytest.approx(15 / 16)
+
+
+def greedy(model, prompts, kind):
+    """Likeliest tokens by the network itself, two of an AR model.
+
+    What several masks and a uniform-state model are told beside the text is noise, which belongs to
+    a row; so they are asked through their samplers.
+    """
+    rows = torch.tensor(prompts)
+    if kind == "ar":
+        for _ in range(2):
+            start = torch.full_like(rows[:, :1], model.config.vocab_size - 1)
+            last = model.network(torch.cat([start, rows], 1))[:, -1]
+            rows = torch.cat([rows, last.argmax(-1, keepdim=True)], 1)
+        return rows[:, -2:].tolist()
+    if kind in ("duo", "masks"):
+        empty = model.config.vocab_size if kind == "duo" else model.mask_id
+        rows = torch.cat([rows, torch.full_like(rows[:, :1], empty)], 1)
+        sampler = "uniform-state" if kind == "duo" else "confidence"
+        settings = {"temperature": 0.0, "sampler": sampler, "steps": 1}
+        return model.sample(tokens=rows, **settings)[:, -1:].tolist()
+    after = torch.zeros(len(rows), LENGTH - 3 if kind == "windows" else 0, dtype=torch.long)
+    mask = torch.full_like(rows[:, :1], model.mask_id)
+    logits = model.denoiser(torch.cat([rows, mask, after], 1), 1.0)[:, 2]
+    return logits.argmax(-1, keepdim=True).tolist()
+
+
+def test_the_nll_of_a_masked_models_answer_is_the_bound(tmp_path):
+    model = model_of("masked")
+    path = write(tmp_path, [{"prompt": "w1 w2", "answer": " w3"}])
+    _, found = report(model, path)
+    law = model.denoiser(torch.tensor([[1, 2, model.mask_id]]), 1.0)[0, -1].log_softmax(-1)
+    assert found["mine"]["nll"] == pytest.approx(-float(law[3]), abs=1e-5)
+    assert math.isfinite(found["untrained mine"]["nll"])
+
+
+PLAIN = {"prompt": "w1", "answer": " w2"}
+BAD = {
+    "no-answer": ([{"prompt": "w1"}], "questions.jsonl:1: has no field `answer`, only prompt"),
+    "empty": ([PLAIN, {"prompt": " ", "answer": " w1"}], "questions.jsonl:2: its prompt is empty"),
+    "no-choice": ([PLAIN | {"choices": [" w1", " w3"]}], "the answer ` w2` is none of the choices"),
+    "one-choice": ([PLAIN | {"choices": [" w2"]}], "`choices` are two or more texts"),
+    "mixed": ([PLAIN, PLAIN | {"choices": [" w2", " w3"]}], ":2: only some rows have `choices`"),
+    "long": ([PLAIN, {"prompt": "w1", "answer": " w1" * 9}], ":2: the answer has 9 tokens"),
+    "unknown": ([PLAIN, {"prompt": "w1", "answer": " owl"}], ":2: mine cannot read it"),
+    "none": ([], "has no prompts with answers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_told_by_file_and_row(name, tmp_path):
+    rows, message = BAD[name]
+    with pytest.raises(ValueError, match=".") as error:
+        report(model_of("masked"), write(tmp_path, rows))
+    assert message in str(error.value)
+
+
+def test_answers_that_a_model_never_writes_are_refused(tmp_path):
+    """The end of a window is given to a masked model, so no answer holds it."""
+    path = write(tmp_path, [{"prompt": "w1", "answer": " w0"}])
+    with pytest.raises(ValueError, match="has the token `w0`, which mine never writes"):
+        report(model_of("windows"), path)
