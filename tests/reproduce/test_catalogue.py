@@ -178,7 +178,7 @@ def test_small_scale_on_the_oracle_language_is_judged_by_it_and_has_two_seeds():
     for job in trained:
         settings = job.settings()
         gates = settings.discriminator.chance, settings.discriminator.saturation
-        assert (*gates, settings.updates) == (None, None, 2000)
+        assert (*gates, settings.updates) == (None, None, 1000)
 
 
 @pytest.mark.parametrize("name", ["baselines", "rgas-landscape", "rgas-anova"])

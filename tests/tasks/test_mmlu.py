@@ -45,7 +45,9 @@ def test_who_knows_the_answers_has_them_all_and_noise_guesses(tmp_path):
     assert untrained["nll_choices"] == pytest.approx(math.log(4), abs=0.05)
     assert untrained["baseline"] == "untrained"
     assert any("untrained mine cannot be told from guessing" in note for note in found.notes)
-    assert any(note.startswith("mine is more accurate than untrained mine") for note in found.notes)
+    assert any(
+        said.startswith("mine is more accurate than untrained mine") for said in found.differences
+    )
     assert rows["chance"]["accuracy"] == 0.25
     assert rows["chance"]["nll_choices"] == math.log(4)
     [subject, _] = found.tables["subjects"]

@@ -66,7 +66,7 @@ def test_a_planted_rule_is_learnt(tmp_path):
     assert found["accuracy_ci95"][0] > majority["accuracy_ci95"][1]
     assert [row["baseline"] for row in report.rows] == [None, "untrained", "majority"]
     assert untrained["model"] == "untrained tiny"
-    assert any(note.startswith("tiny is more accurate than always") for note in report.notes)
+    assert any(said.startswith("tiny is more accurate than always") for said in report.differences)
     assert report.as_json()["rows"][0]["task"] == "mrpc"
 
 
@@ -95,6 +95,7 @@ def test_a_second_run_computes_nothing(tmp_path, monkeypatch):
     again = evaluate([model()], data, settings, quiet)
     assert again.rows == first.rows
     assert again.notes == first.notes
+    assert again.differences == first.differences
     assert not runs
     evaluate([model()], data, options(tmp_path, steps=4, seeds=2), quiet)
     assert runs == ["fit"] * 4  # frozen states do not depend on steps

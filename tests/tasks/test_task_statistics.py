@@ -43,6 +43,7 @@ def test_a_difference_within_its_interval_is_none():
     row, said = compare("one", b, "two", np.zeros(100))
     assert row["difference"] == 0.5
     assert said.startswith("one is more accurate than two (+50.0 points")
+    assert compare("two", np.zeros(100), "one", b)[1] == said
     rows, sentences = compare_all({"one": a, "two": b, "three": a})
     assert [row["models"] for row in rows] == [["one", "two"], ["one", "three"], ["two", "three"]]
     assert len(sentences) == 3

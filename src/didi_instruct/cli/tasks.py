@@ -120,7 +120,7 @@ def _show(task: "Task", report: "TaskReport") -> None:
     from rich.console import Console
 
     Console(soft_wrap=False).print(_table(task, report.rows))
-    for note in report.notes:
+    for note in (*report.notes, *report.differences):
         typer.echo(note)
 
 

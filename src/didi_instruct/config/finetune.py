@@ -98,8 +98,3 @@ class FinetuneConfig:
                 f"answers.share is {self.answers.share}, but task is {self.task}: it divides the "
                 "test split of mmlu. Use data.valid to hold rows out."
             )
-
-    @property
-    def iterations(self) -> int:
-        """Steps of the loop."""
-        return self.train.steps

@@ -179,11 +179,11 @@ ORACLE_ABLATION = (
     "reference.source=bank",
     "reference.rows=4096",
     "reference.steps=64",
-    "train.steps=2000",
+    "train.steps=1000",
     "train.batch_size=32",
     "train.ema=0.99",
     "train.log_every=50",
-    "train.save_every=500",
+    "train.save_every=250",
     "train.eval_every=0",
     "train.keep=1",
     "optim.lr=1e-4",
@@ -209,7 +209,7 @@ def oracle_scale(given: Given) -> Scale:
         name="small",
         says=(
             "Small scale on the built-in oracle language (32 tokens a text): networks of two "
-            "layers, judged by the language itself, exactly; students of 2,000 updates of 32 "
+            "layers, judged by the language itself, exactly; students of 1,000 updates of 32 "
             "texts, which is enough to leave the teacher. Differences between rows are real where "
             "they exceed their intervals and both seeds agree; values cannot be set against the "
             "paper's, which has another language, another judge and models a thousand times larger."

@@ -103,7 +103,8 @@ def evaluate(
     return TaskReport(
         task="mmlu",
         rows=rows,
-        notes=[*notes, *said],
+        notes=notes,
+        differences=said,
         tables={"subjects": subjects, "comparisons": compared},
         settings={**asdict(options), "questions": len(questions), "ln_4": math.log(4)},
     )

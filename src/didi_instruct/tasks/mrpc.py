@@ -122,7 +122,7 @@ def evaluate(
     tables = {"seeds": seeds, "comparisons": compared}
     settings = asdict(options) | {"train": len(parts.train), "dev": len(parts.dev)}
     del settings["cache"]
-    return TaskReport("mrpc", rows, [*notes, *sentences], tables, settings)
+    return TaskReport("mrpc", rows, notes, sentences, tables, settings)
 
 
 def _check_dtype(entry: NamedModel) -> None:

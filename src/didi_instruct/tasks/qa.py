@@ -137,7 +137,8 @@ def evaluate(
     return TaskReport(
         task="qa",
         rows=rows,
-        notes=[*notes, *said_of_pairs],
+        notes=notes,
+        differences=said_of_pairs,
         tables={"comparisons": compared},
         settings={**asdict(options), "questions": len(items)},
     )

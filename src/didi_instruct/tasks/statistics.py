@@ -57,14 +57,20 @@ def compare(
     low, high = np.quantile(drawn @ values / len(paired), [0.025, 0.975])
     p = mcnemar(int((paired > 0).sum()), int((paired < 0).sum()))
     difference = float(paired.mean())
-    told = f"{100 * difference:+.1f} points, 95% [{100 * low:+.1f}, {100 * high:+.1f}], p = {p:.2g}"
     if low <= 0 <= high or p >= 0.05:
-        verdict = f"No difference in accuracy between {first} and {second} ({told})."
+        verdict = f"No difference in accuracy between {first} and {second}"
+        told = _points(difference, low, high)
+    elif difference > 0:
+        verdict, told = f"{first} is more accurate than {second}", _points(difference, low, high)
     else:
-        better, worse = (first, second) if difference > 0 else (second, first)
-        verdict = f"{better} is more accurate than {worse} ({told})."
+        verdict, told = f"{second} is more accurate than {first}", _points(-difference, -high, -low)
+    verdict = f"{verdict} ({told}, p = {p:.2g})."
     row = {"models": [first, second], "difference": difference, "mcnemar_p": p}
     return row | {"difference_ci95": [float(low), float(high)]}, verdict
+
+
+def _points(difference: float, low: float, high: float) -> str:
+    return f"{100 * difference:+.1f} points, 95% [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def compare_all(

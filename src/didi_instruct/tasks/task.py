@@ -35,7 +35,9 @@ class TaskReport:
     rows: list[Row]
     """Models first, then baselines, whose key `baseline` is chance, majority or untrained."""
     notes: list[str] = field(default_factory=list)
-    """Plain sentences about the rows, such as which differences lie within their interval."""
+    """Plain sentences about the rows."""
+    differences: list[str] = field(default_factory=list)
+    """A sentence for every two models: one is better, or they do not differ."""
     tables: dict[str, list[Row]] = field(default_factory=dict)
     """Further rows by the name of their table, such as accuracies by subject."""
     settings: Row = field(default_factory=dict)
@@ -47,7 +49,7 @@ class TaskReport:
         return {
             "task": self.task,
             "rows": [shared | row for row in self.rows],
-            "notes": self.notes,
+            "notes": [*self.notes, *self.differences],
             "tables": self.tables,
             "settings": self.settings,
             "versions": versions(),
