@@ -32,7 +32,7 @@ from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.dimo import Start, dimo
 from didi_instruct.sampling.draw import DrawOptions, Noise
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 
 from .small import (
     asked_of,
@@ -315,9 +315,8 @@ def test_samples_follow_the_enumerated_law(steps, monkeypatch):
             table[index(seen.tokens, 3)].flatten(0, 1)[at]
         ),
     )  # fmt: skip
-    start, canvas = Start(0.5, 0.0), Canvas.blank(num, 2, 2)
-    options = DrawOptions(seed=4)
-    drawn = dimo(network, LogLinear(0.0), canvas, steps=steps, start=start, settings=options)
+    start, state = Start(0.5, 0.0), State(Canvas.blank(num, 2, 2), DrawOptions(seed=4))
+    drawn = dimo(network, LogLinear(0.0), state, steps=steps, start=start)
 
     def read(shown, n):
         return table[index(shown[None], 3)[0]].exp().tolist()
@@ -328,7 +327,7 @@ def test_samples_follow_the_enumerated_law(steps, monkeypatch):
     if steps > 1:
         assert p_value(found, enumerated_law(read, 0.5, chances, [1])) < FALSE_ALARM
         return
-    begun = start.begin(canvas.tokens, 2, 1, Noise(4, canvas.samples))
+    begun = start.begin(torch.full((num, 2), 2), 2, 1, Noise(4, torch.arange(num)))
     own = table[index(begun.tokens, 3)].gather(-1, drawn.tokens[..., None]).squeeze(-1).sum(1)
     assert torch.allclose(drawn.log_prob, own)
     assert (drawn.nfe, drawn.passes) == (1, 1.0)
@@ -340,7 +339,8 @@ def test_the_student_trains_on_the_texts_that_the_sampler_draws(noise, step_of):
     num = 8000
     task = tiny_task(num, {"noise": noise}, eps=0.0)
     network, schedule = networks_of(task)["student"], task.distillation.schedule
-    drawn = dimo(network, schedule, Canvas.blank(num, 2, 2), steps=1, start=task.method.start)
+    state = State(Canvas.blank(num, 2, 2))
+    drawn = dimo(network, schedule, state, steps=1, start=task.method.start)
     trained = step_of(task).x
     table = [torch.bincount(index(x, 2), minlength=4).tolist() for x in (trained, drawn.tokens)]
     assert chi2_contingency(table).pvalue > FALSE_ALARM

@@ -32,7 +32,7 @@ from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import network_denoiser
 from didi_instruct.sampling.draw import DrawOptions, Noise
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, uses_bf16
 
@@ -239,9 +239,8 @@ def _bank(
         there, samples = (each.to(world.device) for each in (start[owner], indices))
         canvas = Canvas(there, starts.mask_id, samples)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
-            drawn = ancestral(
-                denoiser, schedule, canvas, steps=reference.steps, settings=DrawOptions(seed=seed)
-            )
+            state = State(canvas, DrawOptions(seed=seed))
+            drawn = ancestral(denoiser, schedule, state, steps=reference.steps)
         return drawn.tokens.cpu()
 
     where = Path(reference.bank) if reference.bank else folder / "bank"

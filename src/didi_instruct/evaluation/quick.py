@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas, Samples, join
+from didi_instruct.sampling.state import Canvas, Samples, State, join
 
 ROWS, LAW_ENTRIES = 256, 2**28
 """Samples drawn at a time, at most; and entries of their laws over the vocabulary in a step."""
@@ -63,8 +62,8 @@ class QuickTest:
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices, masks=masks)
-            how: Any = {"steps": steps, "settings": DrawOptions(seed=self.seed), "order": order}
-            parts.append(ancestral(denoiser, self.schedule, canvas, **how))
+            state = State(canvas, DrawOptions(seed=self.seed))
+            parts.append(ancestral(denoiser, self.schedule, state, steps=steps, order=order))
         return join(parts)
 
     def measure(

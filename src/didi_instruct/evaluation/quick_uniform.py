@@ -17,7 +17,7 @@ from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, nothing
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas, Samples, join
+from didi_instruct.sampling.state import Canvas, Samples, State, join
 from didi_instruct.sampling.uniform_state import uniform_state
 
 
@@ -39,8 +39,8 @@ class UniformQuickTest(QuickTest):
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices)
-            how: Any = {"steps": steps, "settings": DrawOptions(seed=self.seed)}
-            parts.append(uniform_state(denoiser, self.schedule, canvas, **how))
+            state = State(canvas, DrawOptions(seed=self.seed))
+            parts.append(uniform_state(denoiser, self.schedule, state, steps=steps))
         return join(parts)
 
     def measure(

@@ -82,6 +82,8 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 def uniforms(seed: int, samples: Tensor, stream: Sequence[int | Tensor], count: int) -> Tensor:
     """Uniform float64 numbers in [0, 1) with 53 random bits: samples (B,) -> (B, count).
 
+    Times any x > 0 they stay below x, rounded too: the largest is 1 - 2^-53.
+
     `stream` names the use: (purpose, step, …), any whole numbers. Tensors of them broadcast against
     (B, count): (N, 1, 1) for N steps gives (N, B, count), (B, count) a step for each position.
     """
