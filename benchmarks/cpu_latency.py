@@ -26,7 +26,7 @@ from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import Denoiser, network_denoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.engines.cpu import PackedLinear, packed_denoiser
-from didi_instruct.sampling.state import Canvas, Reads
+from didi_instruct.sampling.state import Canvas, Reads, State
 
 Variants = dict[str, Callable[[], object]]
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,7 +100,7 @@ def variants(model: didi.Model, steps: int) -> tuple[Variants, Variants, float]:
 
     def text(denoiser: Denoiser) -> None:
         canvas = Canvas.blank(1, length, mask)
-        ancestral(denoiser, model.schedule, canvas, steps=steps, settings=DrawOptions(seed=1))
+        ancestral(denoiser, model.schedule, State(canvas, DrawOptions(seed=1)), steps=steps)
 
     texts: Variants = {
         "network": lambda: text(plain),

@@ -72,19 +72,18 @@ def measure(
     one = task._batch(task.objective, 0, slice(0, batch), noise)
 
     def trunk() -> None:
-        with torch.no_grad(), task.autocast():
-            network = task.model
-            assert isinstance(network, DiT)
-            network.trunk(network.embed(one["z"]), network.modulations(one["sigma"]))
+        def states(network: DiT) -> torch.Tensor:
+            return network.trunk(network.embed(one["z"]), network.modulations(one["sigma"]))
+
+        with torch.no_grad():
+            task.replica.run(states)
 
     def forward() -> None:
-        with torch.no_grad(), task.autocast():
-            task.module(one)
+        with torch.no_grad():
+            task.losses(one)
 
     def both() -> None:
-        with task.autocast():
-            loss = task.module(one).mean()
-        loss.backward()
+        task.replica.backward(task.losses(one).mean())
 
     trunk(), forward(), both()
     rate = batch * length / step * 1e3
@@ -99,7 +98,7 @@ def measure(
         "ms_trunk_forward": milliseconds(trunk, repeats),
         "ms_forward": milliseconds(forward, repeats),
         "ms_forward_backward": milliseconds(both, repeats),
-        "ms_update": milliseconds(lambda: task.updater.update(next(counter)), repeats),
+        "ms_update": milliseconds(lambda: task.replica.update(next(counter)), repeats),
         "peak_memory_gib": peak,
     }
 

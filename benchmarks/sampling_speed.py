@@ -24,7 +24,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import network_denoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 
 
 def dense(model: didi.Model, num: int, length: int, steps: int, seed: int) -> torch.Tensor:
@@ -53,8 +53,8 @@ def compare(model: didi.Model, num: int, steps: int, repeats: int) -> dict[str, 
 
     def ours(seed: int) -> torch.Tensor:
         canvas = Canvas.blank(num, length, model.mask_symbol)
-        settings = DrawOptions(seed=seed)
-        drawn = ancestral(denoiser, model.schedule, canvas, steps=steps, settings=settings)
+        state = State(canvas, DrawOptions(seed=seed))
+        drawn = ancestral(denoiser, model.schedule, state, steps=steps)
         passes.append(drawn.passes)
         return drawn.tokens
 

@@ -12,7 +12,7 @@ from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 
 
 def main() -> None:
@@ -26,9 +26,9 @@ def main() -> None:
     print("steps   -log p     se  path KL     se  mistakes  latent entropy")
     for steps in (1, 2, 4, 8, 16, 32, 128):
         canvas = Canvas.blank(arguments.samples, language.length, language.mask_id)
-        settings = DrawOptions(seed=arguments.seed)
+        state = State(canvas, DrawOptions(seed=arguments.seed))
         denoiser = function_denoiser(language.denoiser, language.num_tokens)
-        drawn = ancestral(denoiser, LogLinear(0.0), canvas, steps=steps, settings=settings)
+        drawn = ancestral(denoiser, LogLinear(0.0), state, steps=steps)
         log_p = language.log_prob(drawn.tokens)
         show(language, str(steps), drawn.tokens, -log_p, drawn.log_prob - log_p)
     show(language, "truth", true, -language.log_prob(true), torch.zeros(len(true)))

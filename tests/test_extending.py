@@ -25,7 +25,7 @@ from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import make_denoiser
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.tasks.registry import TASKS, evaluate_task
 from didi_instruct.training.distributed import World
 
@@ -99,7 +99,8 @@ def test_a_family_of_networks_is_one_wrapper():
     soft = Mixture(at, network.vectors[tokens.flatten()[at]])
     assert torch.equal(network.head(network.trunk(network.embed(tokens, mixture=soft))), hard)
     schedule = make_schedule(MODEL.schedule)
-    drawn = ancestral(make_denoiser(network, schedule), schedule, Canvas.blank(4, 10, 11), steps=5)
+    state = State(Canvas.blank(4, 10, 11))
+    drawn = ancestral(make_denoiser(network, schedule), schedule, state, steps=5)
     assert (drawn.tokens < 11).all()
     for method in ("didi", "sdtt", "token-matching"):
         _, log = distilled(method, network)

@@ -19,7 +19,8 @@ from didi_instruct.models.dit import build_model
 from didi_instruct.training.reporting import Reporter
 
 METHODS = get_args(Method)
-DISTILLATIONS = [n for n in recipe_names() if not n.endswith(("-teacher", "-ar"))]
+OTHERS = [n for n in recipe_names() if n.startswith("finetune-") or n.endswith(("-teacher", "-ar"))]
+DISTILLATIONS = [n for n in recipe_names() if n not in OTHERS]
 TEXT = ["data.source=some.txt"]
 """What recipes that learn from real text ask for, and what DUO always does."""
 TINY = [

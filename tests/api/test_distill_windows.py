@@ -24,6 +24,7 @@ from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.process.masking import LengthLaw, before_end
+from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import make_objective
@@ -171,7 +172,9 @@ def test_one_step_has_no_path_kl_to_its_own_law_of_texts(models):
     def judge(tokens):
         text = before_end(tokens, END)
         window = torch.where(text, task.distillation.mask_id, tokens)
-        laws = task.distillation.teacher_log_probs(window, torch.ones(len(tokens)), text).double()
+        at = text.flatten().nonzero().squeeze(1)
+        times = torch.ones(len(tokens))
+        laws = task.distillation.teacher_log_probs(Reads(window), times, at).double()
         own = laws.gather(1, tokens[text][:, None]).squeeze(1)
         total = LengthLaw(LENGTHS).log_prob(text.sum(1))
         return total.index_add(0, text.nonzero()[:, 0], own)

@@ -23,7 +23,7 @@ from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling import guided
 from didi_instruct.sampling.draw import draw_tokens
 from didi_instruct.sampling.guide import Guidance
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 
 MASK = 3
 BLANK = torch.full((20_000, 4), MASK)
@@ -99,8 +99,8 @@ def test_dense_tilting_is_ours(reward, monkeypatch):
 
     monkeypatch.setattr(guided, "draw_tokens", listen)
     guidance = Guidance(h_start=5.0, split=1.0, clamp=0.3, reward=reward)
-    canvas = Canvas(z, MASK, torch.arange(3))
-    guided.rgas(toy_of(), LINEAR, guide, canvas, steps=1, guidance=guidance)
+    state = State(Canvas(z, MASK, torch.arange(3)))
+    guided.rgas(toy_of(), LINEAR, guide, state, steps=1, guidance=guidance)
     logits, masked = TINY.denoiser(z), z == MASK
     theirs = tilt_dense(guide, logits, z, MASK, 1.0, 5.0, 0.3, reward)
     torch.testing.assert_close(theirs[masked], heard[0])

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 from tests.random_models import randomise
@@ -16,6 +17,8 @@ from didi_instruct.distillation.run import MicroBatch, Teacher
 from didi_instruct.models.discriminator import flat_name
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import NEVER
+from didi_instruct.sampling.denoiser import function_denoiser
+from didi_instruct.sampling.draw import Noise
 from didi_instruct.training.distributed import World
 
 
@@ -107,7 +110,7 @@ def settings(method, changes):
         "sdtt": {"steps": 16, "iterations": 2},
         "duo": {"steps": 8, "iterations": 2},
         "optim": {"lr": 1e-3},
-        "train": {"steps": 6, "batch_size": 12, "ema": 0.9},
+        "train": {"steps": 6, "batch_size": 12, "ema": 0.9, "micro_batch": 1 << 16},
     }
     if method == "duo":
         values["data"] = {"source": "stream"}
@@ -116,10 +119,11 @@ def settings(method, changes):
     return parse(DistillConfig, values, where="test")
 
 
-def make_task(
-    method, changes=None, *, teacher=None, student=None, log_probs=None, world=None, **options
-):
-    """A task of two different random networks; the options are those of `methods.make_task`."""
+def make_task(method, changes=None, *, teacher=None, student=None, law=None, world=None, **options):
+    """A task of two different random networks; the options are those of `methods.make_task`.
+
+    `law` (z (U, L), t (U,)) -> log-probabilities (U, L, V) teaches instead of the teacher.
+    """
     config, shape = settings(method, changes or {}), {}
     if method == "duo":
         shape, options = DUO, {"data": Stream()} | options
@@ -127,19 +131,34 @@ def make_task(
     data = options.get("data")
     rows = None if data is None else data.length
     methods.check_fit(config, teacher.config, rows=rows)
-    return methods.make_task(
+    task = methods.make_task(
         config,
-        Teacher(network=teacher, tokenizer=None, fingerprint="teacher", log_probs=log_probs),
+        Teacher(network=teacher, tokenizer=None, fingerprint="teacher"),
         student or small_network(1, **shape),
         world or Alone(torch.device("cpu")),
         **options,
     )
+    if law is not None:
+        exact, d = function_denoiser(law, teacher.config.num_tokens), task.distillation
+        d.teacher_logits = d.teacher_log_probs = exact.logits
+    return task
+
+
+def maker(method):
+    """`make_task` of a method from (its own section, other settings, options)."""
+
+    def task_of(own=None, changes=None, **options):
+        section = {method.replace("-", "_"): own or {}}
+        return make_task(method, section | (changes or {}), **options)
+
+    return task_of
 
 
 def batch_of(task, step=0, turn=0):
     """A whole batch of an iteration as one pass."""
-    d, indices = task.distillation, torch.arange(task.config.train.batch_size)
-    return MicroBatch(step, turn, indices, d.noise(step, turn, indices), True, True)
+    noise = task.distillation.micro_batches(step, turn)[0].noise
+    indices = torch.arange(task.config.train.batch_size)
+    return MicroBatch(step, turn, indices, Noise(noise.seed, indices))
 
 
 def networks_of(task):
@@ -164,6 +183,13 @@ def run(task, steps):
         assert value.ndim == 0, name
         assert value.isfinite(), name
     return found
+
+
+def check(numbers, rel=1e-4, abs=1e-6, **expected):
+    """Numbers of the log are these."""
+    for name, value in expected.items():
+        wanted = pytest.approx(torch.as_tensor(value).item(), rel=rel, abs=abs)
+        assert numbers[name].item() == wanted, name
 
 
 def largest_difference(networks, others):
@@ -198,6 +224,19 @@ def spy(owner, name):
         return method(*given, **more)
 
     object.__setattr__(owner, name, seen)  # some are frozen
+    return calls
+
+
+def asked_of(owner, name):
+    """Texts (U, L), times and positions (U, L) of all calls of a denoiser from now on."""
+    calls, method = [], getattr(owner, name)
+
+    def seen(reads, t, at):
+        where = torch.zeros(reads.tokens.numel(), dtype=torch.bool).index_fill(0, at, True)
+        calls.append((reads.tokens, t, where.view(reads.tokens.shape)))
+        return method(reads, t, at)
+
+    setattr(owner, name, seen)
     return calls
 
 

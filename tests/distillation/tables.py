@@ -10,6 +10,8 @@ from tests.sampling.enumeration import all_states, independent_step
 from torch import Tensor, nn
 
 from didi_instruct.models.network import Modulations
+from didi_instruct.sampling.ancestral import plain
+from didi_instruct.sampling.denoiser import LogitsDenoiser
 
 V, L = 3, 3
 MASK = V
@@ -59,10 +61,16 @@ class TableNetwork(nn.Module):
         """Log-probabilities (U, L, V) at states (U, L) and times (U,)."""
         return self.trunk(z, Modulations(-torch.log1p(-t.clamp(max=1 - 2**-40)))).log_softmax(-1)
 
-    def log_probs(self, z, t, where):
+    def log_probs(self, reads, t, at):
         """A denoiser at some positions."""
-        self.calls.append((z.clone(), t.clone(), where.clone()))
-        return self.law(z, t)[where]
+        where = torch.zeros(reads.tokens.numel(), dtype=torch.bool).index_fill(0, at, True)
+        self.calls.append((reads.tokens.clone(), t.clone(), where.view(reads.tokens.shape)))
+        return self.law(reads.tokens, t).flatten(0, 1)[at]
+
+    @property
+    def draw(self):
+        """Draws from it, as rollouts ask for them."""
+        return plain(LogitsDenoiser(self.log_probs, V))
 
 
 def random_logits(seed, scale=1.0):

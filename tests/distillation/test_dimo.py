@@ -25,27 +25,35 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.dimo import hidden_share, token_gradient
 from didi_instruct.distillation.mixture import add_masks
-from didi_instruct.distillation.rollout import Noise
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.network import Mixture, all_logits
 from didi_instruct.process.masking import before_end
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.dimo import Start, dimo
-from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.draw import DrawOptions, Noise
+from didi_instruct.sampling.state import Canvas, State
 
-from .small import gradient_norm, law, make_task, networks_of, pair, run, small_network, spy, twin
+from .small import (
+    asked_of,
+    check,
+    gradient_norm,
+    law,
+    maker,
+    networks_of,
+    pair,
+    run,
+    small_network,
+    spy,
+    twin,
+)
 from .tables import MASK, TEXTS, L, conditionals, correlated_law, random_logits, state_index
 
 BETAS = [0.0, 1.0, 0.3, -0.2]
 WINDOWS = {"length": 8, "end_id": 0, "lengths": (0, 3, 5, 0, 0, 4, 1, 0, 2)}
 
 
-def task_of(dimo=None, changes=None, **options):
-    changes = {"dimo": dimo or {}} | (changes or {})
-    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
-    return make_task("dimo", changes, **options)
+task_of = maker("dimo")
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def step_of(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Start, "logits", seen)
             gathered = spy(task.distillation.world, "gather")
-            asked = spy(task.parts["auxiliary"].replica, "log_probs_with_grad")
+            asked = asked_of(task.parts["auxiliary"], "log_probs")
             numbers = task.step(number)
         seen, sigma, at = passes[-1]
         (x,), context = gathered[0], asked[-1][0]
@@ -162,8 +170,7 @@ def test_an_iteration_by_hand(told, beta, budgets, step_of):
         "entropy": Categorical(logits=log_p).entropy()[both].sum() / count,
         "path_entropy": path[last].mean(),
     }  # fmt: skip
-    for name, value in expected.items():
-        assert found.numbers[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-7), name
+    check(found.numbers, abs=1e-7, **expected)
 
 
 # What is hidden
@@ -308,9 +315,8 @@ def test_samples_follow_the_enumerated_law(steps, monkeypatch):
             table[index(seen.tokens, 3)].flatten(0, 1)[at]
         ),
     )  # fmt: skip
-    start, canvas = Start(0.5, 0.0), Canvas.blank(num, 2, 2)
-    options = DrawOptions(seed=4)
-    drawn = dimo(network, LogLinear(0.0), canvas, steps=steps, start=start, settings=options)
+    start, state = Start(0.5, 0.0), State(Canvas.blank(num, 2, 2), DrawOptions(seed=4))
+    drawn = dimo(network, LogLinear(0.0), state, steps=steps, start=start)
 
     def read(shown, n):
         return table[index(shown[None], 3)[0]].exp().tolist()
@@ -321,7 +327,7 @@ def test_samples_follow_the_enumerated_law(steps, monkeypatch):
     if steps > 1:
         assert p_value(found, enumerated_law(read, 0.5, chances, [1])) < FALSE_ALARM
         return
-    begun = start.begin(canvas.tokens, 2, 1, Noise(4, canvas.samples))
+    begun = start.begin(torch.full((num, 2), 2), 2, 1, Noise(4, torch.arange(num)))
     own = table[index(begun.tokens, 3)].gather(-1, drawn.tokens[..., None]).squeeze(-1).sum(1)
     assert torch.allclose(drawn.log_prob, own)
     assert (drawn.nfe, drawn.passes) == (1, 1.0)
@@ -333,7 +339,8 @@ def test_the_student_trains_on_the_texts_that_the_sampler_draws(noise, step_of):
     num = 8000
     task = tiny_task(num, {"noise": noise}, eps=0.0)
     network, schedule = networks_of(task)["student"], task.distillation.schedule
-    drawn = dimo(network, schedule, Canvas.blank(num, 2, 2), steps=1, start=task.method.start)
+    state = State(Canvas.blank(num, 2, 2))
+    drawn = dimo(network, schedule, state, steps=1, start=task.method.start)
     trained = step_of(task).x
     table = [torch.bincount(index(x, 2), minlength=4).tolist() for x in (trained, drawn.tokens)]
     assert chi2_contingency(table).pvalue > FALSE_ALARM
@@ -435,7 +442,7 @@ def test_one_step_learns_a_law_without_correlations(step_of):
             "train": {"steps": steps, "batch_size": 32, "ema": 0.0},
             "optim": {"lr": 3e-3, "schedule": "linear"},
         },
-        log_probs=lambda z, t, where: logits.log_softmax(-1).expand(len(z), -1, -1)[where],
+        law=lambda z, t: logits.log_softmax(-1).expand(len(z), -1, -1),
         **pair(length=length, layers=1, learned_positions=True),
     )
     far = [numbers["tv"].item() for numbers in run(task, steps)]

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 from didi_instruct.distillation.losses import score_path
-from didi_instruct.distillation.rollout import Noise, as_denoiser, rollout, walk
+from didi_instruct.distillation.rollout import rollout, walk
 from didi_instruct.process.masking import revealed_shares
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.sampling.ancestral import plain
-from didi_instruct.sampling.draw import Purpose, law_of
+from didi_instruct.sampling.draw import Noise, Purpose, law_of
 
 from .small import law
 from .tables import MASK, STATES, TEXTS, L, V, state_index, table, text_index, texts_of, walked_law
@@ -53,13 +52,13 @@ def rolled(network, n, tau, schedule=LINEAR, seed=5, **options):
     """A rollout of `n` texts from all masks."""
     tau = None if tau is None else same(n, tau)
     noise = noise_of(n, seed)
-    return rollout(network.log_probs, schedule, MASKS, zeros(n), tau, noise, MASK, **options)
+    return rollout(network.draw, schedule, MASKS, zeros(n), tau, noise, MASK, **options)
 
 
 def walked(network, schedule, times, noise):
     """A walk from all masks along `times` (n, K + 1)."""
-    draw = plain(as_denoiser(network.log_probs))
-    return walk(draw, schedule, MASKS, zeros(len(times)), times, noise, MASK)
+    order = noise.uniforms(L, Purpose.REVEAL)
+    return walk(network.draw, schedule, MASKS, zeros(len(times)), times, order, noise, MASK)[0]
 
 
 def fits(x, law_of_texts):
@@ -184,7 +183,7 @@ def test_prompts_stay_and_condition_the_rest():
     start = torch.tensor([[0, V, V], [V, 2, V], [1, V, 0]])
     owner, n = torch.arange(3).repeat_interleave(each), 3 * each
     given_noise = same(n, 0.5), noise_of(n, 9), MASK
-    result = rollout(network.log_probs, Cosine(0.0), start, owner, *given_noise)
+    result = rollout(network.draw, Cosine(0.0), start, owner, *given_noise)
     assert torch.equal(result.written, (start == MASK)[owner])
     assert len(network.calls[0][0]) == 3
     for prompt in range(3):
@@ -227,13 +226,13 @@ def test_any_rollout_is_that_of_single_texts(trip):
     noise, schedule = noise_of(len(owner), seed), LogLinear(1e-9)
     options = {"steps": steps, "shared": shared}
     network, dense = table(), table()
-    result = rollout(network.log_probs, schedule, start, owner, tau, noise, MASK, **options)
+    result = rollout(network.draw, schedule, start, owner, tau, noise, MASK, **options)
     assert torch.equal(result.written, (start == MASK)[owner])
     assert torch.equal(result.x[~result.written], start[owner][~result.written])
     assert bool((result.x < V).all())
 
     group = torch.arange(len(owner)) // shared
-    of_group = Noise(seed, (noise.indices[::shared] // shared)[group])
+    of_group = Noise(seed, (noise.samples[::shared] // shared)[group])
     fractions = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     stops = 1 + (tau[:, None] - 1) * fractions
     expected, states = follow(network, schedule, start[owner], stops, of_group, result.x)
@@ -241,8 +240,8 @@ def test_any_rollout_is_that_of_single_texts(trip):
 
     for some in (slice(0, shared), slice(shared, None)):
         if len(owner[some]):  # a text does not depend on the others of its part
-            given_noise = tau[some], Noise(seed, noise.indices[some]), MASK
-            part = rollout(dense.log_probs, schedule, start, owner[some], *given_noise, **options)
+            given_noise = tau[some], Noise(seed, noise.samples[some]), MASK
+            part = rollout(dense.draw, schedule, start, owner[some], *given_noise, **options)
             assert torch.equal(part.x, result.x[some])
             assert torch.equal(part.log_prob, result.log_prob[some])
 
@@ -259,9 +258,7 @@ def test_any_rollout_is_that_of_single_texts(trip):
         scores = score_path(network, schedule, result.jumps, result.x, [None] * (steps + 1))
         torch.testing.assert_close(scores.log_prob.detach(), expected, rtol=0, atol=1e-4)
         everyone = torch.arange(len(owner))
-        copies = rollout(
-            dense.log_probs, schedule, start[owner], everyone, tau, noise, MASK, **options
-        )
+        copies = rollout(dense.draw, schedule, start[owner], everyone, tau, noise, MASK, **options)
         assert torch.equal(copies.x, result.x)
         assert torch.equal(copies.log_prob, result.log_prob)
 
@@ -281,7 +278,7 @@ def test_states_from_which_nothing_is_drawn_are_not_read():
 @given(st.integers(0, 2**30), st.integers(0, 1000), st.integers(1, 4), st.integers(1, 5))
 def test_noise_belongs_to_a_text_and_groups_have_their_own(seed, first, size, count):
     noise = noise_of(3 * size, seed, first * size)
-    assert noise.of_groups(size).indices.tolist() == [first, first + 1, first + 2]
+    assert noise.of_groups(size).samples.tolist() == [first, first + 1, first + 2]
     numbers = noise.uniforms(count, 1, 2)
     assert numbers.shape == (3 * size, count)
     assert bool(((numbers >= 0) & (numbers < 1)).all())

@@ -20,16 +20,23 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.sdtt import SMALLEST, distance
 from didi_instruct.process.schedule import Cosine
 
-from .small import Stream, largest_difference, make_task, moved, pair, small_network, spy, weights
+from .small import (
+    Stream,
+    asked_of,
+    check,
+    largest_difference,
+    maker,
+    moved,
+    pair,
+    small_network,
+    weights,
+)
 
 LANGUAGE = OracleLanguage.tiny()
 V, L, MASK = 3, 4, 3
 
 
-def task_of(sdtt=None, changes=None, **options):
-    changes = {"sdtt": sdtt or {}} | (changes or {})
-    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
-    return make_task("sdtt", changes, **options)
+task_of = maker("sdtt")
 
 
 def oracle_task(batch, steps=4, rounds=1, **sdtt):
@@ -38,7 +45,7 @@ def oracle_task(batch, steps=4, rounds=1, **sdtt):
     return task_of(
         {"steps": steps, "iterations": 1} | sdtt,
         {"train": {"steps": rounds, "batch_size": batch}},
-        log_probs=lambda z, t, where: LANGUAGE.denoiser(z)[where],
+        law=lambda z, t: LANGUAGE.denoiser(z),
         references=lambda start, count: texts[start % batch : start % batch + count],
         **pair(vocab_size=V + 1, length=L, eps=0.0),
     )
@@ -50,18 +57,19 @@ def step_of(task, step=0):
     `after` are the texts after the first step. The target is what the teacher said where a position
     was revealed, or at the second step where it was not.
     """
-    d, replica = task.distillation, task.distillation.student.replica
-    of_student = spy(replica, "log_probs_with_grad")
-    before = task.method.before.replica
-    calls = []
+    d, said = task.distillation, []
 
     def recorded(teacher):
-        return lambda *given: calls.append((*given, teacher(*given))) or calls[-1][-1]
+        return lambda *given: said.append(teacher(*given)) or said[-1]
 
-    d.teacher_log_probs, before.log_probs = map(recorded, (d.teacher_log_probs, before.log_probs))
+    for owner, name in ((d, "teacher_log_probs"), (task.method.before, "log_probs")):
+        setattr(owner, name, recorded(getattr(owner, name)))
+    asked = [asked_of(d, "teacher_log_probs"), asked_of(task.method.before, "log_probs")]
+    of_student = asked_of(d.student, "log_probs")
     numbers = task.step(step)
     ((z, t, masked),) = of_student
-    (read, first_time, some, early), (after, second_time, rest, late) = calls
+    (read, first_time, some), (after, second_time, rest) = asked[0] or asked[1]
+    early, late = said
     first, target = masked & ~rest, torch.zeros(*z.shape, late.shape[-1]).to(late)
     target[first], target[rest] = early, late
     active = first.any(1)
@@ -230,10 +238,9 @@ def test_an_iteration_by_hand(kind, told):
         expected[~found.first] = late[~found.first]
         target = expected[found.masked]
         entropies = [Categorical(logits=each).entropy().mean().item() for each in (log_p, target)]
-        loss = distance(kind, target, log_p).mean().item()
-        assert found.numbers["loss"].item() == pytest.approx(loss, rel=1e-4)
-        found_entropies = [found.numbers[name].item() for name in ("entropy", "target_entropy")]
-        assert found_entropies == pytest.approx(entropies, rel=1e-4)
+        own, of_target = entropies
+        check(found.numbers, loss=distance(kind, target, log_p).mean())
+        check(found.numbers, entropy=own, target_entropy=of_target)
 
 
 # Rounds

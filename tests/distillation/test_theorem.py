@@ -21,10 +21,12 @@ from didi_instruct.distillation.losses import (
     rewards,
     score_path,
 )
-from didi_instruct.distillation.rollout import Noise, rollout
+from didi_instruct.distillation.rollout import rollout
 from didi_instruct.process.masking import revealed_shares
 from didi_instruct.process.schedule import Cosine, LogLinear
-from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.ancestral import plain
+from didi_instruct.sampling.denoiser import LogitsDenoiser
+from didi_instruct.sampling.draw import Noise, Purpose
 
 from .tables import (
     CONSISTENT,
@@ -91,7 +93,7 @@ class Chosen(Noise):
         object.__setattr__(self, "numbers", (order, (x + 0.5) / V))
 
     @property
-    def on_host(self):
+    def planned(self):
         return self
 
     def uniforms(self, count, *stream):
@@ -109,7 +111,7 @@ def scored_paths(student, schedule, tau, steps):
     turn = torch.cartesian_prod(*[torch.arange(steps + 1)] * L).repeat_interleave(len(TEXTS), 0)
     x = TEXTS.repeat(len(turn) // len(TEXTS), 1)
     result = rollout(
-        lambda z, t, where: torch.zeros(int(where.sum()), V),
+        plain(LogitsDenoiser(lambda reads, t, at: torch.zeros(len(at), V), V)),
         schedule,
         torch.full((1, L), MASK),
         torch.zeros(len(x), dtype=torch.long),

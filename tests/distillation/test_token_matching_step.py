@@ -19,6 +19,8 @@ from didi_instruct.process.schedule import LogLinear
 from .small import (
     PROMPT,
     Stream,
+    asked_of,
+    check,
     fits_path_law,
     gradient_norm,
     make_task,
@@ -44,13 +46,12 @@ L, MASK, BATCH = 8, 5, 12
 
 def task_of(matching=None, changes=None, **options):
     changes = {"token_matching": {"anchor": 0.5} | (matching or {})} | (changes or {})
-    changes["train"] = {"micro_batch": 1 << 16} | changes.get("train", {})
     return make_task("token-matching", changes, **options)
 
 
 def step_of(task, step=0):
     """An iteration: contexts with what is hidden of them, states with what is revealed there."""
-    asked = spy(task.distillation, "teacher_log_probs")
+    asked = asked_of(task.distillation, "teacher_log_probs")
     gathered = spy(task.distillation.world, "gather")
     numbers = task.step(step)
     # A state has all the masks of its contexts.
@@ -239,8 +240,7 @@ def test_the_losses_and_the_students_gradient_by_hand(matching, timed):
     }  # fmt: skip
     if size == 1:
         expected |= {"aux_loss": sum(said), "path_entropy": sum(drawn)}
-    for name, value in expected.items():
-        assert numbers[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
+    check(numbers, **expected)
 
 
 def test_a_students_law_is_learnt_by_the_auxiliary():

@@ -8,7 +8,6 @@ from didi_instruct.distillation.watch import (
     COLLAPSES,
     ENOUGH_TEXTS,
     RunningMean,
-    Totals,
     Watcher,
     unique_ngrams,
 )
@@ -100,13 +99,3 @@ def test_a_running_mean_weighs_the_past_less_and_less():
     resumed = RunningMean(0.8)
     resumed.state.copy_(mean.state)
     assert resumed.add(0.9) == mean.add(0.9)
-
-
-def test_totals_add_up_by_name_without_gradient():
-    totals, x = Totals(), torch.tensor(2.0, requires_grad=True)
-    totals.add(loss=x * 3, count=torch.tensor(1))
-    totals.add(loss=x, count=torch.tensor(4))
-    names, values = totals.stacked()
-    assert dict(zip(names, values.tolist(), strict=True)) == {"loss": 8.0, "count": 5.0}
-    assert values.dtype == torch.float64
-    assert not values.requires_grad

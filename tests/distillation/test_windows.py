@@ -7,11 +7,12 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation.losses import kl
 from didi_instruct.distillation.methods import METHODS
-from didi_instruct.distillation.rollout import Noise, Starts
+from didi_instruct.distillation.rollout import Starts
 from didi_instruct.errors import UserError
 from didi_instruct.models import discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import LengthLaw, before_end
+from didi_instruct.sampling.draw import Noise
 
 from .small import (
     END,

@@ -15,7 +15,7 @@ from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 
 SAMPLES = 2048
 SMALL = {"hidden": 64, "steps": 150, "batch_size": 32, "lr": 3e-3}
@@ -31,8 +31,8 @@ def language():
 def draw(language, steps):
     """Samples of the exact denoiser in too few steps."""
     canvas = Canvas.blank(SAMPLES, language.length, language.mask_id)
-    denoiser, settings = function_denoiser(language.denoiser, 64), DrawOptions(seed=3)
-    return ancestral(denoiser, LogLinear(0.0), canvas, steps=steps, settings=settings)
+    denoiser, state = function_denoiser(language.denoiser, 64), State(canvas, DrawOptions(seed=3))
+    return ancestral(denoiser, LogLinear(0.0), state, steps=steps)
 
 
 def random_tokens(count=300, length=6, num_tokens=5, seed=0):

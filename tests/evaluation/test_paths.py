@@ -23,7 +23,7 @@ from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas, Samples
+from didi_instruct.sampling.state import Canvas, Samples, State
 from didi_instruct.sampling.variants import first_hitting
 from didi_instruct.training.objectives import make_objective
 
@@ -83,9 +83,8 @@ def test_the_estimate_has_the_enumerated_mean(language, steps, schedule, chance)
     entropy = -(mass * log_q).sum().item()
     entropy_deviation = (mass * (log_q + entropy) ** 2).sum().sqrt().item()
 
-    canvas = Canvas.blank(n, L, MASK)
-    sampled, settings = function_denoiser(denoiser, V), DrawOptions(seed=3)
-    drawn = ancestral(sampled, schedule, canvas, steps=steps, settings=settings)
+    state = State(Canvas.blank(n, L, MASK), DrawOptions(seed=3))
+    drawn = ancestral(function_denoiser(denoiser, V), schedule, state, steps=steps)
     result = path_kl(drawn, language.log_prob)
     assert abs(result.path_kl - mean) < 4 * deviation / math.sqrt(n)
     assert abs(result.path_entropy - entropy) < 4 * entropy_deviation / math.sqrt(n)
@@ -117,8 +116,8 @@ def test_the_exact_denoiser_one_token_at_a_time_has_no_path_kl(language):
     """Every path multiplies to p(x), in whatever order: each gap is zero, not their mean alone."""
     canvas, exact = Canvas.blank(50, L, MASK), function_denoiser(language.denoiser, V)
     for drawn in (
-        first_hitting(exact, LogLinear(0.0), canvas),
-        ancestral(exact, LogLinear(0.0), canvas, steps=4000),
+        first_hitting(exact, LogLinear(0.0), State(canvas)),
+        ancestral(exact, LogLinear(0.0), State(canvas), steps=4000),
     ):
         gaps = path_gaps(drawn, language.log_prob)
         torch.testing.assert_close(gaps, torch.zeros(50, dtype=torch.float64))
@@ -130,7 +129,7 @@ def test_pairs_of_one_seed_are_compared_more_sharply(language):
     """The difference itself is exact; its error is below that of two separate estimates."""
     canvas = Canvas.blank(2000, L, MASK)
     wrong = (function_denoiser(wrong_denoiser(language, s), V) for s in (0.5, 0.6))
-    drawn = [ancestral(denoiser, LogLinear(0.0), canvas, steps=2) for denoiser in wrong]
+    drawn = [ancestral(denoiser, LogLinear(0.0), State(canvas), steps=2) for denoiser in wrong]
     one, two = (path_kl(d, language.log_prob) for d in drawn)
     mean, error = paired_difference(*(path_gaps(d, language.log_prob) for d in drawn))
     assert mean == pytest.approx(one.path_kl - two.path_kl)
@@ -143,7 +142,7 @@ def test_pairs_of_one_seed_are_compared_more_sharply(language):
 
 def test_one_sample_has_no_standard_error(language):
     denoiser = function_denoiser(language.denoiser, V)
-    drawn = first_hitting(denoiser, LogLinear(0.0), Canvas.blank(1, L, MASK))
+    drawn = first_hitting(denoiser, LogLinear(0.0), State(Canvas.blank(1, L, MASK)))
     assert path_kl(drawn, language.log_prob).path_kl_se == math.inf
 
 

@@ -9,12 +9,11 @@ from torch._dynamo.testing import CompileCounter
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
-from didi_instruct.distillation import replica
 from didi_instruct.models import compile as compiling
 from didi_instruct.models.compile import Fused, compiled, fuses, fusing, warn_once
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import DiT
-from didi_instruct.training import distributed
+from didi_instruct.training import distributed, replica
 from didi_instruct.training.distributed import World, compile_network, compiles
 
 

@@ -12,8 +12,8 @@ from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import DiT, build_model, count_parameters, flops_per_token
-from didi_instruct.models.layers import NEVER, Block, LayerNorm
-from didi_instruct.models.network import Mixture, aligned, all_logits, logits_at, weights_stamp
+from didi_instruct.models.layers import Block, LayerNorm
+from didi_instruct.models.network import all_logits, logits_at, weights_stamp
 
 from .plain_networks import dit_logits
 
@@ -150,33 +150,6 @@ def test_time_matters_only_with_time_conditioning():
         timed(TOKENS)
 
 
-@timed_or_not
-@torch.no_grad()
-def test_head_works_on_selected_rows(time_conditioning):
-    dit, at = model(time_conditioning=time_conditioning), torch.tensor([1, 6, 17])
-    hidden, mods = states(dit)
-    own = mods.of_positions(at, 7)
-    assert len(own.c) == (3 if time_conditioning else 1)
-    some = dit.head(hidden.flatten(0, 1)[at], own)
-    torch.testing.assert_close(some, dit.head(hidden, mods).flatten(0, 1)[at])
-    torch.testing.assert_close(logits_at(dit, TOKENS, SIGMA, at), some)
-    assert logits_at(dit, TOKENS, SIGMA, at[:0]).shape == (0, some.shape[1])
-
-
-@torch.no_grad()
-def test_aligned_logits_are_padded_with_impossible_ids():
-    dit = model()
-    hidden, mods = states(dit)
-    with aligned(dit, 8):
-        padded = dit.head(hidden, mods)
-        assert dit(TOKENS).shape[-1] == 10
-    assert padded.shape[-1] == 16
-    assert dit.align == 1
-    torch.testing.assert_close(padded[..., :10], dit.head(hidden, mods))
-    assert (padded[..., 10:] == NEVER).all()
-    assert (padded.softmax(-1)[..., 10:] == 0).all()
-
-
 def test_constant_modulation_has_the_gradient_of_a_repeated_one():
     """One broadcast row of modulation, against a time-conditioned model given sigma 0 per row."""
     constant, repeated = model(), model(time_conditioning=True)
@@ -184,21 +157,6 @@ def test_constant_modulation_has_the_gradient_of_a_repeated_one():
     repeated(TOKENS, torch.zeros(3)).square().mean().backward()
     for (name, p), q in zip(constant.named_parameters(), repeated.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@torch.no_grad()
-def test_a_mixture_of_one_token_is_that_token():
-    """At every position, and at some of other texts; learned positions are added to it, too."""
-    dit, other = model(learned_positions=True), tokens_of(seed=2)
-    soft = torch.nn.functional.one_hot(TOKENS, 11).float() @ dit.vectors
-    everywhere = dit.embed(other, mixture=Mixture(None, soft.flatten(0, 1)))
-    assert torch.equal(everywhere, dit.embed(TOKENS))
-    at = torch.tensor([20, 0, 8])
-    mixture = Mixture(at, soft.flatten(0, 1)[at])
-    mixed = other.flatten().index_copy(0, at, TOKENS.flatten()[at]).view_as(other)
-    assert torch.equal(dit.embed(other, mixture=mixture), dit.embed(mixed))
-    found = logits_at(dit, other, None, at, mixture=mixture)
-    torch.testing.assert_close(found, dit(mixed).flatten(0, 1)[at])
 
 
 def test_padding_is_never_attended():

@@ -16,9 +16,8 @@ from didi_instruct.api.model import Model
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import nats_of_texts
-from didi_instruct.models.foreign.special_ids import NEVER
 from didi_instruct.models.masked_lm import WeightFiles, load_masked_lm, recognise_masked_lm
-from didi_instruct.models.network import Mixture, aligned, logits_at
+from didi_instruct.models.network import Mixture
 from didi_instruct.training.objectives import make_objective
 
 from .masked_folders import BERT_WORDS, ESM, FAMILIES, bert, esm, roberta, write_tokenizer
@@ -89,90 +88,6 @@ def test_padding_changes_nothing(pair):
     for row, logits, n in zip(text, ours, lengths, strict=True):
         alone = direct(network, loaded, row[None, :n])[0, :n, written]
         torch.testing.assert_close(logits[:n, written], alone, atol=1e-5, rtol=0)
-
-
-def test_it_is_a_network(pair):
-    """Selected positions have the logits of all; no time, and columns as many as asked for."""
-    network, loaded, _ = pair
-    model, V = loaded.model, loaded.config.num_tokens
-    text, at = some_text(loaded, 3, 7), torch.tensor([0, 5, 20])
-    assert model.config == loaded.config
-    assert len(model.blocks) == network.config.num_hidden_layers == 2
-    assert model.modulations(torch.tensor([0.5])) is model.constants() is None
-    with torch.no_grad():
-        hidden = model.trunk(model.embed(text))
-        assert (hidden.shape, hidden.dtype) == ((3, 7, 16), torch.float32)
-        everywhere = model(text, torch.tensor([0.1, 0.5, 2.0]))
-        chosen = logits_at(model, text, None, at)
-        torch.testing.assert_close(chosen, everywhere.flatten(0, 1)[at], atol=5e-6, rtol=0)
-        with aligned(model, 8):
-            wide = model.head(hidden)
-        assert wide.shape[-1] % 8 == 0
-        assert (wide[..., V:] == NEVER).all()
-        assert torch.equal(wide[..., :V], everywhere)
-
-
-def test_a_soft_token_of_one_token_is_that_token(pair):
-    _, loaded, _ = pair
-    model, text = loaded.model, some_text(loaded, 3, 7)
-    tokens = torch.tensor([open_ids(loaded)[n] for n in (2, 0, 1)])
-    at = torch.tensor([1, 7, 20])  # in two texts, of which the first has padding
-    attended = torch.ones_like(text, dtype=torch.bool)
-    attended[0, 4:] = False
-    hard = text.flatten().index_copy(0, at, tokens).view_as(text)
-    assert model.vectors.shape == (loaded.config.vocab_size, 16)
-    mixture = Mixture(at, model.vectors[tokens])
-    for seen in (None, attended):
-        assert torch.equal(model.embed(text, seen, mixture), model.embed(hard, seen))
-
-
-def test_gradients_reach_soft_tokens_and_all_weights(pair):
-    _, loaded, name = pair
-    model, text = loaded.model, some_text(loaded, 2, 5)
-    text[:, 3] = loaded.config.mask_id
-    at = torch.tensor([3, 8])
-    vectors = model.vectors[open_ids(loaded)].mean(0).expand(2, -1).detach().requires_grad_()
-    model.zero_grad()
-    where = torch.arange(10)
-    logits_at(model, text, None, where, mixture=Mixture(at, vectors)).logsumexp(-1).sum().backward()
-    assert (vectors.grad.abs().sum(-1) > 0).all()
-    untouched = [n for n, p in model.named_parameters() if p.grad is None]
-    assert [n for n in untouched if (name, n) != ("camembert", "network.lm_head.bias")] == []
-    assert any("contact_head" in n for n in model.state_dict()) == name.startswith("esm")
-
-
-def test_a_copy_without_head_has_the_same_trunk(pair):
-    _, loaded, _ = pair
-    model, text = loaded.model, some_text(loaded, 2, 5)
-    trunk = model.without_head()
-    assert not any(word in n for n in trunk.state_dict() for word in ("head.", "cls", "decoder"))
-    assert {p.data_ptr() for p in trunk.parameters()}.isdisjoint(
-        p.data_ptr() for p in model.parameters()
-    )
-    with torch.no_grad():
-        assert torch.equal(trunk.trunk(trunk.embed(text)), model.trunk(model.embed(text)))
-
-
-def test_masks_that_are_alike_have_the_law_of_one(pair):
-    """Also behind the end of a text, where its last special token is."""
-    _, loaded, _ = pair
-    model, mask, text = loaded.model, loaded.config.mask_id, some_text(loaded, 2, 6)
-    text[:, 3:] = mask
-    attended = torch.arange(6) < torch.tensor([4, 6])[:, None]
-    alike = model.with_masks(torch.zeros(2, 16))
-    offset = torch.linspace(-1, 1, 16)[None]
-    apart = alike.with_masks(offset)
-    assert alike.config.num_tokens == apart.config.num_tokens == mask
-    assert torch.equal(apart.vectors, torch.cat([alike.vectors, alike.vectors[-1:] + offset]))
-    with torch.no_grad():
-        for seen in (None, attended):
-            for code in range(3):
-                coded = text + code * (text == mask)
-                assert torch.equal(alike(coded, None, seen), model(text, None, seen))
-        coded = text + 3 * (text == mask)
-        assert not torch.allclose(apart(coded), model(text), atol=1e-3)
-        alone = apart(coded[:1, :4])[0]
-        torch.testing.assert_close(apart(coded, None, attended)[0, :4], alone, atol=1e-5, rtol=0)
 
 
 def test_the_length_is_all_that_positions_allow(pair):

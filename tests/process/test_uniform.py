@@ -233,14 +233,6 @@ def latent(tilde: Tensor | float, draws: int, seed: int, x: int = 0) -> Tensor:
     return tilde * F.one_hot(torch.tensor(x), SIZE) + (1 - tilde.square()).sqrt() * eps
 
 
-@pytest.mark.parametrize("tilde", [0.2, 0.6, 0.9])
-def test_argmax_of_gaussian_latent_is_the_uniform_state(tilde: float):
-    """Argmax of alpha_tilde x + sigma_tilde eps ~ Cat(alpha x + (1 - alpha) / V); 200,000 draws."""
-    alpha = gaussian_to_discrete(level(tilde), SIZE)
-    law = marginal(torch.tensor([[3]]), alpha, SIZE)[0, 0]
-    assert p_value(latent(tilde, 200_000, seed=7, x=3).argmax(-1), law) > FALSE_ALARM
-
-
 def path_law(alpha_t: float, alpha_s: float) -> Tensor:
     """P(z_t, z_s | x = 0) of one noise: clean at both, clean at s alone, or the same other token.
 

@@ -1,17 +1,14 @@
 """Laws and path probabilities of ancestral sampling, by enumeration; what it computes."""
 
-import itertools
-
 import pytest
 import torch
 
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import Canvas
 
 from .enumeration import all_states, ancestral_law, assert_follows, follows, index
-from .toys import LINEAR, TINY, toy_of
+from .toys import LINEAR, TINY, blank, start, toy_of
 
 BLANK = Canvas.blank(20_000, 4, 3)
 
@@ -20,20 +17,10 @@ BLANK = Canvas.blank(20_000, 4, 3)
 @pytest.mark.parametrize("schedule", [LINEAR, LogLinear(1e-3), Cosine(0.0)])
 def test_the_samples_follow_the_enumerated_law(steps, schedule):
     """Chi-square over all 81 texts; the law of other steps must fail it."""
-    result = ancestral(toy_of(), schedule, BLANK, steps=steps, settings=DrawOptions(seed=5))
+    result = ancestral(toy_of(), schedule, start(BLANK, seed=5), steps=steps)
     assert_follows(result.tokens, ancestral_law(TINY, schedule, steps), 3)
     other = 1 if steps > 1 else 4
     assert not follows(result.tokens, ancestral_law(TINY, schedule, other), 3)
-
-
-def test_more_steps_come_closer_to_the_true_law():
-    """Exact KL of the enumerated law to the language falls with every doubling of the steps."""
-    true, gaps = TINY.log_prob(all_states(3, 4)), []
-    for steps in (1, 2, 4, 8):
-        law = ancestral_law(TINY, LINEAR, steps)
-        gaps.append(float((law * (law.log() - true)).sum()))
-    assert gaps[0] > 0.01
-    assert all(0 <= more < 0.7 * fewer for fewer, more in itertools.pairwise(gaps))
 
 
 STREAMS = {2: [{0}, {1, 2, 3}], 3: [{0}, {2}, {1, 3}], 4: [{0}, set(), {2}, {1, 3}]}
@@ -53,8 +40,7 @@ def test_streams_follow_the_enumerated_law_and_know_its_probabilities(steps, sch
         log_p += each[:, sorted(shown)].sum(1)
         known |= shown
     torch.testing.assert_close(log_p.exp().sum(), torch.ones((), dtype=torch.float64))
-    settings = DrawOptions(seed=2)
-    result = ancestral(toy_of(), schedule, BLANK, steps=steps, settings=settings, order="streams")
+    result = ancestral(toy_of(), schedule, start(BLANK, seed=2), steps=steps, order="streams")
     assert_follows(result.tokens, log_p.exp(), 3)
     torch.testing.assert_close(result.log_prob, log_p[index(result.tokens, 3)])
 
@@ -62,7 +48,7 @@ def test_streams_follow_the_enumerated_law_and_know_its_probabilities(steps, sch
 @pytest.mark.parametrize(("order", "steps"), [("random", 4000), ("streams", 64)])
 def test_one_token_at_a_time_knows_its_exact_probability(order, steps):
     """With very many steps a path reveals one token at a time: its log-probability is log p(x)."""
-    result = ancestral(toy_of(), LINEAR, Canvas.blank(20, 4, 3), steps=steps, order=order)
+    result = ancestral(toy_of(), LINEAR, blank(20, 4, 3), steps=steps, order=order)
     torch.testing.assert_close(result.log_prob, TINY.log_prob(result.tokens))
     assert result.passes <= 4.01
 
@@ -71,7 +57,7 @@ def test_one_token_at_a_time_knows_its_exact_probability(order, steps):
 def test_nothing_is_computed_that_is_not_needed(steps):
     """First pass shared, output layer once per token at most, no pass for a sample at rest."""
     denoiser, seen = toy_of(), []
-    ancestral(denoiser, LINEAR, Canvas.blank(64, 4, 3), steps=steps, callback=seen.append)
+    ancestral(denoiser, LINEAR, blank(64, 4, 3, seen.append), steps=steps)
     active = [step.revealed.any(1).sum().item() for step in seen if step.revealed.any()]
     outputs = [step.revealed.sum().item() for step in seen if step.revealed.any()]
     first = next(step.revealed.any(0).sum().item() for step in seen if step.revealed.any())

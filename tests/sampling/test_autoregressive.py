@@ -6,9 +6,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.draw import DrawOptions, Purpose, invert, law_of, uniforms
-from didi_instruct.sampling.state import PAD, Canvas
+from didi_instruct.sampling.state import PAD, Canvas, State
 
 from .enumeration import all_states, assert_follows, index
+from .toys import blank, start
 
 
 def random_model(num_tokens, length):
@@ -50,8 +51,8 @@ RAGGED = torch.tensor(
 def test_the_cache_changes_nothing(options, rows):
     """Prompts of several lengths in one batch; paths have the probability of what follows."""
     model, settings = random_model(9, 6), DrawOptions(seed=3, **options)
-    canvas = Canvas(RAGGED, 9, torch.arange(5))
-    result = autoregressive(model, Canvas(RAGGED[rows], 9, canvas.samples[rows]), settings=settings)
+    canvas = Canvas(RAGGED[rows], 9, torch.arange(5)[rows])
+    result = autoregressive(model, State(canvas, settings))
     tokens, log_prob = without_cache(model, RAGGED, settings)
     assert torch.equal(result.tokens, tokens[rows])
     torch.testing.assert_close(result.log_prob, log_prob[rows])
@@ -60,7 +61,7 @@ def test_the_cache_changes_nothing(options, rows):
 @torch.no_grad()
 def test_the_samples_follow_the_model():
     model = random_model(3, 3)
-    result = autoregressive(model, Canvas.blank(20_000, 3, 3), settings=DrawOptions(seed=1))
+    result = autoregressive(model, blank(20_000, 3, 3, seed=1))
     assert_follows(result.tokens, model.log_prob(all_states(3, 3)).exp(), 3)
     torch.testing.assert_close(result.log_prob, model.log_prob(result.tokens))
     assert (result.nfe, result.passes) == (3, pytest.approx(3.0))
@@ -70,9 +71,7 @@ def test_the_samples_follow_the_model():
 def test_after_the_end_of_text_comes_nothing_else():
     """The law is the model's, with all that follows an end replaced by ends."""
     model, eot = random_model(3, 3), 1
-    result = autoregressive(
-        model, Canvas.blank(20_000, 3, 3), settings=DrawOptions(seed=2), eot_id=eot
-    )
+    result = autoregressive(model, blank(20_000, 3, 3, seed=2), eot_id=eot)
     every = all_states(3, 3)
     ended = (every == eot).cumsum(1) > 0
     law = torch.zeros(27, dtype=torch.float64)
@@ -91,11 +90,11 @@ def test_sampling_stops_when_every_text_has_ended():
     model.output_layer.linear.bias[2] = 1e4
     canvas = Canvas(torch.tensor([[2, 4, 4, 4, 4, PAD]] * 3), 4, torch.arange(3))
     seen = []
-    result = autoregressive(model, canvas, eot_id=2, callback=seen.append)
+    result = autoregressive(model, start(canvas, seen.append), eot_id=2)
     assert result.tokens.tolist() == [[2, 2, 2, 2, 2, PAD]] * 3
     assert (result.nfe, result.passes, len(seen)) == (1, 1.0, 1)
     assert torch.equal(seen[0].revealed, canvas.open)
-    assert autoregressive(model, canvas).nfe == 4
+    assert autoregressive(model, start(canvas)).nfe == 4
 
 
 @torch.no_grad()
@@ -104,7 +103,7 @@ def test_an_end_of_text_in_the_prompt_is_not_the_end():
     tokens = torch.tensor([[2, 4, 4, 4, 4, 4], [2, 2, 2, 4, 4, 4]])
     canvas = Canvas(tokens, 4, torch.arange(2))
     model.output_layer.linear.bias[2] = -1e4
-    result = autoregressive(model, canvas, eot_id=2)
+    result = autoregressive(model, start(canvas), eot_id=2)
     assert not (result.tokens[canvas.open] == 2).any()
     assert result.nfe == 5
 
@@ -114,7 +113,7 @@ def test_only_texts_with_something_to_write_are_run():
     model = random_model(9, 6)
     rows = []
     model.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape))
-    result = autoregressive(model, Canvas(RAGGED[1:4], 9, torch.arange(3)))
+    result = autoregressive(model, start(Canvas(RAGGED[1:4], 9, torch.arange(3))))
     # The common prompt of one token in one pass, then five positions to advance.
     assert rows == [(2, 2), *[(2, 1)] * 4]
     assert result.passes == pytest.approx(5 * 2 / 3)
@@ -132,4 +131,4 @@ def test_only_texts_with_something_to_write_are_run():
 def test_bad_input_is_refused(row, message):
     canvas = Canvas(torch.tensor([row]), 9, torch.arange(1))
     with pytest.raises(UserError, match=message):
-        autoregressive(random_model(9, 6), canvas)
+        autoregressive(random_model(9, 6), start(canvas))

@@ -6,11 +6,10 @@ import torch
 
 from didi_instruct.sampling.confidence import by_confidence, rank
 from didi_instruct.sampling.denoiser import function_denoiser
-from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import PAD, Canvas, split_padding
 
 from .enumeration import assert_follows, index
-from .toys import TINY, Toy, toy_of
+from .toys import TINY, Toy, blank, start, toy_of
 
 V, L = 3, 4
 TOY = toy_of()
@@ -58,7 +57,7 @@ def enumerated_law(order, kept):
 @pytest.mark.parametrize("order", ["confidence", "entropy", "margin"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_a_number_of_steps_gives_the_enumerated_law(order, steps):
-    result = by_confidence(TOY, BLANK, steps=steps, order=order, settings=DrawOptions(seed=1))
+    result = by_confidence(TOY, start(BLANK, seed=1), steps=steps, order=order)
     shares = {1: [4], 2: [2, 2], 3: [2, 1, 1], 4: [1, 1, 1, 1]}[steps]
     law, expected = enumerated_law(order, lambda values, n: shares[n])
     assert_follows(result.tokens, law, V)
@@ -71,8 +70,7 @@ def test_a_number_of_steps_gives_the_enumerated_law(order, steps):
      ("confidence", 0.0), ("confidence", 1.0), ("entropy", 10.0), ("entropy", 0.0)],
 )  # fmt: skip
 def test_a_threshold_gives_the_enumerated_law(order, threshold):
-    settings = DrawOptions(seed=2)
-    result = by_confidence(TOY, BLANK, threshold=threshold, order=order, settings=settings)
+    result = by_confidence(TOY, start(BLANK, seed=2), threshold=threshold, order=order)
     lowest = -threshold if order == "entropy" else threshold
     law, steps = enumerated_law(order, lambda values, n: max(1, sum(v >= lowest for v in values)))
     assert_follows(result.tokens, law, V)
@@ -81,9 +79,8 @@ def test_a_threshold_gives_the_enumerated_law(order, threshold):
 
 def test_greedy_draws_still_have_an_order():
     """One token per step, always the surest of the denoiser's own law: a greedy search by hand."""
-    seen, greedy = [], DrawOptions(temperature=0.0)
-    canvas = Canvas.blank(2, L, V)
-    result = by_confidence(TOY, canvas, steps=L, settings=greedy, callback=seen.append)
+    seen = []
+    result = by_confidence(TOY, blank(2, L, V, seen.append, temperature=0.0), steps=L)
     z = torch.full((1, L), V)
     for step in seen:
         p = TINY.denoiser(z).exp()[0].masked_fill((z[0] != V)[:, None], 0.0)
@@ -98,8 +95,8 @@ def test_greedy_draws_still_have_an_order():
 def test_masks_are_spread_evenly_over_the_steps(steps):
     """Shares differ by one at most and the larger come first; a text with fewer masks rests."""
     tokens, seen = torch.tensor([[9] * 7, [9, 9, 9, 1, 1, 9, 9]]), []
-    canvas = Canvas(tokens, 9, torch.arange(2))
-    result = by_confidence(even(9), canvas, steps=steps, callback=seen.append)
+    state = start(Canvas(tokens, 9, torch.arange(2)), seen.append)
+    result = by_confidence(even(9), state, steps=steps)
     assert result.nfe == len(seen) == steps
     assert result.passes <= steps
     for row, masks in enumerate([7, 5]):
@@ -111,7 +108,7 @@ def test_masks_are_spread_evenly_over_the_steps(steps):
 
 def test_equals_are_taken_from_the_left():
     seen = []
-    by_confidence(even(5), Canvas.blank(3, 6, 5), steps=6, callback=seen.append)
+    by_confidence(even(5), blank(3, 6, 5, seen.append), steps=6)
     assert [step.revealed.nonzero()[:, 1].tolist() for step in seen] == [[n] * 3 for n in range(6)]
     value = torch.tensor([[0.5, 0.9, 0.5, 0.9]])
     masked = torch.tensor([[True, True, True, False]])
@@ -122,5 +119,5 @@ def test_the_denoiser_is_told_the_masked_share_of_each_text():
     z, seen = torch.tensor([[5, 5, 1, 1], [5, 1, PAD, PAD], [PAD] * 4]), Toy(num_tokens=5)
     seen.function = lambda z, t: torch.zeros(*z.shape, 5)
     assert split_padding(z).masked_share(5).tolist() == [0.5, 0.5, 0.0]
-    by_confidence(seen, Canvas(z, 5, torch.arange(3)), steps=2)
+    by_confidence(seen, start(Canvas(z, 5, torch.arange(3))), steps=2)
     assert [t.tolist() for _, t in seen.asked] == [[0.5, 0.5], [0.25]]

@@ -44,9 +44,9 @@ def test_noise_is_frozen():
         ]
     )
     assert hashlib.sha256(table.numpy().tobytes()).hexdigest()[:16] == "a768a2e6be2537e9"
-    names = "REVEAL TOKEN SELECT REMASK ORDER START BLOCK CODE LENGTH"
+    names = "REVEAL TOKEN SELECT REMASK ORDER START BLOCK CODE LENGTH DROPOUT"
     assert [p.name for p in Purpose] == names.split()
-    assert [int(p) for p in Purpose] == list(range(9))
+    assert [int(p) for p in Purpose] == list(range(10))
 
 
 @law

@@ -8,34 +8,26 @@ import pytest
 import torch
 from tests.random_models import randomise
 
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.dit import DiT
 from didi_instruct.models.network import Mixture
-from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling import guide as guides
 from didi_instruct.sampling.denoiser import make_denoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.guide import DiscriminatorGuide, Guidance
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import PAD, Canvas, Reads
+from didi_instruct.sampling.state import PAD, Canvas, Reads, State
 from didi_instruct.sampling.variants import first_hitting
 
+from .engines import small
+from .engines.small import SCHEDULE
 from .toys import MASK, L, V, by_hand
-
-SCHEDULE = make_schedule(ScheduleConfig(eps=1e-3))
-
-
-def config_of(**changes):
-    shape = {"layers": 2, "hidden": 16, "heads": 2, "cond_dim": 8, "vocab_size": V + 1, "length": L}
-    return ModelConfig(**(shape | changes), schedule=ScheduleConfig(eps=1e-3))
 
 
 def make(**changes):
     """A network, and a discriminator over another."""
-    network = randomise(DiT(config_of(**changes)), 0).double().eval()
-    critic = Discriminator.from_network(randomise(DiT(config_of(**changes)), 1))
-    return network, randomise(critic, 2).double().eval()
+    shape = {"hidden": 16, "vocab_size": V + 1, "length": L} | changes
+    network, other = (small.make(seed=seed, **shape) for seed in range(2))
+    return network, randomise(Discriminator.from_network(other), 2).eval()
 
 
 def dense(network):
@@ -85,11 +77,11 @@ def test_a_network_that_reads_the_time_gets_that_of_each_sample(timed):
     """First-hitting, where every sample has its own: as each sample alone, padding or not."""
     network, _ = make(time_conditioning=timed)
     denoiser, canvas = make_denoiser(network, SCHEDULE), some_texts()
-    whole = first_hitting(denoiser, SCHEDULE, canvas)
+    whole = first_hitting(denoiser, SCHEDULE, State(canvas))
     for row, tokens in enumerate(canvas.tokens):
         there = tokens != PAD
         alone = Canvas(tokens[there][None], MASK, torch.tensor([row]))
-        found = first_hitting(denoiser, SCHEDULE, alone)
+        found = first_hitting(denoiser, SCHEDULE, State(alone))
         assert torch.equal(found.tokens[0], whole.tokens[row, there])
         torch.testing.assert_close(found.log_prob[0], whole.log_prob[row])
 
@@ -111,7 +103,7 @@ def test_guided_sampling_of_networks_is_that_by_hand(timed, guidance, options):
     run = {"steps": 4, "guidance": guidance}
     settings, canvas = DrawOptions(seed=3, **options), some_texts()
     denoiser, guide = make_denoiser(network, SCHEDULE), DiscriminatorGuide(critic, SCHEDULE)
-    result = rgas(denoiser, SCHEDULE, guide, canvas, settings=settings, **run)
+    result = rgas(denoiser, SCHEDULE, guide, State(canvas, settings), **run)
     tokens, log_prob, calls = by_hand(
         dense(network), SCHEDULE, canvas, options=settings, guide=DenseGuide(critic), **run
     )
@@ -180,11 +172,12 @@ def test_a_guide_that_cannot_be_compiled_guides_plainly(at_once, monkeypatch):
     monkeypatch.setattr(guides, "compiled", refuse if at_once else lambda function: refuse)
     monkeypatch.setattr(guides, "warn_once", said.append)
     network, critic = make()
-    denoiser, canvas = make_denoiser(network, SCHEDULE), some_texts()
+    denoiser = make_denoiser(network, SCHEDULE)
     run = {"steps": 6, "guidance": Guidance(h_start=3.0)}
-    expected = rgas(denoiser, SCHEDULE, DiscriminatorGuide(critic, SCHEDULE), canvas, **run)
-    guide = DiscriminatorGuide(critic, SCHEDULE, fast=True)
-    found = rgas(denoiser, SCHEDULE, guide, canvas, **run)
+    both = [DiscriminatorGuide(critic, SCHEDULE, fast=fast) for fast in (False, True)]
+    expected, found = (
+        rgas(denoiser, SCHEDULE, guide, State(some_texts()), **run) for guide in both
+    )
     assert torch.equal(found.tokens, expected.tokens)
     assert tried == [1]
     reason = "There is no compiler"

@@ -174,6 +174,10 @@ def test_grids_run_from_one_to_zero(grid):
         assert all(0 <= chance <= 1 for chance in chances)
 
 
+def test_the_cosine_grid_takes_short_steps_first():
+    assert time_grid("cosine", 3) == pytest.approx([1.0, 3**0.5 / 2, 0.5, 0.0])
+
+
 @pytest.mark.parametrize("grid", ["linear", [1.0, 0.0], [1.0, 0.5, 0.6, 0.0], [0.9, 0.5, 0.2, 0.0]])
 def test_other_grids_are_refused(grid):
     with pytest.raises(UserError, match="time grid"):
@@ -219,8 +223,8 @@ def test_no_step_of_a_plan_waits_for_a_gpu_and_one_of_reranking_once(
         with pretended(monkeypatch) as gpu:
             tokens = torch.full((8, 20), MASK, device="cuda")
             tokens[:, 0] = torch.arange(8, device="cuda") % V
-            canvas = Canvas(tokens, MASK, torch.arange(8, device="cuda"))
-            toy, run = OnGpu(), {"canvas": canvas, "steps": steps, "order": order}
+            state = State(Canvas(tokens, MASK, torch.arange(8, device="cuda")))
+            toy, run = OnGpu(), {"state": state, "steps": steps, "order": order}
             gpu.waits.clear()
             if guidance is None:
                 ancestral(toy.denoiser(), LogLinear(0.0), **run)

@@ -33,7 +33,7 @@ from didi_instruct.sampling.trace import (
     visible,
 )
 
-from .toys import law, toy_of
+from .toys import law, start, toy_of
 
 STORY = "Zoë ate naïve jalapeños 🙂 in 東京 — café!\n\nНовая строка: «привет» 👩‍👩‍👧.\tEnd. "
 PARK = "The café in the park was naïve. "
@@ -183,7 +183,7 @@ class TestRecording:
     def test_the_trace_of_a_sampler_replays_to_its_samples(self):
         trace = Trace(3, keep=3)
         canvas = Canvas(torch.tensor([[3, 1, 3, 3]]).expand(5, 4), 3, torch.arange(5))
-        result = ancestral(toy_of(), LogLinear(0.0), canvas, steps=6, callback=trace)
+        result = ancestral(toy_of(), LogLinear(0.0), start(canvas, trace), steps=6)
         data = trace.as_dict(str)
         assert json.loads(json.dumps(data)) == data
         for sample, final in zip(data["samples"], result.tokens[:3].tolist(), strict=True):
@@ -224,6 +224,13 @@ class TestRecording:
         samples = trace.as_dict(letters)["samples"]
         assert [sample["tokens"] for sample in samples] == [[1, 2], [3, 4], [5, 6, 7]]
         assert [len(sample["steps"]) for sample in samples] == [2, 2, 4]
+
+    def test_what_fills_a_window_after_a_given_end_is_not_shown(self):
+        """A text with its own window plays like the same text in a window that it fills."""
+        row = BPE.encode(["The café in the park"])[0]
+        plain, padded = (replayed(own_window(row, padding)) for padding in (0, 200))
+        assert plain == padded
+        assert len(plain.spans) == len(row)
 
     def test_a_character_of_several_tokens_is_as_certain_as_the_least_certain(self):
         trace = Trace(BYTES.size)
@@ -294,13 +301,6 @@ class TestHtml:
         assert texts == ["Sample 1The endend", "Sample 2The endend"]
         assert [len(each["tokens"]) for each in data] == [len(row) + 2, len(row) + 1]
 
-    def test_what_fills_a_window_after_a_given_end_is_not_shown(self, tmp_path):
-        row = BPE.encode(["The end"])[0]
-        page, texts, (data,) = self.page(own_window(row, 7), tmp_path)
-        assert f"<li>{len(row)} tokens</li>" in page
-        assert texts == ["Sample 1The end"]
-        assert len(data["tokens"]) == len(row)
-
 
 @pillow
 class TestGif:
@@ -332,12 +332,6 @@ class TestGif:
             dark.append(sum(page.convert("L").crop((0, 60, *page.size)).histogram()[:120]))
         assert dark == sorted(dark)
         assert dark[0] == 0 < dark[-1]
-
-    def test_what_fills_a_window_after_a_given_end_is_not_drawn(self):
-        """A text with its own window is drawn like the same text in a window that it fills."""
-        row = BPE.encode(["The café in the park"])[0]
-        plain, padded = (self.draw(own_window(row, padding)) for padding in (0, 200))
-        assert list(self.frames(plain)) == list(self.frames(padded))
 
     def test_columns_go_in_step_and_the_faster_waits(self):
         """Of 3 and 9 steps: after the 4th frame the left half no longer changes, the right does."""

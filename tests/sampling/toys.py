@@ -12,9 +12,9 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.process.masking import interleaved_times, interleaved_turns
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.denoiser import LogitsDenoiser, times_of
-from didi_instruct.sampling.draw import Purpose, invert, law_of, uniforms
+from didi_instruct.sampling.draw import DrawOptions, Purpose, invert, law_of, uniforms
 from didi_instruct.sampling.plan import reveal_chances, time_grid
-from didi_instruct.sampling.state import PAD, Canvas
+from didi_instruct.sampling.state import PAD, Canvas, State
 
 from .enumeration import dense_tilt
 
@@ -123,19 +123,6 @@ class ToyGuide:
             return torch.autograd.grad(ratio, shown, counted.to(ratio.dtype))[0]
 
 
-class LinearGuide(ToyGuide):
-    """A known reward: every token has its worth, and a mask none."""
-
-    def __init__(self, worth):
-        super().__init__(len(worth))
-        self.worth = torch.tensor(worth, dtype=torch.float64)
-        self.embedding = torch.eye(len(worth), dtype=torch.float64)
-        self.table = torch.cat([self.embedding, torch.zeros_like(self.embedding[:1])])
-
-    def score(self, embeddings, z, t):
-        return embeddings @ self.worth
-
-
 class Forbidden:
     """A guide that must not be asked."""
 
@@ -152,6 +139,16 @@ def toy_of(language=TINY):
 
 
 # Inputs
+
+
+def start(canvas, callback=None, **options):
+    """A batch on its way, drawn by the options of `DrawOptions`."""
+    return State(canvas, DrawOptions(**options), callback)
+
+
+def blank(num, length, mask_id, callback=None, **options):
+    """The same from masks alone."""
+    return start(Canvas.blank(num, length, mask_id), callback, **options)
 
 
 @st.composite

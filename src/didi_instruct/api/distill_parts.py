@@ -20,7 +20,7 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation import methods
 from didi_instruct.distillation.bank import BankSettings, Progress, open_bank
 from didi_instruct.distillation.methods import METHODS, check_fit
-from didi_instruct.distillation.rollout import Noise, Starts
+from didi_instruct.distillation.rollout import Starts
 from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
@@ -31,8 +31,8 @@ from didi_instruct.process.masking import goes_on
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import network_denoiser
-from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.draw import DrawOptions, Noise
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, uses_bf16
 
@@ -72,7 +72,8 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
             f"{source}: the teacher has {teacher.config.masks} masks (mixture steps): distil what "
             "it was distilled from."
         )
-    if teacher.config.order != "random" and not entry.ordered_teacher:
+    # A teacher that is never asked to write a text may know one order alone.
+    if teacher.config.order != "random" and not (entry.any_order and not entry.texts):
         raise UserError(
             f"{source}: the teacher reveals positions in {teacher.config.order}, as students do: "
             "distil what it was distilled from, and go on from it with --set student=..."
@@ -238,9 +239,8 @@ def _bank(
         there, samples = (each.to(world.device) for each in (start[owner], indices))
         canvas = Canvas(there, starts.mask_id, samples)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
-            drawn = ancestral(
-                denoiser, schedule, canvas, steps=reference.steps, settings=DrawOptions(seed=seed)
-            )
+            state = State(canvas, DrawOptions(seed=seed))
+            drawn = ancestral(denoiser, schedule, state, steps=reference.steps)
         return drawn.tokens.cpu()
 
     where = Path(reference.bank) if reference.bank else folder / "bank"

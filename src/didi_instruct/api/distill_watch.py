@@ -9,17 +9,17 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.replica import Replica
-from didi_instruct.distillation.rollout import Noise
 from didi_instruct.distillation.run import Distillation, DistillTask
 from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.evaluation.paths import Judge, nelbo_judge
 from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
 from didi_instruct.evaluation.quick_uniform import UniformQuickTest
 from didi_instruct.models.checkpoint import LoadedModel
+from didi_instruct.sampling.draw import Noise
 from didi_instruct.seeding import mix
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Batch, make_objective
+from didi_instruct.training.replica import Replica
 
 Facts = Callable[[Tensor], Mapping[str, float]]
 """Facts about samples (N, L), by name."""
@@ -77,7 +77,7 @@ def evaluator(
 ) -> Evaluate:
     """Quick evaluation of the averaged and of the raw student; every process computes the same."""
     d = task.distillation
-    train, model, student = d.config.train, d.model_config, d.student.replica
+    train, model, student = d.config.train, d.model_config, d.student
     how: Any = {"masks": model.masks, "order": model.order}
     loss = _loss_of(student, model)
 
@@ -95,7 +95,7 @@ def evaluator(
                     progress=lambda _: tick(),
                 )
                 found["valid_nats_per_token"] = held_out.nats_per_token
-        if d.student.updater.ema is not None:
+        if d.student.ema is not None:
             found |= test.measure(student.log_probs, "_raw", tick=tick, **how)
         result.clear()
         result.update(found)

@@ -22,7 +22,7 @@ from didi_instruct.sampling.infill import (
     split_infill,
     stack,
 )
-from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, join
+from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State, join
 from didi_instruct.sampling.trace import output_ids
 
 
@@ -115,7 +115,7 @@ def generate(
         samples = torch.tensor([row.sample for row in chunk]).to(device, non_blocking=True)
         given = stack([row.tokens for row in chunk], device)
         canvas = Canvas(given, mask_id, samples, masks=config.masks)
-        call = Call(engine, canvas, settings, request.steps, callback)
+        call = Call(engine, State(canvas, settings, callback), request.steps)
         part = sampler(call, request.options)
         log_prob, drawn_first = part.log_prob, [row.log_prob for row in chunk]
         if log_prob is not None and any(drawn_first):

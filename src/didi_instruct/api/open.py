@@ -26,14 +26,13 @@ from didi_instruct.models.checkpoint import (
 )
 from didi_instruct.models.foreign.hub import fetch
 from didi_instruct.models.foreign.layouts import WeightSet
-from didi_instruct.models.foreign.places import SUFFIXES, locate
+from didi_instruct.models.foreign.places import SUFFIXES, locate, weight_files
 from didi_instruct.models.foreign.reading import load_foreign
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.masked_lm import (
     load_masked_lm,
     open_weights,
     recognise_masked_lm,
-    weight_files,
 )
 
 Form = Literal["didi", "foreign", "masked-lm"]

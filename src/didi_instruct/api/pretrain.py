@@ -148,9 +148,9 @@ def held_out_likelihood(task: PretrainTask, valid: TokenSource) -> Evaluate:
     count = min(most, valid.num_sequences or most)
 
     def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
-        with task.averaged(), task.autocast():
+        with task.averaged():
             result = likelihood(
-                task.module,
+                task.losses,
                 task.model_config,
                 valid.ordered,
                 sequences=count,

@@ -17,13 +17,12 @@ from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.confidence import by_confidence
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.dimo import Start, dimo
-from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import Callback, Canvas, Samples
+from didi_instruct.sampling.state import Samples, State
 from didi_instruct.sampling.uniform_state import uniform_state
-from didi_instruct.sampling.variants import blocks, first_hitting, remasking
+from didi_instruct.sampling.variants import Strategy, blocks, first_hitting, remasking
 
 if TYPE_CHECKING:
     from didi_instruct.models.network import Network
@@ -53,11 +52,9 @@ class Call:
     """One batch for a sampler."""
 
     engine: Engine
-    canvas: Canvas
-    settings: DrawOptions
+    state: State
     wanted: int | None
     """Steps asked for; None: the usual number."""
-    callback: Callback | None
 
     @property
     def steps(self) -> int:
@@ -71,18 +68,9 @@ class Call:
         return self.engine.denoiser
 
     @property
-    def shared(self) -> dict[str, Any]:
-        """Arguments that every sampler has."""
-        return {"canvas": self.canvas, "settings": self.settings, "callback": self.callback}
-
-    @property
-    def reverse(self) -> dict[str, Any]:
-        """Arguments that every sampler of a masked or uniform-state process has."""
-        return {
-            "denoiser": self.denoiser,
-            "schedule": self.engine.schedule,
-            **self.shared,
-        }
+    def reverse(self) -> tuple[Denoiser, Schedule, State]:
+        """What every sampler of a masked or uniform-state process begins with."""
+        return self.denoiser, self.engine.schedule, self.state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +126,7 @@ class RemaskingOptions:
 
     eta: float = 0.05
     """How much is masked again."""
-    strategy: str = "cap"
+    strategy: Strategy = "cap"
     """`cap`: at most eta; `rescale`: eta times the most that is possible."""
     grid: str | tuple[float, ...] = "uniform"
     greedy_tail: bool = False
@@ -182,18 +170,20 @@ class TailOptions:
 
 def _ancestral(call: Call, options: AncestralOptions) -> Samples:
     options = options.resolve(call.engine.order)
-    return ancestral(steps=call.steps, **asdict(options), **call.reverse)
+    return ancestral(*call.reverse, steps=call.steps, **asdict(options))
 
 
 def _guided(call: Call, options: GuidedOptions) -> Samples:
     options = options.resolve(call.engine.order)
     return rgas(
+        call.denoiser,
+        call.engine.schedule,
+        call.engine.guide,
+        call.state,
         steps=call.steps,
-        guide=call.engine.guide,
         guidance=options,
         grid=options.grid,
         order=options.order or "random",
-        **call.reverse,
     )
 
 
@@ -204,46 +194,41 @@ def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
             if call.wanted is not None:
                 raise UserError("A threshold decides the number of steps: leave out steps.")
             steps = None
-        return by_confidence(
-            call.denoiser,
-            steps=steps,
-            order=order,
-            threshold=options.threshold,
-            **call.shared,
-        )
+        given = call.denoiser, call.state
+        return by_confidence(*given, steps=steps, order=order, threshold=options.threshold)
 
     return run
 
 
 def _remasking(call: Call, options: RemaskingOptions) -> Samples:
-    return remasking(steps=call.steps, **asdict(options), **call.reverse)
+    return remasking(*call.reverse, steps=call.steps, **asdict(options))
 
 
 def _blocks(call: Call, options: BlockOptions) -> Samples:
     order = call.engine.order
-    return blocks(steps=call.steps, order=order, **asdict(options), **call.reverse)
+    return blocks(*call.reverse, steps=call.steps, order=order, **asdict(options))
 
 
 def _first_hitting(call: Call, options: NoOptions) -> Samples:
-    return first_hitting(**call.reverse)
+    return first_hitting(*call.reverse)
 
 
 def _dimo(call: Call, options: DimoOptions) -> Samples:
-    if call.canvas.masks > 1:
+    if call.state.canvas.masks > 1:
         raise UserError("`dimo` is for models with one mask: use ancestral.")
     start = Start(options.random, options.noise)
     network, schedule = cast("Network", call.engine.network), call.engine.schedule
-    return dimo(network, schedule, steps=call.steps, start=start, grid=options.grid, **call.shared)
+    return dimo(network, schedule, call.state, steps=call.steps, start=start, grid=options.grid)
 
 
 def _uniform_state(call: Call, options: TailOptions) -> Samples:
-    return uniform_state(steps=call.steps, **asdict(options), **call.reverse)
+    return uniform_state(*call.reverse, steps=call.steps, **asdict(options))
 
 
 def _autoregressive(call: Call, options: NoOptions) -> Samples:
     engine, network = call.engine, call.engine.network
     assert isinstance(network, ARModel)
-    return autoregressive(network, eot_id=engine.eot_id, decoders=engine.decoders, **call.shared)
+    return autoregressive(network, call.state, eot_id=engine.eot_id, decoders=engine.decoders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from didi_instruct.config.pretrain import Compile, TrainConfig
 from didi_instruct.distillation.didi import Pair, mean_log_prob
 from didi_instruct.distillation.losses import PathScore, divergence, entropy
 from didi_instruct.distillation.methods import make_task
-from didi_instruct.distillation.replica import Metrics, Replica
 from didi_instruct.distillation.rollout import Jump, Rollout
 from didi_instruct.distillation.run import Distillation, MicroBatch, Teacher
 from didi_instruct.models.dit import DiT
 from didi_instruct.process.masking import posterior
 from didi_instruct.training.distributed import World
+from didi_instruct.training.loop import Metrics
+from didi_instruct.training.replica import Replica
 
 STEPS = 1_000_000
 """Iterations of the settings, never reached."""
@@ -40,18 +41,17 @@ def dense_rollout(
     didi, noise = d.config.didi, batch.noise
     assert didi.grouping != "state", "texts of a group would share their first steps"
     assert didi.score_decomposition, "the paper's own algorithm goes through z_τ"
-    rows = None if prompts is None else prompts.to(noise.device)
-    start, state = d.starts(noise, rows)
-    z, tau = start[state], tau.to(start.device)
+    start, state = d.starts(noise.planned, None if prompts is None else prompts.cpu())
+    z, tau = (each.to(d.world.device) for each in (start[state], tau))
     written = z == d.mask_id
-    seed = (noise.seed + int(noise.indices[0])) % 2**63
+    seed = (noise.seed + int(noise.samples[0])) % 2**63
     generator = torch.Generator(z.device).manual_seed(seed)
     fractions = torch.linspace(0, 1, didi.rollout_steps + 1, dtype=torch.float64)
     times = [1 + (tau - 1) * float(f) for f in fractions]
     log_prob = torch.zeros(len(z), dtype=torch.float64, device=z.device)
     jumps = []
     for t, s in itertools.pairwise([*times, torch.zeros_like(tau)]):
-        log_p = _dense(d.student.replica, z, t).double()
+        log_p = _dense(d.student, z, t).double()
         alpha_s = torch.where(s > 0, d.schedule.alpha(s), 1.0)[:, None]
         law = posterior(z, log_p.exp(), alpha_s, d.schedule.alpha(t)[:, None], d.mask_id)
         drawn = draw_dense(law, generator)
@@ -67,7 +67,7 @@ def dense_rollout(
 
 def dense_path_score(d: Distillation, pair: Pair) -> PathScore:
     """Scores from dense laws of student and teacher, state by state."""
-    didi, x, replica = d.config.didi, pair.rollout.x, d.student.replica
+    didi, x, replica = d.config.didi, pair.rollout.x, d.student
     jumps = pair.rollout.jumps if didi.score_steps == "all" else pair.rollout.jumps[-1:]
     states = [(jump.z[jump.state], jump.t[jump.state]) for jump in jumps]
     laws: list[Tensor | None] = [None] * len(jumps)
@@ -87,7 +87,7 @@ def dense_path_score(d: Distillation, pair: Pair) -> PathScore:
                 total_kl = total_kl + _means(divergence(didi.kl, law, log_p), masked)
         return PathScore(log_prob, total_kl, total_entropy / len(jumps))
 
-    score: PathScore = replica.run(forward, sync=pair.batch.last)
+    score: PathScore = replica.run(forward)
     return mean_log_prob(score, jumps) if didi.log_prob == "mean" else score
 
 

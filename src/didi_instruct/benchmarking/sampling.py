@@ -22,7 +22,7 @@ from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.engines.cuda_graphs import capture
 from didi_instruct.sampling.guide import DiscriminatorGuide, Guidance
-from didi_instruct.sampling.state import Canvas
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.seeding import mix
 
 
@@ -108,7 +108,7 @@ def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: boo
 
     def run(seed: int) -> None:
         canvas = Canvas.blank(batch, length, model.config.vocab_size - 1, device=start.device)
-        autoregressive(model, canvas, settings=DrawOptions(seed=seed), decoders=decoders)
+        autoregressive(model, State(canvas, DrawOptions(seed=seed)), decoders=decoders)
 
     return _case("ar", run, start, length, model)
 

@@ -17,15 +17,19 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation import losses
 from didi_instruct.distillation.losses import PathScore
-from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import Jump, Noise, Rollout, rollout
-from didi_instruct.distillation.run import USUAL_STEPS, Distillation, MethodEntry, MicroBatch
-from didi_instruct.distillation.watch import RunningMean, Totals, unique_ngrams
+from didi_instruct.distillation.rollout import Jump, Rollout, rollout
+from didi_instruct.distillation.run import USUAL_STEPS, Distillation, Loss, MethodEntry, MicroBatch
+from didi_instruct.distillation.watch import RunningMean, unique_ngrams
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.process.masking import mask
-from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.ancestral import plain
+from didi_instruct.sampling.denoiser import LogitsDenoiser
+from didi_instruct.sampling.draw import Noise, Purpose
+from didi_instruct.sampling.plan import flat_positions
+from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
+from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import Later, sent
 
 
@@ -85,7 +89,8 @@ class Didi:
             batches = d.micro_batches(step, turn)
             pairs = [make_pair(d, each, self.student_texts) for each in batches]  # t, x, x', z, z'
             update = critic.update(step, pairs)  # D_λ by Eq. (8)
-        metrics, accuracy = update.metrics, critic.remember(update)
+        metrics, accuracy = update.metrics, critic.accuracy.add(update.accuracy)
+        critic.sharpness.add(update.sharpness)
         known = zip(pairs, update.states, strict=True)
         reward = torch.cat([critic.reward(*each) for each in known])  # R of Eq. (6)
         advantage = normalise(d.config.didi, d.world.gather(reward))  # Eq. (7)
@@ -131,9 +136,9 @@ def write_texts(d: Distillation, batch: MicroBatch, tau: Tensor, prompts: Tensor
     """Texts of the student that go through z_τ."""
     didi, shared = d.config.didi, _texts_per_state(d.config.didi)
     rows = None if prompts is None else prompts.cpu()
-    start, state = d.starts(batch.noise.on_host, rows, shared)
+    start, state = d.starts(batch.noise.planned, rows, shared)
     return rollout(
-        d.student.replica.logits,
+        plain(LogitsDenoiser(d.student.logits, d.mask_id)),
         d.schedule,
         start,
         state,
@@ -150,7 +155,7 @@ def _times(didi: DidiConfig, noise: Noise, which: int) -> Tensor:
     """Times ~ π (B,) for each text, or one for each group, on the host."""
     a, b = didi.pi
     size = 1 if didi.grouping == "batch" else didi.group_size
-    uniforms = noise.on_host.of_groups(size).uniforms(a + b - 1, Purpose.START, which)
+    uniforms = noise.planned.of_groups(size).uniforms(a + b - 1, Purpose.START, which)
     return losses.beta_times(a, b, uniforms).repeat_interleave(size)
 
 
@@ -163,7 +168,7 @@ def _texts_per_reference(d: Distillation) -> int:
 
 
 def _of_references(d: Distillation, noise: Noise) -> Noise:
-    return replace(noise, indices=noise.indices[:: _texts_per_reference(d)])
+    return replace(noise, samples=noise.samples[:: _texts_per_reference(d)])
 
 
 def _references(d: Distillation, batch: MicroBatch) -> Tensor:
@@ -191,14 +196,9 @@ def _unique(d: Distillation, pairs: Sequence[Pair]) -> Tensor:
 
 # The discriminator: it learns to tell texts apart, and rewards them
 
-
-class DiscriminatorTerms(NamedTuple):
-    """Loss, accuracy and reward of texts of one kind, real or fake: means over the batch, 0-d."""
-
-    loss: Tensor
-    accuracy: Tensor  # share of texts classified correctly
-    sharpness: Tensor  # share of positions classified correctly, which is what its loss is of
-    reward: Tensor
+JUDGED = ("loss", "accuracy", "sharpness")
+"""Of the discriminator's log: its loss, the share of texts classified correctly, and that of
+positions, of which its loss is."""
 
 
 class CriticUpdate(NamedTuple):
@@ -225,27 +225,26 @@ class Critic:
         """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
         d, batch = self.d, self.d.config.train.batch_size
         count = sum(len(pair.real.z) for pair in pairs) * d.world.size
-        totals, states = Totals(), []
-        for pair in pairs:
-            ratio, ratio_real, below = self._log_ratios(pair)
+        found: list[Metrics] = []
+        states = []
+        for pair in d.passes(pairs):
+            ratio, ratio_real, below = self._log_ratios(pair, first=not found)
             states.append(below)
             fake = self._terms(pair.fake, ratio, teacher=False, count=batch)
             real = self._terms(pair.real, ratio_real, teacher=True, count=count)
-            loss = (fake.loss + real.loss) / 2
+            both = {f"disc_{name}": (fake[name] + real[name]) / 2 for name in JUDGED}
             tokens = pair.fake.written.sum(1).clamp(min=1)
-            totals.add(
-                disc_loss=loss,
-                disc_accuracy=(fake.accuracy + real.accuracy) / 2,
-                disc_sharpness=(fake.sharpness + real.sharpness) / 2,
-                reward_student=fake.reward,
-                reward_reference=real.reward,
-                path_entropy=-(pair.rollout.log_prob / tokens).sum() / batch,
-            )
-            if pair.batch.last:  # asked for before the last gradients are computed
-                metrics = d.summed(totals)
-                found = Later(metrics["disc_accuracy"], metrics["disc_sharpness"])
-            self.learner.backward(loss, sync=pair.batch.last)
-        accuracy, sharpness = found.read()
+            own = {
+                "reward_student": fake["reward"],
+                "reward_reference": real["reward"],
+                "path_entropy": -(pair.rollout.log_prob / tokens).sum() / batch,
+            }
+            found.append(both | own)
+            if len(found) == len(pairs):  # asked for before the last gradients are computed
+                metrics = d.summed(found)
+                asked = Later(metrics["disc_accuracy"], metrics["disc_sharpness"])
+            self.learner.backward(both["disc_loss"])
+        accuracy, sharpness = asked.read()
         # Judged by positions, of which its loss is: whole texts are told apart long before. And by
         # earlier batches: to learn from those alone that it errs on were a bias. Batches not seen
         # yet count as one half, so that a few good ones are not enough.
@@ -258,10 +257,8 @@ class Critic:
         metrics |= {"disc_grad_norm": norm, "disc_waits": d.number(saturated)}
         return CriticUpdate(metrics, accuracy, sharpness, states)
 
-    def _terms(
-        self, texts: Corrupted, log_ratio: Tensor, *, teacher: bool, count: int
-    ) -> DiscriminatorTerms:
-        """Terms of some of `count` texts of a kind; log-ratios (B, L) with gradient."""
+    def _terms(self, texts: Corrupted, log_ratio: Tensor, *, teacher: bool, count: int) -> Metrics:
+        """Loss, shares judged rightly, reward of some of `count` texts; log-ratios (B, L)."""
         settings, written = self.d.config.discriminator, texts.written
         masked = texts.z == self.d.mask_id
         where = masked if settings.positions == "masked" else written
@@ -271,14 +268,14 @@ class Critic:
         reward = losses.rewards(log_ratio, masked, written)
         towards, margin = (log_ratio, reward) if teacher else (-log_ratio, -reward)
         right, sharp = num_correct(margin, written), share_correct(towards, where)
-        return DiscriminatorTerms(loss, right / count, sharp / count, reward.sum() / count)
+        return {
+            "loss": loss,
+            "accuracy": right / count,
+            "sharpness": sharp / count,
+            "reward": reward.sum() / count,
+        }
 
-    def remember(self, update: CriticUpdate) -> float:
-        """Add an update to the memory of the gates; return the running accuracy."""
-        self.sharpness.add(update.sharpness)
-        return self.accuracy.add(update.accuracy)
-
-    def _log_ratios(self, pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _log_ratios(self, pair: Pair, *, first: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-ratios (B, L) of the student's texts and (R, L) of the reference texts.
 
         And the states of frozen blocks on the student's texts, if they are kept.
@@ -288,14 +285,14 @@ class Critic:
         dropout = self._dropout(pair)
 
         def forward(network: Discriminator) -> tuple[Tensor, Tensor | None]:
-            if pair.batch.first:  # a power iteration once per update, however many passes
+            if first:  # a power iteration once per update, however many passes
                 network.iterate()
             if not (self.keep_states and network.frozen):
                 return network(z, sigma, dropout=dropout).clone(), None  # FSDP mistrusts views
             below = network.below(z, sigma)
             return network.above(below, sigma, dropout).clone(), below
 
-        ratio, below = self.learner.replica.run(forward, sync=pair.batch.last)
+        ratio, below = self.learner.run(forward)
         size = len(pair.fake.z)
         return ratio[:size], ratio[size:], None if below is None else below[:size]
 
@@ -320,7 +317,7 @@ class Critic:
         def forward(network: Discriminator) -> Tensor:
             return network(z, sigma) if below is None else network.above(below, sigma)
 
-        ratio = self.learner.replica.run(forward)
+        ratio = self.learner.run(forward)
         return losses.rewards(ratio, z == self.d.mask_id, pair.fake.written)
 
 
@@ -368,7 +365,7 @@ def update_student(
     share = d.world.share(len(advantage))
     sizes = [len(pair.fake.z) for pair in pairs]
     own = torch.split(advantage[share.start : share.stop], sizes)
-    return d.descend(step, [pair.batch for pair in pairs], map(loss_of, pairs, own))
+    return d.descend(step, loss_of, pairs, own)
 
 
 def score_texts(d: Distillation, pair: Pair) -> PathScore:
@@ -381,14 +378,14 @@ def score_texts(d: Distillation, pair: Pair) -> PathScore:
             return None
         if jump is path[0] and d.starts.shared:
             return d.teacher_at_start
-        return d.teacher_logits(jump.z, jump.t, jump.masked)
+        return d.teacher_logits(Reads(jump.z), jump.t, flat_positions(jump.masked))
 
     teacher = [teacher_logits(jump) for jump in jumps]
 
     def forward(network: Any) -> PathScore:
         return losses.score_path(network, d.schedule, jumps, x, teacher, didi.kl)
 
-    score: PathScore = d.student.replica.run(forward, sync=pair.batch.last)
+    score: PathScore = d.student.run(forward)
     return mean_log_prob(score, jumps) if didi.log_prob == "mean" else score
 
 

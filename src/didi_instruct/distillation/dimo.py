@@ -24,16 +24,21 @@ from torch import Tensor
 
 from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
+from didi_instruct.distillation.auxiliary import (
+    Drawn,
+    Plan,
+    StudentLogits,
+    auxiliary_networks,
+    take_turns,
+)
 from didi_instruct.distillation.losses import entropy, kl
-from didi_instruct.distillation.replica import Loss, Metrics
 from didi_instruct.distillation.rollout import path_step
-from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.run import Distillation, Loss, MethodEntry, MicroBatch
 from didi_instruct.process.masking import stratified_times
-from didi_instruct.sampling.dimo import Seen, Start
-from didi_instruct.sampling.draw import Purpose, draw_tokens
-from didi_instruct.sampling.plan import Step
-from didi_instruct.sampling.state import State
+from didi_instruct.sampling.dimo import Start
+from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.state import Reads
+from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
 
 
@@ -52,7 +57,7 @@ class Dimo:
 
     def plan(self, batch: MicroBatch) -> Plan:
         d, settings, size = self.d, self.settings, self.d.config.train.batch_size
-        noise, everyone = batch.noise.on_host, torch.arange(len(batch.indices))
+        noise, everyone = batch.noise.planned, torch.arange(len(batch.indices))
         generator = d.generator("budgets", batch.step, batch.turn)
         place, level = (stratified_times(size, generator)[batch.indices] for _ in range(2))
         first = (batch.step * settings.aux_steps + batch.turn) * size
@@ -63,36 +68,25 @@ class Dimo:
         coins = noise.uniforms(d.length, Purpose.REMASK)
         hidden = (coins < share[:, None]) & (start == d.mask_id)
         t_context = d.schedule.time(1 - share)
-        return Plan(batch, start, everyone, path, path.masked, everyone, hidden, t_context)
+        path = path._replace(revealed=path.masked)  # all that is left is written at once
+        stream = Purpose.TOKEN, path.times.shape[1]
+        return Plan(batch, start, everyone, path, everyone, hidden, t_context, stream)
 
-    def draw(self, plan: Plan, *, learns: bool) -> Drawn:
+    def student_logits(self, plan: Plan) -> StudentLogits:
+        """Logits of the student, which is shown the start where nothing is written."""
         d, device, model = self.d, self.d.world.device, self.d.model_config
         start, noise = sent(plan.start, device), plan.batch.noise
         begun = self.start.begin(start, d.mask_id, model.hidden, noise, model.end_id)
 
-        def draw(texts: State, step: Step) -> tuple[Tensor, Tensor]:
-            assert step.states is not None
-            seen = begun.later(texts.z, d.mask_id).only(step.states)
-            log_p = self._log_probs(seen, torch.as_tensor(step.t), sent(step.reads, device))
-            return draw_tokens(log_p, step.u, step.row)
+        def logits(z: Tensor, rows: Tensor | None, t: Tensor, at: Tensor) -> Tensor:
+            later, sigma, there = begun.later(z, d.mask_id), d.schedule.sigma(t), sent(at, device)
+            seen = later if rows is None else later.only(rows)
+            found: Tensor = d.student.run(
+                lambda network: self.start.logits(network, seen, sigma, there)
+            )
+            return found
 
-        z, t = plan.walk(d, draw), sent(plan.path.t, device)
-        at = sent(plan.revealed.flatten().nonzero().squeeze(1), device)
-        with torch.set_grad_enabled(learns):
-            log_p = self._log_probs(begun.later(z, d.mask_id), t, at, sync=plan.batch.last)
-        stream = Purpose.TOKEN, plan.path.times.shape[1]
-        uniforms = noise.uniforms(d.length, *stream)
-        return plan.write(z, t, log_p, uniforms, d.mask_id)
-
-    def _log_probs(self, seen: Seen, t: Tensor, at: Tensor, *, sync: bool = True) -> Tensor:
-        """The student's log-probabilities (R, V) at flat positions (R,), given what it is shown."""
-
-        def forward(network: Any) -> Tensor:
-            logits = self.start.logits(network, seen, self.d.schedule.sigma(t), at)
-            return logits.float().log_softmax(-1)
-
-        log_probs: Tensor = self.d.student.replica.run(forward, sync=sync)
-        return log_probs
+        return logits
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         """A loss whose gradient is the token gradient, where both hidden and just written.
@@ -100,8 +94,9 @@ class Dimo:
         The token gradient sums to 0, so it makes no difference that it meets log-probabilities
         instead of logits.
         """
-        log_theta = self.d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
-        device, revealed, hidden = log_phi.device, plan.revealed, plan.hidden
+        context, device = Reads(drawn.context), log_phi.device
+        log_theta = self.d.teacher_log_probs(context, drawn.t_context, drawn.hidden)
+        revealed, hidden = plan.path.revealed, plan.hidden
         learned = drawn.log_p[sent(hidden[revealed].nonzero().squeeze(1), device)]
         gradient = token_gradient(log_phi, log_theta, self.settings.beta)
         gradient = gradient[sent(revealed[hidden].nonzero().squeeze(1), device)]

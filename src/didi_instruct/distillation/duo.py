@@ -18,12 +18,13 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import FrozenCopy, Loss, Metrics
-from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.run import Distillation, Loss, MethodEntry, MicroBatch
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.process.uniform import gaussian_to_discrete, level_of_gamma, state
 from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.state import Reads
+from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
 
 
@@ -32,7 +33,7 @@ class Duo:
 
     def __init__(self, d: Distillation, target: Any) -> None:
         self.d, self.rounds = d, d.config.duo.rounds(d.config.train.steps)
-        self.target = FrozenCopy(target, d.train, d.world)
+        self.target = d.frozen(target)
         self.learners = {"target": self.target}
         self.state: dict[str, Tensor] = {}
 
@@ -43,28 +44,30 @@ class Duo:
             self.target.take(d.student, average=settings.target == "average")
         delta, batches = settings.delta(self.rounds.of(step)), d.micro_batches(step)
         times = draw_times(d, step, delta)
-        own = (sent(times[batch.indices], d.world.device) for batch in batches)
-        losses = (self.loss(batch, t, delta) for batch, t in zip(batches, own, strict=True))
-        return d.descend(step, batches, losses) | {"delta": d.number(delta)}
+        metrics = d.descend(step, lambda batch: self.loss(batch, times, delta), batches)
+        return metrics | {"delta": d.number(delta)}
 
-    def loss(self, batch: MicroBatch, t: Tensor, delta: float) -> Loss:
-        """A part's share of the divergence per position, and numbers of it; t (B,)."""
+    def loss(self, batch: MicroBatch, times: Tensor, delta: float) -> Loss:
+        """A part's share of the divergence per position, and numbers of it."""
         d, num_tokens = self.d, self.d.model_config.num_tokens
-        x, noise = d.reference_texts(batch), batch.noise
+        x, noise, t = (
+            d.reference_texts(batch),
+            batch.noise,
+            sent(times[batch.indices], d.world.device),
+        )
         uniforms = noise.uniforms(d.length, Purpose.REVEAL)
         others = (noise.uniforms(d.length, Purpose.TOKEN) * (num_tokens - 1)).long()
         others = others.clamp(max=num_tokens - 2)  # a product just below may be rounded up
 
-        def state_at(time: Tensor) -> tuple[Tensor, Tensor]:
+        def state_at(time: Tensor) -> tuple[Reads, Tensor, Tensor]:
             alpha = level(d, time)
             z = state(x, alpha[:, None], num_tokens, uniforms, others)
-            return z, d.schedule.time(alpha)
+            return Reads(z), d.schedule.time(alpha), everywhere
 
-        now, then = state_at(t), state_at((t - delta).clamp(min=0))
-        everywhere = torch.ones_like(x, dtype=torch.bool)
-        target = self.target.replica.log_probs(*then, everywhere)
-        student = d.student.replica
-        log_p = student.log_probs_with_grad(*now, everywhere, sync=batch.last)
+        everywhere = torch.arange(x.numel(), device=x.device)
+        with torch.no_grad():
+            target = self.target.log_probs(*state_at((t - delta).clamp(min=0)))
+        log_p = d.student.log_probs(*state_at(t))
         count = d.config.train.batch_size * d.length
         loss = divergence(d.config.duo.kl, target, log_p).sum() / count
         return loss, {

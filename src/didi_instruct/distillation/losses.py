@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from didi_instruct.distillation.replica import flat_positions
-from didi_instruct.distillation.rollout import Jump, row_index
+from didi_instruct.distillation.rollout import Jump
 from didi_instruct.models.compile import Fused, fuses, fusing
 from didi_instruct.models.layers import upcast
 from didi_instruct.models.network import Network, logits_at
 from didi_instruct.process.schedule import Schedule
+from didi_instruct.sampling.plan import flat_positions
+from didi_instruct.training.replica import padded
 from didi_instruct.transfer import sent
 
 # Divergences between categorical laws without zeros (softmaxes), row by row, in nats
@@ -205,8 +206,9 @@ def score_path(
     before = itertools.accumulate((len(jump.z) for jump in jumps), initial=0)
     state = torch.stack([jump.state + n for jump, n in zip(jumps, before, strict=False)])
     jump, text, position = torch.stack([jump.writes for jump in jumps]).nonzero(as_tuple=True)
-    row = row_index(masked, state[jump, text], position)
-    at, count = flat_positions(masked, device)
+    row = masked.flatten().cumsum(0)[state[jump, text] * length + position] - 1
+    places = flat_positions(masked)
+    count, at = len(places), padded(places, device)
     plan = masked.sum(1).clamp(min=1), state, row, text, position
     mask_counts, state, row, text, position = (sent(each, device) for each in plan)
     known = [logits for logits in teacher_logits if logits is not None]

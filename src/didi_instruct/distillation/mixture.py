@@ -11,6 +11,7 @@ and what the next step reveals is to be likely. The gradient of the log of a mix
 parts weighted by their posterior, so codes are drawn from the posterior, and only those learn.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,22 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import Noise, path_step
-from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
+from didi_instruct.distillation.rollout import path_step
+from didi_instruct.distillation.run import (
+    Distillation,
+    Loss,
+    MethodEntry,
+    MicroBatch,
+    budget_flags,
+)
 from didi_instruct.errors import UserError
 from didi_instruct.models.network import Network
 from didi_instruct.process.masking import stratified_times, with_code
-from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.draw import Noise, Purpose
+from didi_instruct.sampling.plan import flat_positions
+from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
+from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
 
 TOKENS_PER_PASS = 1 << 18
@@ -54,17 +63,6 @@ class Part:
     t: Tensor  # (B,) the states' times
     revealed: Tensor  # (B, L)
 
-    def repeated(self, times: int) -> "Part":
-        """Each text several times in a row: for as many codes."""
-        tensors = (self.x, self.z, self.t, self.revealed)
-        return Part(*(tensor.repeat_interleave(times, 0) for tensor in tensors))
-
-    def text_log_prob(self, log_p: Tensor) -> Tensor:
-        """Log-probabilities of the texts' revealed tokens: of rows (R, V) -> (B,) float64."""
-        own = log_p.gather(-1, self.x[self.revealed][:, None]).squeeze(-1).double()
-        total = torch.zeros(len(self.x), dtype=torch.float64, device=own.device)
-        return total.index_add(0, self.revealed.nonzero()[:, 0], own)
-
 
 class Mixture:
     """A student with several masks, by maximum likelihood."""
@@ -79,18 +77,20 @@ class Mixture:
         batches = self.d.micro_batches(step)
         parts = [make_part(self.d, batch) for batch in batches]
         count = self.d.count(part.revealed.sum() for part in parts)
-        losses = (self.loss(*each, count) for each in zip(batches, parts, strict=True))
-        return self.d.descend(step, batches, losses)
+        loss_of = functools.partial(self.loss, count=count)
+        return self.d.descend(step, loss_of, batches, parts)
 
     def loss(self, batch: MicroBatch, part: Part, count: Tensor) -> Loss:
-        """Codes drawn from their posterior learn what the step reveals."""
+        """Codes drawn from their posterior learn what the step reveals, per revealed position."""
         d, settings, codes = self.d, self.d.config.mixture, self.d.config.mixture.codes
         if codes == 1:
-            alone = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
-            return component_loss(d, part, alone, count, sync=batch.last), {}
-        each = code_log_probs(d, part)
-        code = draw_codes(each, batch.noise, settings.learning)
-        loss = component_loss(d, part, code, count, sync=batch.last)
+            code = torch.zeros(len(part.x), 1, dtype=torch.long, device=part.x.device)
+        else:
+            each = all_log_probs(d, part)
+            code = draw_codes(each, batch.noise, settings.learning)
+        loss = -log_probs_under(d, part, code).sum() / (code.shape[1] * count)
+        if codes == 1:
+            return loss, {}
         posterior = each.log_softmax(1)
         information = (posterior.exp() * (posterior + math.log(codes))).sum()
         return loss, {
@@ -118,16 +118,23 @@ def make_part(d: Distillation, batch: MicroBatch) -> Part:
     return Part(x, x.masked_fill(masked, d.mask_id), t, revealed)
 
 
+def log_probs_under(d: Distillation, part: Part, code: Tensor) -> Tensor:
+    """Log-probabilities of what a step reveals under codes: (B, M) -> (B, M) float64."""
+    tensors = (part.x, part.z, part.t, part.revealed)
+    x, z, t, revealed = (each.repeat_interleave(code.shape[1], 0) for each in tensors)
+    at = flat_positions(revealed)
+    log_p = d.student.log_probs(Reads(with_code(z, d.mask_id, code.flatten())), t, at)
+    own = log_p.gather(-1, x.flatten()[at][:, None]).squeeze(-1).double()
+    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    return total.index_add(0, at // d.length, own).view_as(code)
+
+
 @torch.no_grad()
-def code_log_probs(d: Distillation, part: Part) -> Tensor:
+def all_log_probs(d: Distillation, part: Part) -> Tensor:
     """Log-probability of what a step reveals under every code: (B, K) float64."""
     codes = torch.arange(d.config.mixture.codes, device=part.z.device)
-    found = []
-    for some in torch.split(codes, max(1, TOKENS_PER_PASS // part.z.numel())):
-        again = part.repeated(len(some))
-        coded = with_code(again.z, d.mask_id, some.repeat(len(part.x)))
-        log_p = d.student.replica.log_probs(coded, again.t, again.revealed)
-        found.append(again.text_log_prob(log_p).view(len(part.x), len(some)))
+    some = torch.split(codes, max(1, TOKENS_PER_PASS // part.z.numel()))
+    found = [log_probs_under(d, part, each.expand(len(part.x), -1)) for each in some]
     return torch.cat(found, 1)
 
 
@@ -136,18 +143,6 @@ def draw_codes(log_probs: Tensor, noise: Noise, count: int) -> Tensor:
     uniforms = noise.uniforms(count, Purpose.CODE)
     below = log_probs.softmax(1).cumsum(1)[:, None] <= uniforms[..., None]
     return below.sum(-1).clamp(max=log_probs.shape[1] - 1)
-
-
-def component_loss(
-    d: Distillation, part: Part, code: Tensor, count: Tensor, *, sync: bool
-) -> Tensor:
-    """Negative log-probability per revealed position under the drawn codes (B, M)."""
-    times = code.shape[1]
-    again = part.repeated(times)
-    coded = with_code(again.z, d.mask_id, code.flatten())
-    replica = d.student.replica
-    log_p = replica.log_probs_with_grad(coded, again.t, again.revealed, sync=sync)
-    return -again.text_log_prob(log_p).sum() / (times * count)
 
 
 def _networks(config: DistillConfig, teacher: Any, student: Any) -> tuple[Any, None]:

@@ -13,8 +13,7 @@ host never waits for a GPU.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,12 +23,10 @@ from didi_instruct.config.model import ModelConfig, Order
 from didi_instruct.process import masking
 from didi_instruct.process.masking import LengthLaw, revealed_shares
 from didi_instruct.process.schedule import Schedule
-from didi_instruct.sampling import draw as sampling
-from didi_instruct.sampling.ancestral import Draw, plain, run
-from didi_instruct.sampling.denoiser import LogitsDenoiser
-from didi_instruct.sampling.draw import Purpose
-from didi_instruct.sampling.plan import Step, time_grid
-from didi_instruct.sampling.state import Canvas, Reads, State
+from didi_instruct.sampling.ancestral import Draw, run
+from didi_instruct.sampling.draw import Noise, Purpose
+from didi_instruct.sampling.plan import Step, flat_positions, time_grid
+from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.transfer import sent
 
 HOST = torch.device("cpu")
@@ -38,38 +35,8 @@ READ_ALL_THRESHOLD = 0.75
 REPRESENTATIVE_LENGTHS = 8
 """Lengths of windows that stand for all in a number of the log."""
 
-LogitsAt = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Denoiser at some positions: (z (U, L), t (U,), where (U, L)) -> logits or log-probabilities
-(R, V), in order. `where` may be on the host."""
-
 References = Callable[[int, int], Tensor]
 """Texts start .. start + count - 1 of an endless stream: (count, L)."""
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Random numbers of some texts, each a function of (seed, index of the text, purpose)."""
-
-    seed: int
-    indices: Tensor  # (B,) of the texts, over all processes; on the host
-    device: torch.device = HOST  # where the numbers are made: they are the same everywhere
-
-    def uniforms(self, count: int, *stream: int | Tensor) -> Tensor:
-        """(B, count) float64 numbers in [0, 1)."""
-        return sampling.uniforms(self.seed, self._device_indices, stream, count)
-
-    def of_groups(self, size: int) -> "Noise":
-        """The noise of groups of consecutive texts, one index for each."""
-        return Noise(self.seed, self.indices[::size] // size, self.device) if size > 1 else self
-
-    @property
-    def on_host(self) -> "Noise":
-        """Noise of the same numbers, made on the host for plans."""
-        return Noise(self.seed, self.indices)
-
-    @cached_property
-    def _device_indices(self) -> Tensor:
-        return sent(self.indices, self.device)
 
 
 class Starts:
@@ -109,7 +76,7 @@ class Starts:
         `rows` (R, L) are the texts whose prompts are continued, each by B / R in turn. Of drawn
         lengths, each `group` of texts has one.
         """
-        text = torch.arange(len(noise.indices), device=noise.device)
+        text = torch.arange(len(noise.samples), device=noise.samples.device)
         if self.prompt:
             assert rows is not None, "prompts come from texts"
             starts = torch.where(self.open(rows), self.mask_id, rows)
@@ -144,7 +111,7 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Tokens drawn at once, as they are scored: `Step` has what drawing them needs.
+    """Tokens drawn at once, as they are scored; `step` has what drawing them needs.
 
     `state`, `writes` and `masked` are on the host if the jump is planned there.
     """
@@ -155,78 +122,42 @@ class Jump:
     writes: Tensor  # (B, L) positions drawn
     masked: Tensor  # (U, L) masks of the states
 
+    @property
+    def left(self) -> Tensor:
+        """(B, L) masks of the texts that stay."""
+        return self.masked[self.state] & ~self.writes
 
-def jump_step(jump: Jump, index: int, uniforms: Tensor) -> Step:
-    """The step of a plan that takes a jump by uniforms (B, L).
+    def step(self, index: int, uniforms: Tensor) -> Step:
+        """The step of a plan that takes the jump by uniforms (B, L).
 
-    States from which nothing is drawn are not read if they are many; a few are read along, so that
-    most passes have one size. One state is always read, so that all processes of a sharded network
-    make the same calls.
-    """
-    device, (count, length) = jump.z.device, jump.z.shape
-    text, position = jump.writes.nonzero(as_tuple=True)
-    reads = torch.zeros(count, length, dtype=torch.int32, device=text.device)
-    reads = reads.index_add_(0, jump.state, jump.writes.int()) > 0
-    row = row_index(reads, jump.state[text], position)
-    first_text = torch.zeros(count, dtype=torch.long, device=text.device).scatter_reduce(
-        0, jump.state, torch.arange(len(jump.state), device=text.device), "amin", include_self=False
-    )
-    active, t = reads.any(1), jump.t
-    if int(active.sum()) < READ_ALL_THRESHOLD * count:
-        active[0] |= ~active.any()
-        which = active.nonzero().squeeze(1)
-        reads, first_text, t = reads[which], first_text[which], t[sent(which, device)]
-    writes = sent(text * length + position, device)
-    return Step(
-        index=index,
-        time=0.0,
-        t=t,
-        states=sent(first_text, device),
-        reads=reads.flatten().nonzero().squeeze(1),
-        writes=writes,
-        u=uniforms.view(-1)[writes],
-        row=sent(row, device),
-    )
-
-
-def row_index(selected: Tensor, state: Tensor, position: Tensor) -> Tensor:
-    """Row of each token among the positions `selected` (U, L) of the states, in order.
-
-    Shapes: state, position (R,), where the tokens are -> (R,).
-    """
-    row = (selected.flatten().cumsum(0) - 1).view_as(selected)
-    return row[state, position]
-
-
-def texts_from(z: Tensor, mask_id: int) -> State:
-    """Texts z (B, L) on their way; states that were read are kept."""
-    canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
-    return State(canvas, keeps=True, padded=False)
-
-
-def as_denoiser(logits_at: LogitsAt, num_tokens: int = 0) -> LogitsDenoiser:
-    """Logits at some positions as samplers ask for them."""
-
-    def logits(reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
-        z, where = reads.tokens, torch.zeros(reads.tokens.shape, dtype=torch.bool, device=at.device)
-        where.view(-1).index_fill_(0, at, True)
-        times = torch.as_tensor(t, dtype=torch.float64, device=z.device).expand(len(z))
-        return logits_at(z, times, where)
-
-    return LogitsDenoiser(logits, num_tokens)
-
-
-# Walks and rollouts
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """Texts on their way."""
-
-    z: Tensor  # (W, L) current states
-    masked: Tensor  # (W, L) positions not written yet
-    jumps: tuple[Jump, ...]
-    log_prob: Tensor  # (W,) of the tokens drawn so far
+        States from which nothing is drawn are not read if they are many; a few are read along, so
+        that most passes have one size. One state is always read, so that all processes of a sharded
+        network make the same calls.
+        """
+        device, (count, length) = self.z.device, self.z.shape
+        text, position = self.writes.nonzero(as_tuple=True)
+        place = self.state[text] * length + position
+        reads = torch.zeros(count * length, dtype=torch.bool).index_fill_(0, place, True)
+        row = reads.cumsum(0)[place] - 1
+        reads, t = reads.view(count, length), self.t
+        owner = torch.zeros(count, dtype=torch.long)  # a text that starts from each state
+        owner[self.state] = torch.arange(len(self.state))
+        active = reads.any(1)
+        if int(active.sum()) < READ_ALL_THRESHOLD * count:
+            active[0] |= ~active.any()
+            which = active.nonzero().squeeze(1)
+            reads, owner, t = reads[which], owner[which], t[sent(which, device)]
+        writes = sent(text * length + position, device)
+        return Step(
+            index=index,
+            time=0.0,
+            t=t,
+            states=sent(owner, device),
+            reads=flat_positions(reads),
+            writes=writes,
+            u=uniforms.view(-1)[writes],
+            row=sent(row, device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,44 +170,36 @@ class Rollout:
     written: Tensor  # (B, L) positions that were not given
 
 
+def texts_from(z: Tensor, mask_id: int) -> State:
+    """Texts z (B, L) on their way; states that were read are kept."""
+    canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
+    return State(canvas, keeps=True, padded=False)
+
+
 def walk(
-    draw: Draw, schedule: Schedule, start: Tensor, state: Tensor, times: Tensor, noise: Noise,
-    mask_id: int, order: Tensor | None = None,
-) -> Walk:  # fmt: skip
+    draw: Draw, schedule: Schedule, start: Tensor, state: Tensor, times: Tensor, order: Tensor,
+    noise: Noise, mask_id: int,
+) -> tuple[State, list[Jump]]:  # fmt: skip
     """Take the steps of ancestral sampling along `times`, with the law of `sampling.ancestral`.
 
-    A text whose time stands still takes no step. `order` (W, L) tells when each position is
-    revealed (`order_of`); by default chance does. All inputs are on the host, states are where the
-    noise is. Shapes: start (U, L), state (W,) in 0..U-1, times (W, K + 1) float64 falling from 1.
+    A text whose time stands still takes no step. All inputs are on the host, states are where the
+    noise is made. Shapes: start (U, L), state (W,) in 0..U-1, times (W, K + 1) float64 falling from
+    1, order (W, L) when each position is revealed (`order_of`).
     """
-    length, everyone = start.shape[1], torch.arange(len(state))
-    if order is None:
-        order = noise.on_host.uniforms(length, Purpose.REVEAL)
-    shares = revealed_shares(schedule, times)
-    begin, t = sent(start, noise.device), sent(times, noise.device)
-    texts = texts_from(begin[sent(state, noise.device)], mask_id)
-    masked, planned, plan = (start == mask_id)[state], [], []
+    device, shares = noise.device or start.device, revealed_shares(schedule, times)
+    z, t, masked = sent(start, device), sent(times, device), start == mask_id
+    texts, jumps = texts_from(z[sent(state, device)], mask_id), []
     for k in range(times.shape[1] - 1):
-        writes = revealed_between(order, shares[:, k], shares[:, k + 1]) & masked
-        jump = Jump(texts.z, t[:, k], everyone, writes, masked)  # from states not known yet
-        if k == 0:
-            jump = Jump(begin, t.new_ones(len(begin)), state, writes, start == mask_id)
-        planned.append(jump)
-        plan.append(jump_step(jump, k, noise.uniforms(length, Purpose.TOKEN, k)))
-        masked = masked & ~writes
-    jumps: list[Jump] = []
-
-    def recorded(texts: State, step: Step) -> tuple[Tensor, Tensor]:
-        jump = planned[step.index]
-        jumps.append(replace(jump, z=texts.z) if step.index else jump)
-        return draw(texts, step)
-
-    run(plan, texts, recorded)
-    return Walk(texts.z, masked, tuple(jumps), texts.costs.sum(1))
+        writes = masked[state] & revealed_between(order, shares[:, k], shares[:, k + 1])
+        jump = Jump(z, t[:, k] if k else t.new_ones(len(z)), state, writes, masked)
+        run([jump.step(k, noise.uniforms(start.shape[1], Purpose.TOKEN, k))], texts, draw)
+        z, masked, state = texts.z, jump.left, torch.arange(len(times))
+        jumps.append(jump)
+    return texts, jumps
 
 
 def rollout(
-    denoiser: LogitsAt, schedule: Schedule, start: Tensor, state: Tensor, tau: Tensor | None,
+    draw: Draw, schedule: Schedule, start: Tensor, state: Tensor, tau: Tensor | None,
     noise: Noise, mask_id: int, *, steps: int = 1, shared: int = 1, order: Order = "random",
 ) -> Rollout:  # fmt: skip
     """Go from `start` to z_τ in `steps` steps, then draw all that is left at once (Algorithm 1).
@@ -290,25 +213,24 @@ def rollout(
     Shapes: start (U, L), state (B,), tau (B,) float64, the same within a shared group; all of them
     on the host.
     """
-    device, draw = noise.device, plain(as_denoiser(denoiser))
-    written = (start == mask_id)[state]
+    device, masked = noise.device or start.device, start == mask_id
+    written, log_prob = masked[state], None
+    jumps: list[Jump] = []
     if tau is None:
         z = sent(start, device)
-        last = Jump(z, z.new_ones(len(z), dtype=torch.float64), state, written, start == mask_id)
-        before: tuple[Jump, ...] = ()
-        log_prob = torch.zeros(len(state), dtype=torch.float64, device=device)
+        last = Jump(z, z.new_ones(len(z), dtype=torch.float64), state, written, masked)
     else:
-        own = noise.of_groups(shared)
-        times, turn = _way_to(tau[::shared], steps, order, schedule, own.on_host, written[::shared])
-        way = walk(draw, schedule, start, state[::shared], times, own, mask_id, turn)
-        group = torch.arange(len(state)) // shared
-        last = Jump(way.z, sent(times[:, -1], device), group, way.masked[group], way.masked)
-        before, log_prob = way.jumps, way.log_prob.repeat_interleave(shared)
-    uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
+        own, stop = noise.of_groups(shared), tau[::shared]
+        times, turn = _way_to(stop, steps, order, schedule, own.planned, written[::shared])
+        way, jumps = walk(draw, schedule, start, state[::shared], times, turn, own, mask_id)
+        group, left = torch.arange(len(state)) // shared, jumps[-1].left
+        last = Jump(way.z, sent(times[:, -1], device), group, left[group], left)
+        log_prob = way.costs.sum(1).repeat_interleave(shared)
     texts = texts_from(last.z[sent(last.state, device)], mask_id)
-    run([jump_step(last, steps, uniforms)], texts, draw)
-    log_prob = log_prob + texts.costs.sum(1)
-    return Rollout(texts.z, (*before, last), log_prob, sent(written, device))
+    uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
+    run([last.step(steps, uniforms)], texts, draw)
+    total = texts.costs.sum(1) if log_prob is None else log_prob + texts.costs.sum(1)
+    return Rollout(texts.z, (*jumps, last), total, sent(written, device))
 
 
 # Times and orders

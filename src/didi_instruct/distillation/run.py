@@ -6,11 +6,11 @@ Everything random is a function of (seed, iteration, index of the text in the ba
 and passes may share a batch as they like.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,21 +20,31 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation import replica, rollout
+from didi_instruct.distillation import rollout
 from didi_instruct.distillation.losses import terms
-from didi_instruct.distillation.replica import FrozenCopy, Learner, Loss, Metrics, Replica
-from didi_instruct.distillation.rollout import LogitsAt, Noise, References, Starts
-from didi_instruct.distillation.watch import ENOUGH_TEXTS, Totals
+from didi_instruct.distillation.rollout import References, Starts
+from didi_instruct.distillation.watch import ENOUGH_TEXTS
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.models.network import Network
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import plain
+from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
+from didi_instruct.sampling.draw import Noise, Purpose
+from didi_instruct.sampling.plan import flat_positions
+from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
-from didi_instruct.training.distributed import CPU_TOKENS, World, compiles, whole
+from didi_instruct.training import replica
+from didi_instruct.training.distributed import CPU_TOKENS, World, compiles, shards_checkpoints
+from didi_instruct.training.loop import Metrics
 from didi_instruct.training.optim import learning_rate
+from didi_instruct.training.replica import Replica
 from didi_instruct.transfer import sent
+
+T = TypeVar("T")
+Loss = tuple[Tensor, Metrics]
+"""A pass's share of a loss, 0-d, and of numbers for the log."""
 
 USUAL_STEPS = 8
 """Steps to try a student with that has learnt them among others."""
@@ -48,15 +58,13 @@ class Teacher:
     tokenizer: Tokenizer | None
     fingerprint: str  # of its weights
     source: str = ""  # the SOURCE it was opened from
-    log_probs: LogitsAt | None = None
-    """A denoiser to follow instead of the network: an exact one, say."""
 
 
 class Method(Protocol):
     """A method of distillation: the networks it trains beside the student, and an iteration."""
 
     @property
-    def learners(self) -> Mapping[str, Learner | FrozenCopy]:
+    def learners(self) -> Mapping[str, Replica]:
         """Saved beside the student under these names; a `discriminator` is part of the product."""
 
     @property
@@ -85,7 +93,6 @@ class MethodEntry:
     texts: Literal["", "reference", "data"] = ""
     """Texts that the student learns from: none, those of `reference.source`, training text."""
     teacher_kind: Literal["mdlm", "duo"] = "mdlm"
-    ordered_teacher: bool = False  # may know one order alone: it is never asked to write a text
     any_order: bool = False  # every order of revealing is known, whatever the settings
     several_masks: bool = False  # students may have several masks
     starts_masked: bool = True  # samples of the student start from masks alone
@@ -113,8 +120,6 @@ class MicroBatch:
     turn: int  # which batch of the iteration
     indices: Tensor  # (B,) of the texts in the batch; on the host
     noise: Noise
-    first: bool
-    last: bool  # after the last pass gradients are exchanged between processes
 
 
 class Distillation:
@@ -145,20 +150,17 @@ class Distillation:
         self.starts = Starts(network.config, self.length, config.prompt)
         self.mask_id = self.starts.mask_id
         self.schedule = make_schedule(own.config.schedule)
-        pads = entry.pads and teacher.log_probs is None and replica.pays_to_pad(world.device)
+        pads = entry.pads and replica.pays_to_pad(world.device)
         self.align = ALIGN if pads else 1
         if pads:
             own.align = network.align = ALIGN
         self.train = self._train_settings()
         own.requires_grad_(True)
         steps, ema = config.updates, self.train.ema
-        self.student = Learner(own, config.optim, self.train, world, steps=steps, ema=ema)
-        self.teacher = Replica(network.requires_grad_(False), self.train, world)
-        self.teacher_logits: LogitsAt = self.teacher.logits
-        self.teacher_log_probs: LogitsAt = self.teacher.log_probs
-        if (exact := teacher.log_probs) is not None:
-            self.teacher_logits = lambda z, t, where: exact(z, t, sent(where, z.device))
-            self.teacher_log_probs = self.teacher_logits
+        self.student = Replica(own, self.train, world, config.optim, steps=steps, ema=ema)
+        self.teacher = self.frozen(network)
+        self.teacher_logits: Logits = torch.no_grad()(self.teacher.logits)
+        self.teacher_log_probs: Logits = torch.no_grad()(self.teacher.log_probs)
         self.references = references or self.teacher_texts
 
     def _train_settings(self) -> TrainConfig:
@@ -170,7 +172,11 @@ class Distillation:
             return replace(train, compile="graphs")
         return train
 
-    def learner(self, network: Any, lr: float, weight_decay: float | None = None) -> Learner:
+    def frozen(self, network: Any) -> Replica:
+        """A network that does not learn: the teacher, or one that takes the student's weights."""
+        return Replica(network.requires_grad_(False), self.train, self.world)
+
+    def learner(self, network: Any, lr: float, weight_decay: float | None = None) -> Replica:
         """A second network that learns at a constant rate from what the student draws.
 
         Its weight decay is by default the student's.
@@ -179,19 +185,29 @@ class Distillation:
         optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=0)
         if weight_decay is not None:
             optim = replace(optim, weight_decay=weight_decay)
-        return Learner(network, optim, self.train, self.world, steps=self.config.iterations)
+        return Replica(network, self.train, self.world, optim, steps=self.config.iterations)
 
     def learns(self, step: int) -> bool:
         """True once the student learns: after the warm-up."""
         return step >= self.config.warmup
 
-    def descend(self, step: int, batches: Sequence[MicroBatch], losses: Iterable[Loss]) -> Metrics:
-        """Update the student by the losses of all passes, made one by one; sum up their numbers."""
-        totals = Totals()
-        for batch, (loss, numbers) in zip(batches, losses, strict=True):
-            self.student.backward(loss, sync=batch.last)
-            totals.add(**({"loss": loss} | numbers))
-        return self.summed(totals) | self.apply_gradients(step)
+    def descend(self, step: int, loss_of: Callable[..., Loss], *parts: Sequence[Any]) -> Metrics:
+        """Update the student by the losses of all passes, made one by one; sum up their numbers.
+
+        `loss_of` takes an item of each of the `parts`, which have one for each pass.
+        """
+        found = []
+        for part in self.passes(list(zip(*parts, strict=True))):
+            loss, numbers = loss_of(*part)
+            self.student.backward(loss)
+            found.append({"loss": loss} | numbers)
+        return self.summed(found) | self.apply_gradients(step)
+
+    def passes(self, parts: Sequence[T]) -> Iterator[T]:
+        """The parts one by one; processes exchange gradients in the pass of the last."""
+        for number, part in enumerate(parts, start=1):
+            with replica.exchanging(number == len(parts)):
+                yield part
 
     def apply_gradients(self, step: int) -> Metrics:
         """Update the student by its gradients of an iteration."""
@@ -199,10 +215,11 @@ class Distillation:
 
     # Numbers
 
-    def summed(self, totals: Totals) -> Metrics:
-        """Sums over the processes, of all numbers together."""
-        names, values = totals.stacked()
-        return dict(zip(names, self.world.sum(values), strict=True))
+    def summed(self, parts: Sequence[Metrics]) -> Metrics:
+        """Sums of the numbers of all passes and processes, by name: float64."""
+        own = [torch.stack([v.detach().double() for v in part.values()]) for part in parts]
+        total = self.world.sum(own[0] if len(own) == 1 else torch.stack(own).sum(0))
+        return dict(zip(parts[0], total, strict=True))
 
     def count(self, counts: Iterable[Tensor]) -> Tensor:
         """Sum of counts over all passes and processes, 1 at least: float64."""
@@ -221,16 +238,11 @@ class Distillation:
 
     def micro_batches(self, step: int, turn: int = 0) -> list[MicroBatch]:
         """The passes of this process over one batch of an iteration."""
-        parts = self._parts()
-        return [
-            MicroBatch(step, turn, own, self.noise(step, turn, own), n == 1, n == len(parts))
-            for n, own in enumerate(parts, start=1)
-        ]
-
-    def noise(self, step: int, turn: int, indices: Tensor) -> Noise:
-        """Random numbers of some texts of an iteration's batch."""
         seed = mix(self.config.train.seed, self.config.method, step, turn)
-        return Noise(seed, indices, self.world.device)
+        return [
+            MicroBatch(step, turn, own, Noise(seed, own, device=self.world.device))
+            for own in self._parts()
+        ]
 
     def _parts(self) -> list[Tensor]:
         """Indices of the texts of each pass of this process: whole groups, as many as fit."""
@@ -260,12 +272,14 @@ class Distillation:
 
     def teacher_texts(self, start: int, count: int) -> Tensor:
         """Texts start .. start + count - 1 drawn from the teacher, with prompts from the data."""
-        indices = torch.arange(start, start + count)
-        noise = Noise(mix(self.config.train.seed, "teacher"), indices, self.world.device)
-        begin, state = self.starts(noise.on_host, self.prompts(0, indices))
+        indices, seed = torch.arange(start, start + count), mix(self.config.train.seed, "teacher")
+        noise = Noise(seed, indices, device=self.world.device)
+        begin, state = self.starts(noise.planned, self.prompts(0, indices))
         times = torch.linspace(1, 0, self.config.reference.steps + 1, dtype=torch.float64)
-        times, draw = times.expand(count, -1), plain(rollout.as_denoiser(self.teacher_logits))
-        return rollout.walk(draw, self.schedule, begin, state, times, noise, self.mask_id).z
+        order = noise.planned.uniforms(self.length, Purpose.REVEAL)
+        given = begin, state, times.expand(count, -1), order, noise, self.mask_id
+        draw = plain(LogitsDenoiser(self.teacher_logits, self.mask_id))
+        return rollout.walk(draw, self.schedule, *given)[0].z
 
     # Where texts start: the one state that all share, or windows that stand for all
 
@@ -283,14 +297,14 @@ class Distillation:
     @torch.no_grad()
     def kl_at_start(self) -> Tensor:
         """KL(teacher ‖ student) per token where all is masked."""
-        student = self._at_start(self.student.replica.logits)
+        student = self._at_start(self.student.logits)
         return terms(student, self.teacher_at_start).distance.mean()
 
-    def _at_start(self, denoiser: LogitsAt) -> Tensor:
+    def _at_start(self, logits: Logits) -> Tensor:
         start = self.starts.representative(rollout.HOST)
         z = sent(start, self.world.device)
         t = torch.ones(len(start), dtype=torch.float64, device=z.device)
-        return denoiser(z, t, start == self.mask_id)
+        return logits(Reads(z), t, flat_positions(start == self.mask_id))
 
 
 class DistillTask:
@@ -299,14 +313,13 @@ class DistillTask:
     def __init__(self, distillation: Distillation, method: Method) -> None:
         self.distillation, self.method, d = distillation, method, distillation
         self.config, self.entry, self.world = d.config, d.entry, d.world
-        self.parts: dict[str, Learner | FrozenCopy] = {"student": d.student, **method.learners}
-        fsdp = d.train.strategy == "fsdp" and d.world.size > 1
-        self.sharded = fsdp and d.train.checkpoints == "sharded"
+        self.parts: dict[str, Replica] = {"student": d.student, **method.learners}
+        self.sharded = shards_checkpoints(d.train, d.world)
         self.variety_at_start = torch.zeros(1, dtype=torch.float64, device=d.world.device)
         """Mean of the collapse metric over the first texts, before much is learnt."""
 
     def step(self, step: int) -> Metrics:
-        self.distillation.student.replica.release()
+        self.distillation.student.release()
         compiled = compiles(self.config.train, self.world.device)
         with fusing(compiled), replica.iterating():
             metrics = self.method.step(step)
@@ -350,11 +363,8 @@ class DistillTask:
 
     def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
         """Write the averaged student, and the discriminator if there is one."""
-        d = self.distillation
-        with d.student.averaged() as network:
-            student, record = _gathered(network), network.record
-        critic = self.parts["discriminator"].network if "discriminator" in self.parts else None
-        discriminator = None if critic is None else _gathered(critic)
+        d, critic = self.distillation, self.parts.get("discriminator")
+        student, discriminator = d.student.product(), None if critic is None else critic.product()
         if self.world.is_main:
             save_model(
                 folder,
@@ -363,11 +373,6 @@ class DistillTask:
                 tokenizer=d.tokenizer,
                 discriminator=discriminator,
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
-                discriminator_config=None if critic is None else critic.config,
-                record=record,
+                discriminator_config=None if critic is None else critic.network.config,
+                record=d.student.network.record,
             )
-
-
-def _gathered(network: Any) -> dict[str, Tensor]:
-    """A copy of a network's state, gathered from all processes if it is sharded."""
-    return {name: whole(t).detach().clone() for name, t in network.state_dict().items()}

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distillation.losses import divergence, entropy
-from didi_instruct.distillation.replica import FrozenCopy, Loss, Metrics
-from didi_instruct.distillation.rollout import LogitsAt
-from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch
+from didi_instruct.distillation.run import Distillation, Loss, MethodEntry, MicroBatch
 from didi_instruct.process.masking import reveal_probability, revealed_shares, stratified_times
+from didi_instruct.sampling.denoiser import Logits
 from didi_instruct.sampling.draw import Purpose, draw_tokens
+from didi_instruct.sampling.plan import flat_positions, local_positions
+from didi_instruct.sampling.state import Reads
+from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
 
 SMALLEST = 1e-3
@@ -58,23 +60,26 @@ def teacher_times(t: Tensor, dt: float, grid: str) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def two_step_target(denoiser: LogitsAt, part: Part, mask_id: int) -> Tensor:
+def two_step_target(log_probs: Logits, part: Part, mask_id: int) -> Tensor:
     """Log-probabilities (R, V) that the teacher leaves at the masks of a part, in order.
 
     Positions that the second step does not reveal have its law all the same, so only the first step
-    has to be taken. `denoiser` gives log-probabilities.
+    has to be taken.
     """
-    masked, first = part.z == mask_id, part.first
+    z, length, masked = part.z, part.z.shape[1], part.z == mask_id
     # Where nothing is revealed nothing is read; one text is, so that all processes call alike.
-    active = first.any(1)
+    active = part.first.any(1)
     active[0] |= ~active.any()
-    early = denoiser(part.z[active], part.times[0][active], first[active])
+    rows = active.nonzero().squeeze(1)
+    first, rest = flat_positions(part.first), flat_positions(masked & ~part.first)
+    early = log_probs(Reads(z[rows]), part.times[0][rows], local_positions(first, rows, length))
     row = torch.arange(len(early), device=early.device)
-    token, _ = draw_tokens(early, part.uniforms[first], row)
-    then = part.z.masked_scatter(first, token)
-    late = denoiser(then, part.times[1], masked & ~first)
-    target = late.new_empty(int(masked.sum()), late.shape[1])
-    target[first[masked]], target[~first[masked]] = early, late
+    token, _ = draw_tokens(early, part.uniforms.flatten()[first], row)
+    then = z.flatten().index_copy(0, first, token).view_as(z)
+    late = log_probs(Reads(then), part.times[1], rest)
+    place = masked.flatten().cumsum(0) - 1
+    target = late.new_empty(len(first) + len(rest), late.shape[1])
+    target[place[first]], target[place[rest]] = early, late
     return target
 
 
@@ -97,32 +102,31 @@ class Sdtt:
 
     def __init__(self, d: Distillation, before: Any) -> None:
         self.d, self.rounds = d, d.config.sdtt.rounds(d.config.train.steps)
-        self.before = FrozenCopy(before, d.train, d.world)
+        self.before = d.frozen(before)
         """The student at the end of the round before: the teacher of all rounds but the first."""
         self.learners = {"teacher": self.before}
         self.state: dict[str, Tensor] = {}
 
     def step(self, step: int) -> Metrics:
         """One update from one batch of texts; a round begins with a new teacher."""
-        d, batches = self.d, self.d.micro_batches(step)
+        d = self.d
         dt = 2 ** self.rounds.of(step) / d.config.sdtt.steps  # length of the teacher's steps
         if self.rounds.begins(step):
             self.before.take(d.student)
-        teacher = self.before.replica.log_probs if self.rounds.of(step) else d.teacher_log_probs
-        parts = [make_part(d, batch, dt) for batch in batches]
+        teacher = self.before.log_probs if self.rounds.of(step) else d.teacher_log_probs
+        parts = [make_part(d, batch, dt) for batch in d.micro_batches(step)]
         count = d.count((part.z == d.mask_id).sum() for part in parts)
 
-        def loss_of(batch: MicroBatch, part: Part) -> Loss:
+        def loss_of(part: Part) -> Loss:
             target = two_step_target(teacher, part, d.mask_id)
-            where, student = part.z == d.mask_id, d.student.replica
-            log_p = student.log_probs_with_grad(part.z, part.t, where, sync=batch.last)
+            log_p = d.student.log_probs(Reads(part.z), part.t, flat_positions(part.z == d.mask_id))
             loss = distance(d.config.sdtt.divergence, target, log_p).sum() / count
             return loss, {
                 "entropy": entropy(log_p.detach()).sum() / count,
                 "target_entropy": entropy(target).sum() / count,
             }
 
-        metrics = d.descend(step, batches, map(loss_of, batches, parts))
+        metrics = d.descend(step, loss_of, parts)
         return metrics | {"student_steps": d.number(1 / (2 * dt)), **d.start_metrics(step)}
 
 

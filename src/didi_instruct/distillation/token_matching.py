@@ -13,14 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.distillation.auxiliary import Drawn, Plan, auxiliary_networks, take_turns
+from didi_instruct.distillation.auxiliary import (
+    Drawn,
+    Plan,
+    StudentLogits,
+    auxiliary_networks,
+    take_turns,
+)
 from didi_instruct.distillation.losses import advantages, divergence, entropy, kl
-from didi_instruct.distillation.replica import Loss, Metrics
-from didi_instruct.distillation.rollout import as_denoiser, path_step
-from didi_instruct.distillation.run import Distillation, MethodEntry, MicroBatch, budget_flags
+from didi_instruct.distillation.rollout import path_step
+from didi_instruct.distillation.run import (
+    Distillation,
+    Loss,
+    MethodEntry,
+    MicroBatch,
+    budget_flags,
+)
 from didi_instruct.process.masking import stratified_times
-from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.draw import Purpose
+from didi_instruct.sampling.plan import flat_positions
+from didi_instruct.sampling.state import Reads
+from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
 
 
@@ -37,13 +50,13 @@ class TokenMatching:
         return take_turns(self, step, self.settings.aux_steps) | self.d.start_metrics(step)
 
     def plan(self, batch: MicroBatch) -> Plan:
-        d, settings, noise = self.d, self.settings, batch.noise.on_host
+        d, settings, noise = self.d, self.settings, batch.noise.planned
         states = noise.of_groups(settings.contexts)
         generator = d.generator("budgets", batch.step, batch.turn)
         strata = stratified_times(d.config.train.batch_size // settings.contexts, generator)
         first = (batch.step * settings.aux_steps + batch.turn) * len(strata)
-        start, owner = d.starts(states, d.prompts(first, states.indices))
-        place, opened = strata[states.indices], (start == d.mask_id)[owner]
+        start, owner = d.starts(states, d.prompts(first, states.samples))
+        place, opened = strata[states.samples], (start == d.mask_id)[owner]
         path = path_step(settings.budgets, place, opened, states, d.schedule, d.config.order)
         # A random share of what the step reveals is shown, the rest hidden again.
         text = torch.arange(len(batch.indices))
@@ -57,25 +70,18 @@ class TokenMatching:
         alpha, after = d.schedule.alpha(path.t), d.schedule.alpha(path.after.clamp(min=0))
         alpha, after = alpha[state], after[state]
         t_context = d.schedule.time(alpha + share[which].squeeze(1) * (after - alpha))
-        return Plan(batch, start, owner, path, path.revealed, state, hidden, t_context)
+        stream = Purpose.TOKEN, path.times.shape[1], Purpose.SELECT
+        return Plan(batch, start, owner, path, state, hidden, t_context, stream)
 
-    def draw(self, plan: Plan, *, learns: bool) -> Drawn:
-        d, student = self.d, self.d.student.replica
-        z = plan.walk(d, plain(as_denoiser(student.logits)))
-        t = sent(plan.path.t, z.device)
-        with torch.set_grad_enabled(learns):
-            log_p = student.log_probs_with_grad(z, t, plan.revealed, sync=plan.batch.last)
-        stream = Purpose.TOKEN, plan.path.times.shape[1], Purpose.SELECT
-        uniforms = plan.batch.noise.uniforms(d.length, *stream)
-        return plan.write(z, t, log_p, uniforms, d.mask_id)
+    def student_logits(self, plan: Plan) -> StudentLogits:
+        """Logits of the student, which sees the texts as they are."""
+        student = self.d.student
+        return lambda z, rows, t, at: student.logits(Reads(z if rows is None else z[rows]), t, at)
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         """Matching, anchor and completion terms of one part, and numbers of them."""
         d, settings, clip = self.d, self.settings, self.settings.ratio_clip
-        log_theta = d.teacher_log_probs(drawn.context, drawn.t_context, plan.hidden)
-        log_anchor = None
-        if settings.anchor:
-            log_anchor = d.teacher_log_probs(drawn.z, drawn.t, plan.revealed)
+        log_theta = d.teacher_log_probs(Reads(drawn.context), drawn.t_context, drawn.hidden)
         ratio = log_phi - log_theta
         clipped = ratio.clamp(-clip, clip) if clip else ratio
         log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
@@ -87,7 +93,9 @@ class TokenMatching:
             "aux_kl": kl(log_phi, log_theta).sum() / counts[0],
             "ratio_clip_fraction": changed.double().mean(-1).sum() / counts[0],
         }
-        if log_anchor is not None:
+        if settings.anchor:
+            at = flat_positions(plan.path.revealed)
+            log_anchor = d.teacher_log_probs(Reads(drawn.z), drawn.t, at)
             numbers["kl"] = divergence(settings.kl, log_anchor, drawn.log_p).sum() / counts[1]
             loss = loss + settings.anchor * numbers["kl"]
         if settings.completion:
@@ -114,12 +122,13 @@ def completion_term(plan: Plan, drawn: Drawn, gaps: Tensor, contexts: int) -> Te
     tokens at the same positions.
     """
     cost = torch.zeros(len(drawn.x), dtype=torch.float64, device=gaps.device)
-    cost = cost.index_add(0, drawn.at(plan.hidden)[0], gaps.double())
+    cost = cost.index_add(0, drawn.hidden // drawn.x.shape[1], gaps.double())
     excess = advantages(cost, contexts, baseline="leave-one-out", scale="none").values
-    context, position = drawn.at(plan.shown)
-    rows = sent(plan.rows_of(plan.shown), gaps.device)
-    log_p = drawn.log_p[rows, drawn.x[context, position]]
-    return (excess[context] * log_p).sum()
+    shown = plan.drawn & ~plan.hidden
+    host = flat_positions(shown), plan.rows_of(shown)
+    at, rows = (sent(each, gaps.device) for each in host)
+    log_p = drawn.log_p[rows, drawn.x.flatten()[at]]
+    return (excess[at // drawn.x.shape[1]] * log_p).sum()
 
 
 ENTRY = MethodEntry(
@@ -129,6 +138,5 @@ ENTRY = MethodEntry(
     collapse_metric="path_entropy",
     restraint="token_matching.anchor",
     any_order=True,
-    ordered_teacher=True,
     sampling_flags=lambda config: budget_flags(config.token_matching.budgets),
 )

@@ -108,20 +108,3 @@ class RunningMean:
         """Return the mean with `prior` in place of the numbers not seen yet."""
         total, weight = self.state.tolist()
         return float(total + (1 - weight) * prior)
-
-
-class Totals:
-    """Sums of named numbers over the parts of a batch."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, **values: Tensor) -> None:
-        """Add 0-d tensors to the sums."""
-        for name, value in values.items():
-            value = value.detach().double()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def stacked(self) -> tuple[list[str], Tensor]:
-        """Return the names, and their sums as one vector."""
-        return list(self._sums), torch.stack(list(self._sums.values()))

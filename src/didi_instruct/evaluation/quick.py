@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from didi_instruct.config.model import Order
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.rollout import LogitsAt, as_denoiser
 from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.evaluation.paths import Judge, path_kl
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas, Samples, join
+from didi_instruct.sampling.state import Canvas, Samples, State, join
 
 ROWS, LAW_ENTRIES = 256, 2**28
 """Samples drawn at a time, at most; and entries of their laws over the vocabulary in a step."""
@@ -48,14 +47,14 @@ class QuickTest:
 
     def draw(
         self,
-        rows: LogitsAt,
+        logits: Logits,
         steps: int,
         tick: Callable[[], None] = nothing,
         masks: int = 1,
         order: Order = "random",
     ) -> Samples:
-        """Ancestral samples from a denoiser given as rows; `tick` is called between batches."""
-        parts = []
+        """Ancestral samples from a denoiser; `tick` is called between batches."""
+        denoiser, parts = LogitsDenoiser(logits, self.mask_id), []
         entries = self.start.shape[1] * self.mask_id // steps
         size = max(1, min(ROWS, LAW_ENTRIES // max(1, entries)))
         for first in range(0, len(self.start), size):
@@ -63,13 +62,13 @@ class QuickTest:
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices, masks=masks)
-            how: Any = {"steps": steps, "settings": DrawOptions(seed=self.seed), "order": order}
-            parts.append(ancestral(as_denoiser(rows), self.schedule, canvas, **how))
+            state = State(canvas, DrawOptions(seed=self.seed))
+            parts.append(ancestral(denoiser, self.schedule, state, steps=steps, order=order))
         return join(parts)
 
     def measure(
         self,
-        rows: LogitsAt,
+        logits: Logits,
         tag: str = "",
         tick: Callable[[], None] = nothing,
         masks: int = 1,
@@ -81,7 +80,7 @@ class QuickTest:
         """
         found: dict[str, float] = {}
         for steps in self.budgets:
-            samples = self.draw(rows, steps, tick, masks, order)
+            samples = self.draw(logits, steps, tick, masks, order)
             assert samples.log_prob is not None
             written = max(1, int((self.start == self.mask_id).sum()))
             if self.judge is not None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from didi_instruct.distillation.rollout import LogitsAt, as_denoiser
 from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, nothing
+from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
 from didi_instruct.sampling.draw import DrawOptions
-from didi_instruct.sampling.state import Canvas, Samples, join
+from didi_instruct.sampling.state import Canvas, Samples, State, join
 from didi_instruct.sampling.uniform_state import uniform_state
 
 
@@ -26,31 +26,30 @@ class UniformQuickTest(QuickTest):
     """Settings of the draws and their judge; `mask_id` is V, which marks positions to write."""
 
     def draw(
-        self, rows: LogitsAt, steps: int, tick: Callable[[], None] = nothing, *_: Any, **__: Any
+        self, logits: Logits, steps: int, tick: Callable[[], None] = nothing, *_: Any, **__: Any
     ) -> Samples:
-        """Ancestral samples from a denoiser given as rows; `tick` is called between batches.
+        """Ancestral samples from a denoiser; `tick` is called between batches.
 
         What there is to say of masks has no meaning here.
         """
-        parts = []
+        denoiser, parts = LogitsDenoiser(logits, self.mask_id), []
         size = max(1, min(ROWS, LAW_ENTRIES // (self.start.shape[1] * self.mask_id)))
         for first in range(0, len(self.start), size):
             tick()
             tokens = self.start[first : first + size]
             indices = torch.arange(first, first + len(tokens), device=tokens.device)
             canvas = Canvas(tokens, self.mask_id, indices)
-            how: Any = {"steps": steps, "settings": DrawOptions(seed=self.seed)}
-            denoiser = as_denoiser(rows, self.mask_id)
-            parts.append(uniform_state(denoiser, self.schedule, canvas, **how))
+            state = State(canvas, DrawOptions(seed=self.seed))
+            parts.append(uniform_state(denoiser, self.schedule, state, steps=steps))
         return join(parts)
 
     def measure(
-        self, rows: LogitsAt, tag: str = "", tick: Callable[[], None] = nothing, *_: Any, **__: Any
+        self, logits: Logits, tag: str = "", tick: Callable[[], None] = nothing, *_: Any, **__: Any
     ) -> dict[str, float]:
         """Numbers of a denoiser at every budget, by name."""
         found: dict[str, float] = {}
         for steps in self.budgets:
-            tokens = self.draw(rows, steps, tick).tokens
+            tokens = self.draw(logits, steps, tick).tokens
             end = f"{steps}{tag}"
             if self.judge is not None:
                 nats = -self.judge(tokens).double().cpu() / tokens.shape[1]

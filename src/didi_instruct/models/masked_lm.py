@@ -22,7 +22,7 @@ from didi_instruct.data.tokenizer import Tokenizer, quiet
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, FORMAT, LoadedModel, read_object
 from didi_instruct.models.foreign.folders import new_folder
-from didi_instruct.models.foreign.places import SUFFIXES, USUAL
+from didi_instruct.models.foreign.places import weight_files
 from didi_instruct.models.foreign.stores import Header, open_store
 from didi_instruct.models.masked_network import Family, MaskedLM, SpecialIds, special_ids
 from didi_instruct.models.tensor_files import first_few, shown, shown_value
@@ -187,28 +187,6 @@ class WeightFiles:
                 cast = tensor.is_floating_point() and not name.endswith("inv_freq")
                 weights[name.removeprefix(self._prefix)] = tensor.to(dtype if cast else None)
         return weights
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights of a folder; safetensors are preferred."""
-    for name in USUAL:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            shards = read_object(index).get("weight_map")
-            files = {Path(str(n)).name for n in shards.values()} if isinstance(shards, dict) else ()
-            if not files:
-                raise UserError(f"{index} does not list files of weights: fetch it again.")
-            return [folder / file for file in sorted(files)]
-    others = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
-    if len(others) != 1:
-        several = ", ".join(shown(path.name) for path in others[:3]) or "none"
-        raise UserError(
-            f"{folder} should hold {' or '.join(USUAL)}, or one other file of weights, but has "
-            f"{several}: leave one there."
-        )
-    return others
 
 
 def open_weights(found: FoundMaskedLM) -> WeightFiles:

@@ -21,7 +21,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import read_object
-from didi_instruct.models.foreign.special_ids import NEVER
+from didi_instruct.models.foreign.special_ids import BANNED
 from didi_instruct.models.layers import upcast
 from didi_instruct.models.network import Mixture, Modulations, NetworkRecord, all_logits
 
@@ -169,9 +169,9 @@ class MaskedLM(nn.Module):
         logits = hidden.to(self.network.get_output_embeddings().weight.dtype)
         for name in self.family.head:
             logits = getattr(self.network, name)(logits)
-        logits = logits.index_fill(-1, self.banned, NEVER)
+        logits = logits.index_fill(-1, self.banned, BANNED)
         extra = -logits.shape[-1] % self.align
-        return F.pad(logits, (0, extra), value=NEVER) if extra else logits
+        return F.pad(logits, (0, extra), value=BANNED) if extra else logits
 
     def forward(
         self, tokens: Tensor, sigma: Tensor | float | None = None, attended: Tensor | None = None

@@ -166,7 +166,7 @@ class LengthLaw:
     def draw(self, uniforms: Tensor, shortest: int = 1) -> Tensor:
         """Draw lengths, none below `shortest`: uniforms (B,) in [0, 1) -> (B,)."""
         total = self._p_from(shortest).cumsum(0).to(uniforms.device)
-        return torch.searchsorted(total, uniforms * total[-1], right=True).clamp(max=len(total) - 1)
+        return torch.searchsorted(total, uniforms * total[-1], right=True)
 
     def _p_from(self, shortest: int) -> Tensor:
         return torch.where(torch.arange(len(self._p)) >= shortest, self._p, 0.0)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from didi_instruct.config.model import ScheduleConfig
-from didi_instruct.errors import UserError
 
 HALF_PI = math.pi / 2
 
@@ -85,10 +84,7 @@ class Cosine(Schedule):
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
     """Return the schedule a configuration names."""
-    kinds = {"log-linear": LogLinear, "cosine": Cosine}
-    if config.name not in kinds:
-        raise UserError(f"schedule.name is `{config.name}`: use `log-linear` or `cosine`.")
-    return kinds[config.name](config.eps)
+    return {"log-linear": LogLinear, "cosine": Cosine}[config.name](config.eps)
 
 
 def _cos_half_pi(t: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ def _distinct(picks: Tensor, count: int) -> Tensor:
     A pick chooses among the numbers that are left, in rising order.
     """
     left = count - torch.arange(picks.shape[-1], device=picks.device)
-    places = (picks * left).int().minimum(left.int() - 1)
+    places = (picks * left).int()
     chosen: list[Tensor] = []
     taken: list[Tensor] = []  # the same numbers, rising
     for number in places.movedim(-1, 0).contiguous():

@@ -10,9 +10,9 @@ from torch import Tensor
 from didi_instruct.config.model import Order
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, log_prob_of
+from didi_instruct.sampling.draw import DrawOptions, log_prob_of
 from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
-from didi_instruct.sampling.state import Callback, Canvas, Samples, State
+from didi_instruct.sampling.state import Samples, State
 
 Draw = Callable[[State, Step], tuple[Tensor, Tensor]]
 """Tokens and log-probabilities (N,) of what a step writes, by one pass at least, counted."""
@@ -79,14 +79,12 @@ def _code_correction(
 def ancestral(
     denoiser: Denoiser,
     schedule: Schedule,
-    canvas: Canvas,
+    state: State,
     *,
     steps: int,
-    settings: DrawOptions = PLAIN,
     grid: Grid | None = None,
     order: Order = "random",
     greedy_tail: bool = False,
-    callback: Callback | None = None,
 ) -> Samples:
     """Go from all masks to none in `steps` steps, Eq. (2) with x drawn from p(x | z).
 
@@ -97,7 +95,7 @@ def ancestral(
 
     `greedy_tail`: the last step takes the most probable tokens instead of drawing them.
     """
-    state = State(canvas, settings, callback, steps)
+    state.steps = steps
     turn, times = reveal_turns(schedule, state.noise, state.open, steps, grid, order)
     plan = make_plan(state, turn, times)
     if greedy_tail:

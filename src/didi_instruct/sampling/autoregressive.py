@@ -4,20 +4,18 @@ import torch
 
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel, KVCache
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, invert, law_of
+from didi_instruct.sampling.draw import Purpose, invert, law_of
 from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.plan import flat_positions
-from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State
+from didi_instruct.sampling.state import PAD, Canvas, Samples, State
 
 
 @torch.no_grad()
 def autoregressive(
     model: ARModel,
-    canvas: Canvas,
+    state: State,
     *,
-    settings: DrawOptions = PLAIN,
     eot_id: int | None = None,
-    callback: Callback | None = None,
     decoders: Decoders | None = None,
 ) -> Samples:
     """Draw token after token, x^l ~ p(x^l | x^1 .. x^(l-1)), after the start symbol.
@@ -33,9 +31,8 @@ def autoregressive(
     By `decoders` texts are written that have no prompt, as the model has them and unwatched; the
     others as without.
     """
-    _check(canvas)
-    state = State(canvas, settings, callback)
-    if decoders is not None and callback is None and _can_decode(state):
+    _check(state.canvas)
+    if decoders is not None and state.callback is None and _can_decode(state):
         return _decoded(decoders, state, eot_id)
     columns = torch.arange(state.z.shape[1], device=state.z.device)
     to_write = columns[state.open.any(0)].tolist()
@@ -58,7 +55,7 @@ def autoregressive(
         here = masked & (columns == column)
         writes = here.any(1)
         if writes.any():
-            log_p = law_of(logits[writes[runs]], settings)
+            log_p = law_of(logits[writes[runs]], state.settings)
             token = invert(log_p, u[here])
             state.write(flat_positions(here), token, log_p.gather(-1, token[:, None]).squeeze(-1))
             drawn += writes
@@ -69,7 +66,7 @@ def autoregressive(
         state.report(share)
         # What follows the end of a row is read by nobody, but has to be a token.
         last = state.z[:, column]
-        unread = torch.where((last == PAD) | (last == canvas.mask_id), 0, last)[:, None]
+        unread = torch.where((last == PAD) | (last == state.mask_id), 0, last)[:, None]
     return state.samples(nfe=max(drawn.tolist(), default=0))
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, in_parts, invert, law_of
+from didi_instruct.sampling.draw import in_parts, invert, law_of
 from didi_instruct.sampling.plan import Step, check_steps, step_where
-from didi_instruct.sampling.state import Callback, Canvas, Samples, State
+from didi_instruct.sampling.state import Samples, State
 
 
 def confidence(log_p: Tensor, token: Tensor) -> Tensor:
@@ -40,13 +40,11 @@ ORDERS = {"confidence": confidence, "entropy": certainty, "margin": margin}
 @torch.no_grad()
 def by_confidence(
     denoiser: Denoiser,
-    canvas: Canvas,
+    state: State,
     *,
     steps: int | None = None,
     order: str = "confidence",
     threshold: float | None = None,
-    settings: DrawOptions = PLAIN,
-    callback: Callback | None = None,
 ) -> Samples:
     """Draw a token for every mask at each step, and keep those that come first in `order`.
 
@@ -61,7 +59,7 @@ def by_confidence(
 
     There is no schedule: the denoiser is told the share of the text that is masked.
     """
-    lowest, state = _lowest(steps, order, threshold), State(canvas, settings, callback)
+    lowest = _lowest(steps, order, threshold)
     state.steps = max([1, *state.open.sum(1).tolist()]) if steps is None else steps
     nfe = keep_surest(denoiser, state, state.open, order, state.steps, lowest)
     return state.samples(nfe, exact_path=False)
@@ -131,8 +129,6 @@ def rank(value: Tensor, masked: Tensor) -> Tensor:
 
 def _lowest(steps: int | None, order: str, threshold: float | None) -> float | None:
     """Return the sureness that passes a threshold, or say what is wrong with the arguments."""
-    if order not in ORDERS:
-        raise UserError(f"`{order}` is not an order. Known: {', '.join(ORDERS)}.")
     if (steps is None) == (threshold is None):
         raise UserError("Sampling in order needs steps or a threshold: give one of the two.")
     if steps is not None:

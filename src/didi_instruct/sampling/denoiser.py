@@ -14,6 +14,9 @@ from didi_instruct.sampling.draw import DrawOptions, draw_tokens
 from didi_instruct.sampling.plan import Step
 from didi_instruct.sampling.state import Reads
 
+Logits = Callable[[Reads, Tensor | float, Tensor], Tensor]
+"""Logits or log-probabilities (R, V) at flat positions: (texts (U, L), t, at (R,)) -> (R, V)."""
+
 
 class Denoiser(Protocol):
     """Laws of the clean tokens given noisy texts; t is one time for all of them, or (U,)."""
@@ -35,7 +38,7 @@ class Denoiser(Protocol):
 class LogitsDenoiser:
     """A denoiser whose draws start from logits that are all held at once."""
 
-    logits: Callable[[Reads, Tensor | float, Tensor], Tensor]  # (reads, t, at (R,)) -> (R, V)
+    logits: Logits
     num_tokens: int
     compiled: bool = False
 

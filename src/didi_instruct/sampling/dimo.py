@@ -17,9 +17,9 @@ from didi_instruct.models.network import Mixture, Network, logits_at
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import run
 from didi_instruct.sampling.denoiser import times_of
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens
+from didi_instruct.sampling.draw import Purpose, draw_tokens
 from didi_instruct.sampling.plan import Grid, Step, make_plan, reveal_turns
-from didi_instruct.sampling.state import Callback, Canvas, Reads, Samples, State, split_padding
+from didi_instruct.sampling.state import Reads, Samples, State, split_padding
 
 FARTHEST = 8.5  # normal numbers end here: the last of 2^53 uniform ones would be infinite
 
@@ -69,7 +69,7 @@ class Start:
         open_, length = z == mask_id, z.shape[1]
         coins, which = (noise.uniforms(length, Purpose.START, k) for k in range(2))
         count = mask_id if end_id is None else mask_id - 1
-        random = (which * count).long().clamp(max=count - 1)  # a product may be rounded up
+        random = (which * count).long()
         if end_id is not None:
             random += random >= end_id
         tokens = torch.where(open_ & (coins < self.random), random, z)
@@ -95,22 +95,20 @@ class Start:
 def dimo(
     network: Network,
     schedule: Schedule,
-    canvas: Canvas,
+    state: State,
     *,
     steps: int,
     start: Start,
-    settings: DrawOptions = PLAIN,
     grid: Grid = "uniform",
-    callback: Callback | None = None,
 ) -> Samples:
     """Go from a partly random start to text in `steps` steps, those of ancestral sampling.
 
     `log_prob` is given the start, as if it were known: path entropies are then too low, and path
     KL bounds the KL of the sampler from above, though less closely than without a start.
     """
-    state = State(canvas, settings, callback, steps)
+    state.steps = steps
     width, end_id = network.vectors.shape[1], network.config.end_id
-    begun = start.begin(canvas.tokens, canvas.mask_id, width, state.noise, end_id)
+    begun = start.begin(state.z, state.mask_id, width, state.noise, end_id)
 
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
         seen = begun.later(state.z, state.mask_id)
@@ -118,7 +116,7 @@ def dimo(
         state.count(len(seen.tokens))
         sigma = schedule.sigma(times_of(step.t, Reads(seen.tokens)))
         logits = start.logits(network, seen, sigma, step.reads)[:, : network.config.num_tokens]
-        return draw_tokens(logits, step.u, step.row, settings)
+        return draw_tokens(logits, step.u, step.row, state.settings)
 
     turn, times = reveal_turns(schedule, state.noise, state.open, steps, grid, "random")
     run(make_plan(state, turn, times, begun=True), state, draw)

@@ -7,8 +7,9 @@ law: float32 Gumbel noise would truncate the tail and so fake a lower temperatur
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,8 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 def uniforms(seed: int, samples: Tensor, stream: Sequence[int | Tensor], count: int) -> Tensor:
     """Uniform float64 numbers in [0, 1) with 53 random bits: samples (B,) -> (B, count).
 
+    Times any x > 0 they stay below x, rounded too: the largest is 1 - 2^-53.
+
     `stream` names the use: (purpose, step, …), any whole numbers. Tensors of them broadcast against
     (B, count): (N, 1, 1) for N steps gives (N, B, count), (B, count) a step for each position.
     """
@@ -135,17 +138,32 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Noise:
     """All random numbers of some samples."""
 
     seed: int
     samples: Tensor  # (B,) index of each sample within the seed
     stream: tuple[int, ...] = ()  # first numbers of all streams; blocks of a text differ in them
+    device: torch.device | None = None
+    """Where the numbers are made, which are the same everywhere; None: where `samples` are."""
 
     def uniforms(self, count: int, *stream: int | Tensor) -> Tensor:
         """(B, count) numbers in [0, 1), or as `stream` broadcasts."""
-        return uniforms(self.seed, self.samples, (*self.stream, *stream), count)
+        return uniforms(self.seed, self._there, (*self.stream, *stream), count)
+
+    def of_groups(self, size: int) -> "Noise":
+        """The noise of groups of consecutive samples, one index for each."""
+        return replace(self, samples=self.samples[::size] // size) if size > 1 else self
+
+    @property
+    def planned(self) -> "Noise":
+        """Noise of the same numbers, made where `samples` are: on the host, for plans."""
+        return replace(self, device=None)
+
+    @cached_property
+    def _there(self) -> Tensor:
+        return self.samples if self.device is None else sent(self.samples, self.device)
 
     def of_steps(
         self, purpose: Purpose, steps: range, count: int, candidates: int = 1

@@ -18,10 +18,10 @@ from didi_instruct.sampling import guide as guides
 from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.ancestral import Draw, ancestral, plain, run
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose, draw_tokens, invert
+from didi_instruct.sampling.draw import Purpose, draw_tokens, invert
 from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.plan import Grid, Step
-from didi_instruct.sampling.state import Callback, Canvas, Samples, State
+from didi_instruct.sampling.state import Samples, State
 
 MIXED_ROWS = 4096  # of probabilities over the vocabulary that are mixed at a time
 
@@ -31,14 +31,12 @@ def rgas(
     denoiser: Denoiser,
     schedule: Schedule,
     guide: Guide | None,
-    canvas: Canvas,
+    state: State,
     *,
     steps: int,
-    settings: DrawOptions = PLAIN,
     guidance: Guidance | None = None,
     grid: Grid | None = None,
     order: Order = "random",
-    callback: Callback | None = None,
 ) -> Samples:
     """Algorithm 2: ancestral sampling whose early steps tilt and whose late steps re-rank.
 
@@ -51,10 +49,7 @@ def rgas(
     scales = guidance.scales(steps)
     reranks = guidance.candidates > 1 and len(scales) < steps
     if not reranks and not any(scales):
-        return ancestral(
-            denoiser, schedule, canvas,
-            steps=steps, settings=settings, grid=grid, order=order, callback=callback,
-        )  # fmt: skip
+        return ancestral(denoiser, schedule, state, steps=steps, grid=grid, order=order)
     if guide is None:
         raise UserError(
             "RGAS needs a discriminator, and this model has none: distil with --method didi, "
@@ -66,10 +61,10 @@ def rgas(
             f"{denoiser.num_tokens}: use one that was trained for this model."
         )
     # The law of a guided step is not the denoiser's, whose code could be summed out.
-    state = State(canvas, replace(settings, measure_path=False), callback, steps)
+    state.settings, state.steps = replace(state.settings, measure_path=False), steps
     turn, times = plans.reveal_turns(schedule, state.noise, state.open, steps, grid, order)
     turn = torch.where(state.masked, turn, -1)
-    plan, draw = plans.make_plan(state, turn, times, begun=canvas.masks > 1), plain(denoiser)
+    plan, draw = plans.make_plan(state, turn, times, begun=state.canvas.masks > 1), plain(denoiser)
     if any(scales):
         plan = read_all_masks(plan, turn, scales)
         draw = tilting(denoiser, guide, scales, guidance)

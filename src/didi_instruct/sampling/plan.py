@@ -84,8 +84,6 @@ def reveal_turns(
     if order == "random":
         times = time_grid("uniform" if grid is None else grid, steps)
         return random_turns(noise, reveal_chances(schedule, times), open.shape[1]), times
-    if order != "streams":
-        raise UserError(f"order is `{order}`: use random or streams.")
     if grid is not None:
         raise UserError("order=streams has steps of its own: leave out grid.")
     check_steps(steps)

@@ -116,31 +116,38 @@ def split_padding(z: Tensor) -> Reads:
 
 
 class State:
-    """Texts z (B, L), how they are drawn, and what the tokens written so far cost."""
+    """Texts z (B, L), how they are drawn, and what the tokens written so far cost.
+
+    A sampler takes one, and uses it up.
+    """
 
     def __init__(
         self,
         canvas: Canvas,
         settings: DrawOptions = PLAIN,
         callback: Callback | None = None,
-        steps: int = 0,
         *,
         keeps: bool = False,
         padded: bool | None = None,
     ) -> None:
         """`keeps`: z is not changed in place; `padded`: there is padding, None: not known yet."""
         self.canvas, self.mask_id, self.open = canvas, canvas.mask_id, canvas.open
-        self.settings, self.steps, self.padded = settings, steps, padded
+        self.settings, self.callback, self.padded = settings, callback, padded
+        self.steps = 0  # scheduled in all, as soon as a sampler knows
         self.noise = Noise(settings.seed, canvas.samples, canvas.stream)
-        self.measured = canvas.masks == 1 or settings.measure_path  # paths of plain draws
         self.z = canvas.tokens.clone(memory_format=torch.contiguous_format)
         # Log-probabilities: of the token written last at each position, and beside them (B,).
         self.costs = torch.zeros(self.z.shape, dtype=torch.float64, device=self.z.device)
         self.correction: Tensor | float = 0.0
         self.passes = 0.0
         self.calls: Tensor | None = None  # (B,) evaluations of a discriminator
-        self._keeps, self._callback = keeps or callback is not None, callback
+        self._keeps = keeps or callback is not None
         self.shown, self._reports = self.z, 0  # z as a callback saw it last, and how many did
+
+    @property
+    def measured(self) -> bool:
+        """True if the path of plain draws has a known probability."""
+        return self.canvas.masks == 1 or self.settings.measure_path
 
     @property
     def masked(self) -> Tensor:
@@ -188,12 +195,12 @@ class State:
 
     def report(self, time: float) -> None:
         """Show a callback, if there is one, the batch after a step that started at a time."""
-        if self._callback is None:
+        if self.callback is None:
             return
         z, index, revealed = self.z, self._reports, (self.z != self.shown) & ~self.masked
         self.shown, self._reports = z, index + 1
         confidence = self.costs.exp().masked_fill(~self.open | self.masked, 0.0)
-        self._callback(Snapshot(index, self.steps, time, z, revealed, confidence, self.open))
+        self.callback(Snapshot(index, self.steps, time, z, revealed, confidence, self.open))
 
     def samples(self, nfe: int | None = None, *, exact_path: bool | None = None) -> Samples:
         """Return the result, by `nfe` steps if not those that were scheduled.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,24 +12,17 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling import plan as plans
 from didi_instruct.sampling.ancestral import plain, run
-from didi_instruct.sampling.confidence import ORDERS, keep_surest
+from didi_instruct.sampling.confidence import keep_surest
 from didi_instruct.sampling.denoiser import Denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, Purpose
+from didi_instruct.sampling.draw import Purpose
 from didi_instruct.sampling.plan import Grid, Step
-from didi_instruct.sampling.state import Callback, Canvas, Samples, State
+from didi_instruct.sampling.state import Samples, State
 
-STRATEGIES = ("cap", "rescale")
+Strategy = Literal["cap", "rescale"]
 
 
 @torch.no_grad()
-def first_hitting(
-    denoiser: Denoiser,
-    schedule: Schedule,
-    canvas: Canvas,
-    *,
-    settings: DrawOptions = PLAIN,
-    callback: Callback | None = None,
-) -> Samples:
+def first_hitting(denoiser: Denoiser, schedule: Schedule, state: State) -> Samples:
     """Reveal one token at a time, when the reverse process would (Zheng et al. 2025).
 
     Going back from t = 1 a mask survives until the masked level is m = 1 - alpha with probability
@@ -41,7 +35,6 @@ def first_hitting(
     sample has its own times. With an exact denoiser the samples are exact. `nfe` is the number of
     masks of the longest.
     """
-    state = State(canvas, settings, callback)
     counts = state.open.sum(1)
     nfe = state.steps = max(counts.tolist(), default=0)
     # A position that is not open comes after all others; its level is never looked at.
@@ -65,15 +58,13 @@ def first_hitting(
 def remasking(
     denoiser: Denoiser,
     schedule: Schedule,
-    canvas: Canvas,
+    state: State,
     *,
     steps: int,
     eta: float,
-    strategy: str = "cap",
-    settings: DrawOptions = PLAIN,
+    strategy: Strategy = "cap",
     grid: Grid = "uniform",
     greedy_tail: bool = False,
-    callback: Callback | None = None,
 ) -> Samples:
     """Ancestral sampling that masks some written tokens again: ReMDM (Wang et al. 2025).
 
@@ -86,8 +77,8 @@ def remasking(
     With eta = 0 it is `ancestral`, bit for bit. Otherwise a text can be reached along many paths,
     and `log_prob` is None.
     """
-    settings = replace(settings, measure_path=eta == 0 and settings.measure_path)
-    state, times = State(canvas, settings, callback, steps), plans.time_grid(grid, steps)
+    measured, times = eta == 0 and state.settings.measure_path, plans.time_grid(grid, steps)
+    state.settings, state.steps = replace(state.settings, measure_path=measured), steps
     uniforms, length, begun = state.noise.uniforms, state.z.shape[1], False
     masked, plan = state.masked, []
     for n, (reveals, remasks) in enumerate(remask_chances(schedule, times, eta, strategy)):
@@ -103,7 +94,7 @@ def remasking(
 
 
 def remask_chances(
-    schedule: Schedule, times: Sequence[float], eta: float, strategy: str
+    schedule: Schedule, times: Sequence[float], eta: float, strategy: Strategy
 ) -> list[tuple[float, float]]:
     """Probabilities of each step that a mask is revealed and that a token is masked.
 
@@ -119,9 +110,6 @@ def remask_chances(
     The chain starts from masks alone also where alpha_1 = eps > 0. What is visible at t is then
     (alpha_t - eps) / (1 - eps), and that takes the place of alpha, which it is if eps = 0.
     """
-    if strategy not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise UserError(f"`{strategy}` is not a re-masking strategy. Known: {known}.")
     if not 0 <= eta <= 1:
         raise UserError(f"eta is {eta}: use 0 (no re-masking) to 1.")
     masked = 1 - schedule.alpha(torch.tensor(times, dtype=torch.float64))
@@ -139,14 +127,12 @@ def remask_chances(
 def blocks(
     denoiser: Denoiser,
     schedule: Schedule,
-    canvas: Canvas,
+    state: State,
     *,
     steps: int,
     block_length: int,
     inner: str = "ancestral",
-    settings: DrawOptions = PLAIN,
     order: Order = "random",
-    callback: Callback | None = None,
 ) -> Samples:
     """Semi-autoregressive sampling: finish each block of positions before the next begins.
 
@@ -160,10 +146,7 @@ def blocks(
     plans.check_steps(steps)
     if block_length < 1:
         raise UserError(f"block_length is {block_length}: use 1 or more.")
-    if inner not in ("ancestral", *ORDERS):
-        raise UserError(f"`{inner}` does not fill blocks. Known: ancestral, {', '.join(ORDERS)}.")
-    state = State(canvas, settings, callback)
-    columns = torch.arange(state.z.shape[1], device=state.z.device)
+    columns, canvas = torch.arange(state.z.shape[1], device=state.z.device), state.canvas
     numbers = sorted(set((columns[state.open.any(0)] // block_length).tolist()))
     state.steps = steps * len(numbers)
     plan: list[Step] = []

@@ -243,9 +243,9 @@ def held_out_answers(task: PretrainTask, valid: TokenSource, objective: Objectiv
     count = min(task.config.train.eval_sequences, valid.num_sequences or 0)
 
     def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
-        with task.averaged(), task.autocast():
+        with task.averaged():
             measured = losses(
-                task.module,
+                task.losses,
                 objective,
                 valid.ordered,
                 sequences=count,

@@ -126,6 +126,16 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
     return config.compile == "on" or (config.compile != "off" and device.type == "cuda")
 
 
+def shards(config: TrainConfig, world: World) -> bool:
+    """Return True if networks are sharded over processes (FSDP2)."""
+    return config.strategy == "fsdp" and world.size > 1
+
+
+def shards_checkpoints(config: TrainConfig, world: World) -> bool:
+    """Return True if each process writes its own part of a checkpoint."""
+    return shards(config, world) and config.checkpoints == "sharded"
+
+
 def compile_network(
     model: Network | Discriminator | ARModel, *, sharded: bool, graphs: bool = False
 ) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +119,6 @@ class Updater:
         if self.ema is not None:
             self.ema.update(step)
         return whole(norm)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Use the averages, if there are any, inside the block."""
-        return nullcontext() if self.ema is None else self.ema.applied()
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by flat name: weights, average, optimizer moments."""

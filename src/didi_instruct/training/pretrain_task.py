@@ -4,11 +4,12 @@ import functools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import CurriculumConfig, OptimConfig, TrainConfig
@@ -20,18 +21,8 @@ from didi_instruct.seeding import mix
 from didi_instruct.training import distributed, objectives
 from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import Batch, Objective
-from didi_instruct.training.optim import Updater, learning_rate
-
-
-class LossModule(nn.Module):
-    """The network and its objective as one module, the unit that DDP and FSDP wrap."""
-
-    def __init__(self, model: nn.Module, objective: Objective) -> None:
-        super().__init__()
-        self.model, self.objective = model, objective
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.objective.loss(self.model, batch)
+from didi_instruct.training.optim import learning_rate
+from didi_instruct.training.replica import Replica, exchanging
 
 
 class Settings(Protocol):
@@ -85,22 +76,16 @@ class PretrainTask:
         self._identity = {"data": data.fingerprint, **(identity or {})}
         self._provenance = {"reproduces": config.reproduces, **(provenance or {})}
         self._read = 0  # tokens of this process since the last report
-        self.bf16 = distributed.uses_bf16(train, world.device)
         torch.manual_seed(mix(train.seed, "init"))
-        self.model = (build_model(model_config) if network is None else network).to(world.device)
-        fsdp = train.strategy == "fsdp" and world.size > 1
+        # CUDA graphs are for the passes of a distillation.
+        passes = replace(train, compile="auto") if train.compile == "graphs" else train
+        network = build_model(model_config) if network is None else network
+        given = network, passes, world, config.optim
+        self.replica = Replica(*given, steps=train.steps, ema=train.ema)
+        self.model = self.replica.network.train()
         compiles = distributed.compiles(train, world.device)
         self.objective = objective or objectives.make_objective(model_config, compile=compiles)
-        if compiles:
-            distributed.compile_network(self.model, sharded=fsdp)
-        module, blocks = LossModule(self.model, self.objective), self.model.blocks
-        self.module = distributed.parallelise(
-            module, blocks, train.strategy, world, bf16=self.bf16
-        ).train()
-        self.updater = Updater(
-            self.model, config.optim, train.steps, train.ema, ema_warmup=train.ema_warmup
-        )
-        self.sharded = fsdp and train.checkpoints == "sharded"
+        self.sharded = distributed.shards_checkpoints(train, world)
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Accumulate the gradients of this process's share of the batch, then update."""
@@ -114,13 +99,16 @@ class PretrainTask:
         for first in range(share.start, share.stop, size):
             rows = slice(first, min(first + size, share.stop))
             batch = self._batch(objective, step * train.batch_size, rows, noise)
-            last = rows.stop == share.stop
-            with distributed.gradient_sync(self.module, last), self.autocast():
-                loss = self.module(batch).sum() / train.batch_size
-                # DDP and FSDP average over processes; the share of each is already a sum.
-                (loss * self.world.size).backward()
+            with exchanging(rows.stop == share.stop):
+                loss = self.losses(batch).sum() / train.batch_size
+                self.replica.backward(loss)
             total += loss.detach()
-        return {"loss": self.world.sum(total), "grad_norm": self.updater.update(step)}
+        return {"loss": self.world.sum(total), "grad_norm": self.replica.update(step)}
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Nats per token of each sequence of a batch, (B,); softened tokens tell so themselves."""
+        found: Tensor = self.replica.run(lambda network: self.objective.loss(network, batch))
+        return found
 
     @property
     def rows_per_pass(self) -> int:
@@ -153,10 +141,6 @@ class PretrainTask:
             batch = {name: value.pin_memory() for name, value in batch.items()}
         return {n: v.to(self.world.device, non_blocking=True) for n, v in batch.items()}
 
-    def autocast(self) -> torch.autocast:
-        """The precision of forward passes."""
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self.bf16)
-
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
         """Learning rate, tokens per second and, on a GPU, the share of its matmul rate."""
         train, rows = self.config.train, steps * self.config.train.batch_size
@@ -172,40 +156,37 @@ class PretrainTask:
         return values
 
     def checkpoint_bytes(self) -> int:
-        # Weights, average, two moments, and the model to load.
-        return 5 * sum(p.numel() * 4 for p in self.model.parameters())
+        return self.replica.bytes
 
     def identity(self) -> Mapping[str, Any]:
         # Positions in the stream of data follow from the step.
         return self._identity
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return self.updater.tensors()
+        return self.replica.tensors()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within, the network is in evaluation mode, with the averaged weights in place."""
         self.model.eval()
         try:
-            with self.updater.averaged():
+            with self.replica.averaged():
                 yield
         finally:
             self.model.train()
 
     def write_model(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
         """Write the averaged model in the layout that `didi.load` reads; all processes call."""
-        with self.averaged():
-            state = {n: distributed.whole(t) for n, t in self.model.state_dict().items()}
-            if self.world.is_main:
-                facts = {**self._provenance, **(provenance or {})}
-                save_model(
-                    folder,
-                    state,
-                    self.model_config,
-                    tokenizer=self.data.tokenizer,
-                    provenance=facts,
-                    record=self.model.record,
-                )
+        state = self.replica.product()
+        if self.world.is_main:
+            save_model(
+                folder,
+                state,
+                self.model_config,
+                tokenizer=self.data.tokenizer,
+                provenance={**self._provenance, **(provenance or {})},
+                record=self.model.record,
+            )
 
 
 @functools.cache

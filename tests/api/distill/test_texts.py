@@ -12,8 +12,8 @@ import didi_instruct as didi
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.distillation import auxiliary
 from didi_instruct.distillation import didi as didi_module
-from didi_instruct.distillation import token_matching
 from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 
@@ -94,14 +94,14 @@ def test_didi_continues_the_prompts_of_the_data(run, tmp_path, monkeypatch, sour
 
 
 def test_token_matching_continues_the_prompts_of_the_data(run, monkeypatch):
-    texts, draw = [], token_matching.TokenMatching.draw
+    texts, draw = [], auxiliary.draw_step
 
     def watched(*given, **options):
         drawn = draw(*given, **options)
         texts.append(drawn.x)
         return drawn
 
-    monkeypatch.setattr(token_matching.TokenMatching, "draw", watched)
+    monkeypatch.setattr(auxiliary, "draw_step", watched)
     matching = {"contexts": 2, "aux_steps": 2}
     run(recipe("token-matching", prompt=8, data={"source": "oracle"}, token_matching=matching))
     # A prompt for each state, two contexts of each; every one is used once.

@@ -22,10 +22,10 @@ KINDS = {
 }
 
 
-def make(device="cpu", dtype=torch.float64, **changes):
+def make(device="cpu", dtype=torch.float64, seed=0, **changes):
     shape = {"layers": 2, "hidden": 32, "heads": 2, "cond_dim": 8, "vocab_size": 70, "length": 16}
     config = ModelConfig(**(shape | changes), schedule=ScheduleConfig(eps=1e-3))
-    return randomise(DiT(config)).to(device, dtype).eval()
+    return randomise(DiT(config), seed).to(device, dtype).eval()
 
 
 def questions(network, rows, length=16, seed=0):

@@ -1,6 +1,5 @@
 """Captured passes give what plain ones give. Without a GPU all but the capture itself is tested."""
 
-import functools
 import gc
 import warnings
 import weakref
@@ -15,17 +14,16 @@ from didi_instruct.api.model import Model
 from didi_instruct.models import compile as remarks
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.sampling.ancestral import ancestral
-from didi_instruct.sampling.denoiser import CachedDenoiser, make_denoiser, network_denoiser
-from didi_instruct.sampling.draw import PLAIN, DrawOptions, draw_by_chunks
+from didi_instruct.sampling.denoiser import CachedDenoiser, network_denoiser
+from didi_instruct.sampling.draw import PLAIN, draw_by_chunks
 from didi_instruct.sampling.engines import cuda, cuda_graphs
 from didi_instruct.sampling.engines.cuda import GraphDenoiser, pad_output, why_not
 from didi_instruct.sampling.engines.cuda_graphs import Captured
 from didi_instruct.sampling.guide import DiscriminatorGuide, Guidance
 from didi_instruct.sampling.guided import rgas
-from didi_instruct.sampling.state import PAD, Canvas
-from didi_instruct.sampling.variants import first_hitting
+from didi_instruct.sampling.state import Canvas
 
-from ..enumeration import all_masked, assert_follows, index, masked_step, p_value, texts_of  # noqa: TID252
+from ..toys import blank, start  # noqa: TID252
 from .small import KINDS, SCHEDULE, Buffered, make, questions, step_of, uncompiled
 
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -184,9 +182,11 @@ def test_draws_are_compiled_once_for_all_sizes(monkeypatch):
     monkeypatch.setattr(cuda, "capture", capture)
     plain, fast = both(length=40)
     for seed, steps in enumerate((9, 1, 2)):
-        run = {"canvas": Canvas.blank(1, 40, 69), "steps": steps}
-        run["settings"] = DrawOptions(seed=seed)
-        same(ancestral(fast, SCHEDULE, **run), ancestral(plain, SCHEDULE, **run))
+        found, expected = (
+            ancestral(denoiser, SCHEDULE, blank(1, 40, 69, seed=seed), steps=steps)
+            for denoiser in (fast, plain)
+        )
+        same(found, expected)
     assert len(fast._draws) > 2
     assert counter.frame_count == 2
 
@@ -197,7 +197,7 @@ def test_few_graphs_serve_all_numbers_of_positions(batch, texts, most, buffered)
     _, fast = both(length=400, hidden=8)
     for first in range(texts):
         canvas = Canvas.blank(batch, 400, 69, first=first * batch)
-        ancestral(fast, SCHEDULE, canvas, steps=24, grid="cosine")
+        ancestral(fast, SCHEDULE, start(canvas), steps=24, grid="cosine")
     assert len(buffered) <= most
     assert set(fast._trunks) == {(1, 400), (batch, 400)}
 
@@ -241,7 +241,7 @@ def test_nothing_goes_round_in_a_circle(monkeypatch):
 
     monkeypatch.setattr(cuda, "capture", Forgetful)
     _, fast = both()
-    ancestral(fast, SCHEDULE, Canvas.blank(2, 16, 69), steps=3)
+    ancestral(fast, SCHEDULE, blank(2, 16, 69), steps=3)
     there = weakref.ref(fast)
     gc.disable()
     try:
@@ -259,104 +259,6 @@ def test_a_padded_output_layer_never_writes_the_padding():
     assert not p[:, 69:].any()
     assert not p[:, 3].any()
     assert torch.equal(biases[:3], bias[:3])
-
-
-# Samplers
-
-
-class Spelled:
-    """A denoiser of 3 tokens, 4 positions as the language that enumeration asks."""
-
-    num_tokens, length = 3, 4
-
-    def __init__(self, network):
-        self.network = network
-
-    @torch.no_grad()
-    def denoiser(self, z):
-        device = self.network.vectors.device
-        return self.network(z.to(device)).log_softmax(-1).cpu()
-
-
-@devices
-@pytest.mark.parametrize("steps", [1, 3])
-def test_samples_follow_the_enumerated_law(steps, device):
-    """Chi-square over 81 texts, false alarm 1e-5; the law of other steps must fail it."""
-    network = make(device, vocab_size=4, length=4, hidden=16)
-
-    def law(steps):
-        alphas = SCHEDULE.alpha(torch.linspace(1, 0, steps + 1, dtype=torch.float64)).tolist()
-        mass = all_masked(Spelled)
-        for before, after in zip(alphas[:-1], [*alphas[1:-1], 1.0], strict=True):
-            mass = masked_step(Spelled(network), mass, (after - before) / (1 - before))
-        return texts_of(mass, 3, 4)
-
-    run = {"canvas": Canvas.blank(20_000, 4, 3, device=device), "steps": steps}
-    fast = make_denoiser(network, SCHEDULE, accelerate=True)
-    found = ancestral(fast, SCHEDULE, **run, settings=DrawOptions(seed=2)).tokens.cpu()
-    assert_follows(found, law(steps), 3)
-    assert p_value(index(found, 3), law(4 - steps)) < 1e-5
-
-
-def canvases(config, device):
-    """Blank, with given tokens and a text at rest, padded; one text whole, in parts, and short."""
-    length, masks = config.length, config.masks
-    blank = torch.full((6, length), config.mask_id, device=device)
-    given, samples = blank.clone(), torch.arange(6, device=device)
-    given[1, 3:6], given[2] = 7, 5
-    padded = given.clone()
-    padded[:, -2:] = PAD
-    of = functools.partial(Canvas, mask_id=config.mask_id, masks=masks)
-    return [
-        of(blank, samples=samples),
-        of(given, samples=samples),
-        of(padded, samples=samples),
-        of(blank[:1], samples=samples[2:3]),
-        of(given[1:2], samples=samples[4:5], stream=(6, 1)),
-        of(blank[:1, :5], samples=samples[1:2]),
-        of(blank[:1], samples=samples[:1]),
-    ]
-
-
-RUNS = {
-    "one step": {"steps": 1},
-    "seven": {"steps": 7},
-    "ninety": {"steps": 90},
-    "cosine": {"steps": 9, "grid": "cosine", "greedy_tail": True},
-    "streams": {"steps": 6, "order": "streams"},
-    "warmer": {"steps": 5, "settings": DrawOptions(temperature=0.7)},
-    "narrower": {"steps": 5, "settings": DrawOptions(top_p=0.8)},
-}
-
-
-@devices
-@pytest.mark.parametrize("kind", ["plain", "timed", "codes"])
-@pytest.mark.parametrize("name", list(RUNS))
-def test_tokens_and_paths_are_those_of_the_plain_path(name, kind, device, monkeypatch):
-    """In float64, so that rounding changes no draw; runs one after the other share graphs."""
-    if kind != "plain" or name not in ("seven", "streams"):  # compiling takes most of the time
-        monkeypatch.setattr(cuda_graphs, "compiled", uncompiled)
-    if device == "cpu":
-        monkeypatch.setattr(cuda, "capture", Buffered)
-    plain, fast = both(device, length=12, vocab_size=300, **KINDS[kind])
-    starts = canvases(fast.network.config, device)
-    found = [ancestral(fast, SCHEDULE, canvas, **RUNS[name]) for canvas in starts]
-    for one, canvas in zip(found, starts, strict=True):
-        same(one, ancestral(plain, SCHEDULE, canvas, **RUNS[name]))
-    if device == "cuda" and name == "seven" and kind != "codes":
-        assert all(isinstance(g, Captured) for g in (*fast._trunks.values(), *fast._draws.values()))
-    if name == "seven":
-        for canvas in starts:
-            found = first_hitting(fast, SCHEDULE, canvas)
-            same(found, first_hitting(plain, SCHEDULE, canvas))
-
-
-def test_a_text_in_inference_mode_can_be_followed_by_one_that_is_not(buffered):
-    plain, fast = both()
-    canvas = Canvas.blank(1, 16, 69)
-    with torch.inference_mode():
-        ancestral(fast, SCHEDULE, canvas, steps=5)
-    same(ancestral(fast, SCHEDULE, canvas, steps=5), ancestral(plain, SCHEDULE, canvas, steps=5))
 
 
 # What is launched, and what the host waits for
@@ -396,11 +298,11 @@ def test_a_step_is_two_graphs_and_seven_operations(batch, monkeypatch):
     _, fast = both(length=40)
     around = {}
     for steps in (2, 3, 5):
-        run = {"canvas": Canvas.blank(batch, 40, 69), "steps": steps}
-        ancestral(fast, SCHEDULE, **run)
+        canvas = Canvas.blank(batch, 40, 69)
+        ancestral(fast, SCHEDULE, start(canvas), steps=steps)
         counting.names.clear()
         with counting:
-            ancestral(fast, SCHEDULE, **run)
+            ancestral(fast, SCHEDULE, start(canvas), steps=steps)
         around[steps] = list(counting.names)
     # From 3 on: in the first step a blank batch is read as one text.
     more = sorted(around[5])
@@ -420,10 +322,10 @@ def test_no_step_waits_for_the_gpu(batch, monkeypatch, buffered):
     for steps in (4, 9):
         with pretended(monkeypatch) as gpu:
             _, fast = both("cuda", length=12)
-            run = {"canvas": Canvas.blank(batch, 12, 69, device="cuda"), "steps": steps}
-            ancestral(fast, SCHEDULE, **run)
+            canvas = Canvas.blank(batch, 12, 69, device="cuda")
+            ancestral(fast, SCHEDULE, start(canvas), steps=steps)
             gpu.waits.clear()
-            ancestral(fast, SCHEDULE, **run)
+            ancestral(fast, SCHEDULE, start(canvas), steps=steps)
             assert gpu.mixed == []
             found[steps] = list(gpu.waits)
     assert len(found[4]) == len(found[9]) == 2, found
@@ -434,13 +336,13 @@ def test_no_step_waits_for_the_gpu(batch, monkeypatch, buffered):
 def test_the_gpu_is_waited_for_twice(batch):
     """For the sizes of the plan, and for the result; compiled as for real."""
     _, fast = both("cuda", length=40)
-    run = {"canvas": Canvas.blank(batch, 40, 69, device="cuda"), "steps": 6}
-    expected = ancestral(fast, SCHEDULE, **run)
+    canvas = Canvas.blank(batch, 40, 69, device="cuda")
+    expected = ancestral(fast, SCHEDULE, start(canvas), steps=6)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            found = ancestral(fast, SCHEDULE, **run)
+            found = ancestral(fast, SCHEDULE, start(canvas), steps=6)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(w.message) for w in heard if "called a synchronizing" in str(w.message)]
@@ -489,9 +391,10 @@ def test_a_compiled_guide_guides_alike():
     plain, fast = both("cuda", length=12, vocab_size=300)
     critic = Discriminator.from_network(make("cuda", length=12, vocab_size=300)).double().eval()
     canvas = Canvas.blank(6, 12, 299, device="cuda")
-    run = {"canvas": canvas, "steps": 6, "guidance": Guidance(h_start=3.0, h_end=4.0)}
-    expected = rgas(plain, SCHEDULE, DiscriminatorGuide(critic, SCHEDULE), **run)
-    found = rgas(fast, SCHEDULE, DiscriminatorGuide(critic, SCHEDULE, fast=True), **run)
+    run = {"steps": 6, "guidance": Guidance(h_start=3.0, h_end=4.0)}
+    expected = rgas(plain, SCHEDULE, DiscriminatorGuide(critic, SCHEDULE), start(canvas), **run)
+    fast_guide = DiscriminatorGuide(critic, SCHEDULE, fast=True)
+    found = rgas(fast, SCHEDULE, fast_guide, start(canvas), **run)
     assert torch.equal(found.tokens, expected.tokens)
     assert all(p.grad is None for p in critic.parameters())
 

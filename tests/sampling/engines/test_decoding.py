@@ -14,11 +14,11 @@ from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compile import compiled
 from didi_instruct.sampling import autoregressive as plain
 from didi_instruct.sampling.autoregressive import autoregressive
-from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.engines import cuda
 from didi_instruct.sampling.engines.cuda import LOOKS, MOST_DECODERS, Decoders, StaticDecoder
 from didi_instruct.sampling.state import Canvas
 
+from ..toys import start  # noqa: TID252
 from .small import Buffered
 
 EOT = 5
@@ -54,9 +54,10 @@ def test_a_static_cache_draws_the_tokens_of_a_growing_one(changes, eot_id, devic
     model = make(device, **changes)
     decoders = Decoders(model)
     for seed in (3, 4):
-        canvas, settings = blank(model, 5, 2 * LOOKS + 8, device), DrawOptions(seed=seed)
-        expected = autoregressive(model, canvas, settings=settings, eot_id=eot_id)
-        found = autoregressive(model, canvas, settings=settings, eot_id=eot_id, decoders=decoders)
+        canvas = blank(model, 5, 2 * LOOKS + 8, device)
+        expected = autoregressive(model, start(canvas, seed=seed), eot_id=eot_id)
+        state = start(canvas, seed=seed)
+        found = autoregressive(model, state, eot_id=eot_id, decoders=decoders)
         same(found, expected)
         assert found.passes == expected.passes or eot_id is not None
         assert len(found.tokens.unique()) > 5
@@ -72,8 +73,8 @@ def test_it_stops_when_all_texts_are_over():
     with torch.no_grad():
         model.output_layer.linear.bias[EOT] = 1e4
     canvas = blank(model, 3, 2 * LOOKS + 8)
-    expected = autoregressive(model, canvas, eot_id=EOT)
-    found = autoregressive(model, canvas, eot_id=EOT, decoders=Decoders(model))
+    expected = autoregressive(model, start(canvas), eot_id=EOT)
+    found = autoregressive(model, start(canvas), eot_id=EOT, decoders=Decoders(model))
     same(found, expected)
     assert (found.nfe, found.passes, expected.passes) == (1, LOOKS, 1)
     assert (found.tokens == EOT).all()
@@ -88,12 +89,12 @@ def test_what_it_cannot_do_is_left_to_plain_decoding(monkeypatch):
     prompted = canvas.tokens.clone()
     prompted[0, 0] = 1
     given = Canvas(prompted, canvas.mask_id, canvas.samples)
-    autoregressive(model, given, decoders=decoders)
-    autoregressive(model, canvas, settings=DrawOptions(temperature=0.5), decoders=decoders)
-    autoregressive(model, canvas, callback=lambda _: None, decoders=decoders)
+    watched = start(canvas, lambda _: None)
+    for state in (start(given), start(canvas, temperature=0.5), watched):
+        autoregressive(model, state, decoders=decoders)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        autoregressive(model, canvas, decoders=decoders)
-    nothing = autoregressive(model, blank(model, 0, 8), decoders=decoders)
+        autoregressive(model, start(canvas), decoders=decoders)
+    nothing = autoregressive(model, start(blank(model, 0, 8)), decoders=decoders)
     assert nothing.tokens.shape == (0, 8)
 
 
@@ -111,11 +112,11 @@ def other_place(model):
 def test_weights_that_change_are_noticed(change):
     model = make()
     decoders, canvas = Decoders(model), blank(model, 3, 6)
-    before = autoregressive(model, canvas, decoders=decoders)
+    before = autoregressive(model, start(canvas), decoders=decoders)
     change(model)
-    after = autoregressive(model, canvas, decoders=decoders)
+    after = autoregressive(model, start(canvas), decoders=decoders)
     assert not torch.equal(before.tokens, after.tokens)
-    same(after, autoregressive(model, canvas))
+    same(after, autoregressive(model, start(canvas)))
 
 
 def test_a_move_drops_what_was_captured():
@@ -145,8 +146,8 @@ def test_a_smaller_batch_is_written_by_a_larger_decoder():
     decoders = Decoders(model)
     for batch in (5, 3):
         canvas = blank(model, batch, 12)
-        found = autoregressive(model, canvas, eot_id=EOT, decoders=decoders)
-        same(found, autoregressive(model, canvas, eot_id=EOT))
+        found = autoregressive(model, start(canvas), eot_id=EOT, decoders=decoders)
+        same(found, autoregressive(model, start(canvas), eot_id=EOT))
     assert len(decoders._made) == 1
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from didi_instruct.errors import UserError
-from didi_instruct.models.checkpoint import DISCRIMINATOR, MODEL, is_ours
+from didi_instruct.models.checkpoint import DISCRIMINATOR, MODEL, is_ours, read_object
+from didi_instruct.models.tensor_files import shown
 
 SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
 USUAL = (MODEL, "pytorch_model.bin")
@@ -23,7 +24,7 @@ class Place:
 def locate(path: Path) -> Place:
     """Find the parts of a checkpoint, given as its folder or as the file of its weights."""
     if path.is_dir():
-        folder, model = path, _weights(path)
+        folder, model = path, _single_file(path)
     elif path.is_file():
         folder, model = path.parent, path
     else:
@@ -40,18 +41,31 @@ def locate(path: Path) -> Place:
     )
 
 
-def _weights(folder: Path) -> Path:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights of a folder; safetensors are preferred."""
     for name in USUAL:
         if (folder / name).is_file():
-            return folder / name
-    for name in USUAL:
-        if (folder / f"{name}.index.json").is_file():
-            raise UserError(f"{folder}: its weights are in several files: join them to {MODEL}.")
-    files = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and p.name != DISCRIMINATOR)
-    if len(files) != 1:
-        several = ", ".join(p.name for p in files[:3]) or "none"
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = read_object(index).get("weight_map")
+            files = {Path(str(n)).name for n in shards.values()} if isinstance(shards, dict) else ()
+            if not files:
+                raise UserError(f"{index} does not list files of weights: fetch it again.")
+            return [folder / file for file in sorted(files)]
+    others = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and p.name != DISCRIMINATOR)
+    if len(others) != 1:
+        several = ", ".join(shown(path.name) for path in others[:3]) or "none"
         raise UserError(
-            f"{folder} should hold one file of weights ({' '.join(SUFFIXES)}), but has {several}: "
-            "give the file itself."
+            f"{folder} should hold {' or '.join(USUAL)}, or one other file of weights "
+            f"({' '.join(SUFFIXES)}), but has {several}: leave one there, or give the file itself."
         )
-    return files[0]
+    return others
+
+
+def _single_file(folder: Path) -> Path:
+    whole = [folder / name for name in USUAL if (folder / name).is_file()]
+    first, *more = whole[:1] or weight_files(folder)
+    if more:
+        raise UserError(f"{folder}: its weights are in several files: join them to {MODEL}.")
+    return first

@@ -19,7 +19,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.tensor_files import shown_value
 
-NEVER = -3e4
+BANNED = -3e4
 """A logit whose exponential is 0 also in float64, and that float16 can hold."""
 
 PADDED_GPT2 = 50_258
@@ -45,7 +45,7 @@ def close_padding(network: nn.Module, padding: int) -> dict[str, Any]:
     """Make an id impossible; return what `reopen_padding` needs, as JSON."""
     bias = network.get_parameter(BIAS)
     before = float(bias[padding])
-    bias[padding] = NEVER
+    bias[padding] = BANNED
     return {"id": padding, "bias": before}
 
 
@@ -62,7 +62,7 @@ def reopen_padding(tensors: dict[str, Tensor], provenance: dict[str, Any]) -> in
             f"config.json: `provenance.{KEY}` is {shown_value(padding)}, not an `id` below "
             f"{len(bias)} and the `bias` it had: mend it, or remove it if no id is padding."
         )
-    if float(bias[index]) == float(torch.tensor(NEVER, dtype=bias.dtype)):
+    if float(bias[index]) == float(torch.tensor(BANNED, dtype=bias.dtype)):
         bias[index] = float(before)
     tensors[BIAS] = bias
     return index
