@@ -12,14 +12,14 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import build_model
-from didi_instruct.reproduce import downstream, tasks_given
+from didi_instruct.reproduce import downstream, task_files
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.costs import cost_of, model_of
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.running import RUN
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
-from didi_instruct.reproduce.toy_tasks import questions, write
+from didi_instruct.reproduce.task_files import questions, write
 from didi_instruct.tasks.mmlu_data import examples, read_mmlu
 from didi_instruct.tasks.pairs import read_pairs
 
@@ -156,21 +156,21 @@ def test_files_of_tasks_are_found_by_their_names(tmp_path):
     (tmp_path / "mmlu" / "test" / "law_test.csv").write_text("q,a,b,c,d,A\n")
     (tmp_path / "pubmed.jsonl.xz").touch()
     (tmp_path / "notes.txt").touch()
-    found = tasks_given.find_tasks(str(tmp_path))
+    found = task_files.find_tasks(str(tmp_path))
     assert found == {
         "mmlu": str(tmp_path / "mmlu"),
         "pubmed": str(tmp_path / "pubmed.jsonl.xz"),
     }
-    assert tasks_given.learning_share(found) == ("answers.share=0.5",)
-    assert tasks_given.scored_share(found) == {"sft_share": 0.5}
+    assert task_files.learning_share(found) == ("answers.share=0.5",)
+    assert task_files.scored_share(found) == {"sft_share": 0.5}
     train = tmp_path / "mmlu" / "auxiliary_train"
     train.mkdir()
     (train / "race.csv").write_text("q,a,b,c,d,A\n")
-    assert tasks_given.learning_share(found) == ()
-    assert tasks_given.scored_share(found) == {}
+    assert task_files.learning_share(found) == ()
+    assert task_files.scored_share(found) == {}
     (tmp_path / "pubmed.jsonl").touch()
     with pytest.raises(UserError, match="pubmed.jsonl and pubmed.jsonl.xz are both files"):
-        tasks_given.find_tasks(str(tmp_path))
+        task_files.find_tasks(str(tmp_path))
 
 
 def test_items_without_their_files_say_what_to_give(tmp_path):

@@ -85,8 +85,9 @@ def _held_out(context: Context) -> TokenDataset:
     for run, data in zip(runs, found, strict=True):
         if data.fingerprint != found[0].fingerprint:
             raise UserError(
-                f"{run}: its fine-tuning held out other rows than that of {runs[0]}, so one may "
-                "have learnt what the other is measured on: take models of one tokenizer and length."
+                f"{run}: its fine-tuning held out other rows than that of {runs[0]}, so one "
+                "may have learnt what the other is measured on: take models of one tokenizer and "
+                "length."
             )
     return found[0]
 

@@ -322,6 +322,7 @@ TASK = Task(
     help="paraphrases (MRPC): frozen features under a linear head; the last block learns too",
     options=MrpcOptions,
     evaluate=evaluate,
+    counts="pairs",
     columns=(
         Column("accuracy", "accuracy", "percent"),
         Column("f1", "F1", "percent"),
