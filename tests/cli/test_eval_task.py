@@ -55,7 +55,7 @@ def test_qa_writes_answers_in_steps(didi, place):
     (place / "qa.jsonl").write_text(json.dumps(row) + "\n")
     code, out, err = didi("eval", "one", "ar", "--task", "qa", "--data", "qa.jsonl", "--steps", 2)
     assert code == 0, err
-    assert "always c1.0 B." in out
+    assert 'always "c1.0 B."' in out
 
 
 REFUSED = {

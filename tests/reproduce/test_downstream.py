@@ -141,16 +141,6 @@ def test_a_difference_in_nats_is_told_by_its_paired_interval():
     assert high - low < 0.01  # paired: the spread of `shared` has no part in it
 
 
-@pytest.mark.parametrize(
-    ("interval", "p", "better"),
-    [([0.01, 0.2], 0.01, "x"), ([-0.2, -0.01], 0.01, "y"), ([0.01, 0.2], 0.06, None),
-     ([-0.1, 0.2], 0.01, None)],
-)  # fmt: skip
-def test_a_more_accurate_model_needs_interval_and_test(interval, p, better):
-    pair = {"models": ["x", "y"], "difference_ci95": interval, "mcnemar_p": p}
-    assert downstream._more_accurate(pair) == better
-
-
 def test_files_of_tasks_are_found_by_their_names(tmp_path):
     (tmp_path / "mmlu" / "test").mkdir(parents=True)
     (tmp_path / "mmlu" / "test" / "law_test.csv").write_text("q,a,b,c,d,A\n")

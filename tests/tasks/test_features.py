@@ -11,10 +11,10 @@ from didi_instruct.models.dit import build_model
 from didi_instruct.models.masked_lm import load_masked_lm
 from didi_instruct.tasks import features
 from didi_instruct.tasks.features import (
+    FilledWindow,
     Parts,
     Training,
-    Window,
-    fit,
+    fit_classifier,
     frozen_states,
     last_block_alone,
     network_digest,
@@ -104,7 +104,7 @@ def test_fitting_moves_neither_the_network_nor_the_random_numbers_of_others():
     before, digest = torch.random.get_rng_state(), network_digest(network)
     learn = [p.requires_grad for p in network.parameters()]
     training = Training(steps=4, batch_size=2, lr=0.1, weight_decay=0.01, evaluations=2)
-    found = [fit(network, states, parts, training, seed, quiet) for seed in (0, 0, 1)]
+    found = [fit_classifier(network, states, parts, training, seed, quiet) for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
     assert found[0].step in (2, 4)
     assert torch.random.get_rng_state().equal(before)
@@ -119,18 +119,18 @@ def test_what_is_kept_is_the_best_step_on_the_dev_texts():
     states = frozen_states(network, TEXTS, None, None, quiet)
     training = Training(steps=12, batch_size=2, lr=0.3, weight_decay=0.0, evaluations=12)
     for seed in range(4):
-        found = fit(network, states, parts, training, seed, quiet)
+        found = fit_classifier(network, states, parts, training, seed, quiet)
         right = [(p >= 0.5) == labels[i] for p, i in zip(found.probs, parts.test, strict=True)]
         assert found.dev_accuracy == pytest.approx(sum(right) / 3)
         shorter = Training(
             steps=found.step, batch_size=2, lr=0.3, weight_decay=0.0, evaluations=found.step
         )
-        assert fit(network, states, parts, shorter, seed, quiet).probs == found.probs
+        assert fit_classifier(network, states, parts, shorter, seed, quiet).probs == found.probs
 
 
 def test_texts_with_windows_of_their_own_are_read_with_what_fills_them():
     network = small()
-    states = frozen_states(network, TEXTS, Window(8, 0), None, quiet)
+    states = frozen_states(network, TEXTS, FilledWindow(8, 0), None, quiet)
     with torch.no_grad(), last_block_alone(network):
         found = pooled(network, states.batch([0], torch.device("cpu")), network.modulations(0.0))
     tokens = torch.tensor([[*TEXTS[0], *[0] * 5]])

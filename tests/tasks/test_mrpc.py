@@ -89,9 +89,9 @@ def test_a_second_run_computes_nothing(tmp_path, monkeypatch):
     data, settings = write(tmp_path, train=60, test=20), options(tmp_path, steps=3, seeds=2)
     first = evaluate([model()], data, settings, quiet)
     runs = []
-    states, fit = features.states_below, mrpc.fit
+    states, fit = features.states_below, mrpc.fit_classifier
     monkeypatch.setattr(features, "states_below", lambda *a: runs.append("frozen") or states(*a))
-    monkeypatch.setattr(mrpc, "fit", lambda *a: runs.append("fit") or fit(*a))
+    monkeypatch.setattr(mrpc, "fit_classifier", lambda *a: runs.append("fit") or fit(*a))
     again = evaluate([model()], data, settings, quiet)
     assert again.rows == first.rows
     assert again.notes == first.notes

@@ -54,7 +54,8 @@ def test_a_difference_within_its_interval_is_none():
     assert (low, high) == pytest.approx((-0.068, 0.068), abs=0.006)
     assert said.startswith("No difference in accuracy between one and two")
     row, said = compare("one", b, "two", np.zeros(100))
-    assert row["difference"] == 0.5
+    assert (row["difference"], row["better"]) == (0.5, "one")
+    assert compare("two", np.zeros(100), "one", b)[0]["better"] == "one"
     assert said.startswith("one is more accurate than two (+50.0 points")
     assert compare("two", np.zeros(100), "one", b)[1] == said
     rows, sentences = compare_all({"one": a, "two": b, "three": a})
@@ -68,6 +69,7 @@ def test_a_difference_needs_both_its_interval_and_its_test():
     a[:5] = 1
     row, said = compare("one", a, "two", b)
     assert row["difference_ci95"][0] > 0
+    assert row["better"] is None
     assert row["mcnemar_p"] == pytest.approx(1 / 16)
     assert said.startswith("No difference")
 

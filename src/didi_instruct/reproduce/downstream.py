@@ -17,7 +17,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data, nats_of_texts, perplexity
 from didi_instruct.reproduce.jobs import DATA, Context
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.learning import PREPARED
+from didi_instruct.tasks.finetune_data import PREPARED
 from didi_instruct.tasks.registry import find_task
 from didi_instruct.tasks.scoring import TOKENS
 from didi_instruct.tasks.statistics import mean_interval
@@ -25,7 +25,6 @@ from didi_instruct.tasks.task import NamedModel
 from didi_instruct.training.objectives import make_objective
 
 HERE = "didi_instruct.reproduce.downstream"
-SIGNIFICANT = 0.05
 CACHE = "features"
 """Folder of frozen states, in that of the grid."""
 
@@ -43,11 +42,7 @@ def task(
         lambda stage, done, total: context.tell(f"{stage} {done} of {total}"),
     )
     compared = report.tables["comparisons"]
-    return {
-        "rows": report.rows,
-        "notes": report.notes,
-        "compared": [pair | {"better": _more_accurate(pair)} for pair in compared],
-    }
+    return {"rows": report.rows, "notes": report.notes, "compared": compared}
 
 
 def adaptation(
@@ -131,12 +126,3 @@ def _compare(nats: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
             pair: dict[str, Any] = {"models": [first, second], "difference": mean, "better": told}
             found.append(pair | {"difference_ci95": interval})
     return found
-
-
-def _more_accurate(pair: Mapping[str, Any]) -> str | None:
-    """The model of a comparison that is told to be better: by its interval and McNemar's test."""
-    low, high = pair["difference_ci95"]
-    if low <= 0 <= high or pair["mcnemar_p"] >= SIGNIFICANT:
-        return None
-    first, second = pair["models"]
-    return str(first if low > 0 else second)

@@ -120,7 +120,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FilledWindow:
     """Length that all texts of a model have, with the token that fills it."""
 
     length: int
@@ -130,7 +130,7 @@ class Window:
 def frozen_states(
     network: nn.Module,
     texts: Sequence[Sequence[int]],
-    window: Window | None,
+    window: FilledWindow | None,
     path: Path | None,
     report: Report,
 ) -> FrozenStates:
@@ -291,7 +291,7 @@ def pooled(network: nn.Module, batch: Batch, mods: Modulations | None) -> Tensor
     return hidden.sum(1) / batch.counted.sum(1, keepdim=True)
 
 
-def fit(
+def fit_classifier(
     network: nn.Module,
     states: FrozenStates,
     parts: Parts,

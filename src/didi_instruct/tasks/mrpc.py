@@ -22,12 +22,12 @@ from didi_instruct.evaluation.kept import key
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.features import (
+    FilledWindow,
     Fitted,
     FrozenStates,
     Parts,
     Training,
-    Window,
-    fit,
+    fit_classifier,
     frozen_states,
     network_digest,
 )
@@ -231,17 +231,19 @@ def _fit_all(
                 window = _own_window(entry.model.config)
                 states = frozen_states(network, tokens, window, place, partial(progress, stage))
             stage = f"{entry.name}: seed {seed}"
-            fitted = fit(network, states, parts, training, seed, partial(progress, stage))
+            fitted = fit_classifier(
+                network, states, parts, training, seed, partial(progress, stage)
+            )
             _keep(path, fitted)
         found.append(fitted)
     return found
 
 
-def _own_window(config: ModelConfig) -> Window | None:
+def _own_window(config: ModelConfig) -> FilledWindow | None:
     """Ends that fill the window behind a text, where a masked model never saw another form."""
     if config.end_id is None or config.kind != "mdlm":
         return None
-    return Window(config.length, config.end_id)
+    return FilledWindow(config.length, config.end_id)
 
 
 def _kept(path: Path | None) -> Fitted | None:

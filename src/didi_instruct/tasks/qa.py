@@ -83,7 +83,8 @@ def _item(record: dict[str, Any], where: str) -> Item:
     prompt = text_of(record, "prompt", where)
     if "choices" not in record:
         return Item(prompt, text_of(record, "answer", where), (), where)
-    choices, answer = record["choices"], record.get("answer")
+    choices: Any = record["choices"]
+    answer: Any = record.get("answer")
     texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
     if not texts or len(set(choices)) != len(choices) or len(choices) < 2:
         raise UserError(
@@ -125,7 +126,7 @@ def evaluate(
         row = {"model": "chance", "num": len(items), "accuracy": chance, "baseline": "chance"}
         rows.append(row)
     answer, count = Counter(item.answer for item in items).most_common(1)[0]
-    always = f"always {answer.strip()}"
+    always = f'always "{answer.strip()}"'
     right[always] = np.array([item.answer == answer for item in items], np.float64)
     rows.append(_common(always, right[always]) | {"baseline": "majority"})
     if count == 1:

@@ -15,6 +15,8 @@ from didi_instruct.tasks.task import Row
 
 Z = 1.959963984540054
 """Of a 95% interval."""
+SIGNIFICANT = 0.05
+"""Differences of a larger p-value are called none."""
 RESAMPLES = 10_000
 
 Right = NDArray[np.bool_] | NDArray[np.float64]
@@ -47,16 +49,18 @@ def mcnemar(only_first: int, only_second: int) -> float:
     for k in range(1, few + 1):
         term = term * (total - k + 1) // k
         tail += term
-    return min(1.0, 2 * tail / 2**total)
+    p: float = 2 * tail / 2**total
+    return min(1.0, p)
 
 
 def compare(
     first: str, right1: Right, second: str, right2: Right, seed: int = 0
 ) -> tuple[Row, str]:
-    """Difference in accuracy of two models over the same questions, and a sentence on it.
+    """Compare two models by their accuracy on the same questions: a row, and a sentence on it.
 
     The interval is a paired bootstrap's over questions; McNemar's exact test is of those that one
-    model alone gets right. If its interval holds 0, or p is 0.05 or more, a difference is none.
+    model alone gets right. If its interval holds 0, or p is 0.05 or more, a difference is none, and
+    `better` of the row is None.
     """
     paired = np.asarray(right1, np.float64) - np.asarray(right2, np.float64)
     values, counts = np.unique(paired, return_counts=True)
@@ -65,15 +69,19 @@ def compare(
     low, high = np.quantile(drawn @ values / len(paired), [0.025, 0.975])
     p = mcnemar(int((paired > 0).sum()), int((paired < 0).sum()))
     difference = float(paired.mean())
-    if low <= 0 <= high or p >= 0.05:
+    better = None
+    if low <= 0 <= high or p >= SIGNIFICANT:
         verdict = f"No difference in accuracy between {first} and {second}"
         told = _points(difference, low, high)
     elif difference > 0:
-        verdict, told = f"{first} is more accurate than {second}", _points(difference, low, high)
+        better, verdict = first, f"{first} is more accurate than {second}"
+        told = _points(difference, low, high)
     else:
-        verdict, told = f"{second} is more accurate than {first}", _points(-difference, -high, -low)
+        better, verdict = second, f"{second} is more accurate than {first}"
+        told = _points(-difference, -high, -low)
     verdict = f"{verdict} ({told}, p = {p:.2g})."
     row = {"models": [first, second], "difference": difference, "mcnemar_p": p}
+    row["better"] = better
     return row | {"difference_ci95": [float(low), float(high)]}, verdict
 
 
