@@ -96,3 +96,20 @@ def test_every_task_is_complete():
         assert task.help
         task.options()
         assert len({column.key for column in task.columns}) == len(task.columns)
+
+
+@pytest.mark.parametrize(
+    ("task", "part", "told"),
+    [
+        ("mmlu", "mmlu.Scorer", "the same command begins anew"),
+        ("mrpc", "mrpc.read_pairs", "seeds that are done are kept, the same command goes on"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(didi, place, monkeypatch, task, part, told):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"didi_instruct.tasks.{part}", interrupted)
+    code, _, err = didi("eval", "one", "--task", task, "--data", "data")
+    assert code == 130
+    assert told in err

@@ -163,6 +163,52 @@ def test_files_of_tasks_are_found_by_their_names(tmp_path):
         task_files.find_tasks(str(tmp_path))
 
 
+def test_jobs_of_tasks_are_known_by_all_their_options(monkeypatch):
+    """A default that changes makes another job, where no option of the scale says otherwise."""
+    before = {name: ITEMS[name].jobs(TOY)[0].key for name in ("mmlu", "mrpc")}
+    [job] = ITEMS["mrpc"].jobs(TOY)
+    assert job.options["settings"]["steps"] == TOY.task_options["mrpc"]["steps"]
+    assert job.options["settings"]["weight_decay"] == 0.01
+    assert "cache" not in job.options["settings"]
+    more = {"mmlu": {"limit": 5}, "mrpc": {"weight_decay": 0.02}}
+    options = {name: {**TOY.task_options[name], **more[name]} for name in more}
+    changed = replace(TOY, task_options=options)
+    for name, key in before.items():
+        assert ITEMS[name].jobs(changed)[0].key != key
+
+
+def test_the_paper_s_split_of_mrpc_is_taken_where_it_is(tmp_path):
+    for name, expected in (("a", {}), ("b", {"split": "validation"})):
+        (tmp_path / name / "mrpc").mkdir(parents=True)
+        (tmp_path / name / "mrpc" / "train-00000-of-00001.parquet").touch()
+        if name == "b":
+            (tmp_path / name / "mrpc" / "validation-00000-of-00001.parquet").touch()
+        tasks = task_files.find_tasks(str(tmp_path / name))
+        assert task_files.printed_split(tasks) == expected
+    scale = find_scale("paper", Given(tasks=str(tmp_path / "b")))
+    assert ITEMS["mrpc"].jobs(scale)[0].options["settings"]["split"] == "validation"
+
+
+def test_runs_that_held_out_other_rows_are_not_compared(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "story {n} ends here."}}\n' for n in range(40)))
+    runs = {}
+    for name, valid in (("one", 8), ("same", 8), ("other", 6)):
+        settings = {"src": str(text), "tokenizer": "bytes", "length": 16, "valid": valid}
+        prepare(PrepareSettings(out=tmp_path / name / "data", **settings))
+        runs[name] = str(tmp_path / name)
+
+    def held_out(*names):
+        inputs = {f"after-{name}": runs[name] for name in names}
+        return downstream._held_out(
+            Context(folder=tmp_path, shared=tmp_path, inputs=inputs, results={})
+        )
+
+    assert held_out("one", "same").num_sequences > 0
+    with pytest.raises(UserError, match="other: its fine-tuning held out other rows"):
+        held_out("one", "other")
+
+
 def test_items_without_their_files_say_what_to_give(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "Once."}\n')

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,3 +173,25 @@ def test_a_digest_tells_networks_apart():
     digests = {network_digest(small(kind)) for kind in KINDS[:5]}
     digests |= {network_digest(small(seed=1))}
     assert len(digests) == 6
+    for change in ({"dropout": 0.2}, {"length": 9}, {"heads": 4}):
+        network.config = replace(small().config, **change)
+        digests.add(network_digest(network))
+    assert len(digests) == 9
+
+
+def test_a_digest_tells_how_a_masked_lm_frames_texts(tmp_path):
+    FAMILIES["bert"](tmp_path)
+    digests = set()
+    for change in ({}, {"before": ()}, {"settings": {}}):
+        network = load_masked_lm(tmp_path).model
+        record = replace(network.record, **change)
+        digests.add(network_digest(Recorded(network, record)))
+    assert len(digests) == 3
+
+
+class Recorded(torch.nn.Module):
+    """A network with a record of its own."""
+
+    def __init__(self, network, record):
+        super().__init__()
+        self.network, self.config, self.record = network, network.config, record
