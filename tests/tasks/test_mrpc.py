@@ -208,7 +208,7 @@ def test_splits_that_are_not_there_are_refused(tmp_path):
 def test_weights_of_16_bits_are_refused(tmp_path):
     entry = model()
     entry.model.network.bfloat16()
-    with pytest.raises(UserError, match="tiny: its weights are bfloat16.*add --dtype float32"):
+    with pytest.raises(UserError, match="tiny: its weights are bfloat16.*use --dtype float32"):
         evaluate([entry], tmp_path, options(tmp_path), quiet)
 
 

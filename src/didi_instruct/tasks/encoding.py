@@ -55,7 +55,9 @@ def encode_rows(
                 encode(*pair, tokenizer)
             except UserError as error:
                 refused = "" if reader is None else f"{reader} cannot read it. "
-                raise UserError(f"{place}: {refused}{error}") from error
+                raise UserError(
+                    f"{place}: {refused}{error}. Reword it, or take a model of another tokenizer."
+                ) from error
         raise
 
 

@@ -135,7 +135,7 @@ def _check_dtype(entry: NamedModel) -> None:
     if narrow := types - {torch.float32, torch.float64}:
         name = str(narrow.pop()).removeprefix("torch.")
         raise UserError(
-            f"{entry.name}: its weights are {name}, but the last block learns in float32: add "
+            f"{entry.name}: its weights are {name}, but the last block learns in float32: use "
             "--dtype float32."
         )
 
