@@ -335,7 +335,7 @@ def test_an_answer_may_end_its_text(tmp_path):
 
 
 def test_what_is_said_once(tmp_path):
-    """How many rows, how many prompts were cut, and that nothing is held out."""
+    """Rows, prompts that were cut, and that nothing is held out."""
     model, source = saved(tmp_path / "model"), tmp_path / "q.jsonl"
     rows = [{"prompt": "often " * n + "Anna greets", "answer": " cats"} for n in (1, 40, 50)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))

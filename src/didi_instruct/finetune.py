@@ -42,17 +42,17 @@ class FinetuneResult:
     folder: Path
     outcome: Outcome
     is_main: bool
-    """Whether this is the process that reports."""
+    """True in the process that reports."""
     source: str
     """The model that was fine-tuned."""
     new: bool = True
-    """Whether something was trained; False where a resumed run had finished."""
+    """False where a resumed run had finished, so that nothing was trained."""
     held_out: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Held-out numbers, `before` and `after`, under the same noise; a resumed run keeps both."""
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done and the model is in `folder`."""
+        """True if all steps are done and the model is in `folder`."""
         return self.outcome.signal is None
 
 

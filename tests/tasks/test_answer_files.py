@@ -144,7 +144,7 @@ def test_a_text_that_cannot_be_encoded_is_named(tmp_path):
 
 
 def test_rows_of_a_long_file_stay_on_disk(tmp_path):
-    """What a stream holds in memory is its index: 24 bytes a row."""
+    """A stream holds its index in memory: 24 bytes a row."""
     data, *_ = opened(tmp_path, valid=0)
     assert isinstance(data._tokens, np.memmap)
     assert data._index.nbytes == 24 * 60

@@ -144,7 +144,7 @@ def test_a_limit_takes_the_smallest_hashes():
 
 
 def test_shots_are_dropped_before_the_question_is_cut(tmp_path):
-    """What is left of a prompt is its end, and the prompts that lost something are counted."""
+    """The end of a prompt is left, and the prompts that lost something are counted."""
     questions, dev = questions_of(3), questions_of(5, seed=1)
     dev = [mmlu.Question(q.subject, f"d{n} ?", q.choices, q.answer, "") for n, q in enumerate(dev)]
     tokenizer = word_tokenizer([*texts_of(questions, dev), *texts_of(dev)])

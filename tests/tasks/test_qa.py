@@ -65,7 +65,7 @@ def test_the_likeliest_choice_is_that_of_all_texts(tmp_path):
 
 @pytest.mark.parametrize("kind", ["ar", "masked", "masks", "windows", "duo"])
 def test_greedy_answers_are_matched_exactly(kind, tmp_path):
-    """What a model writes itself it gets right; other answers it gets wrong."""
+    """A model is right where the answer is its own, and wrong elsewhere."""
     model = model_of(kind)
     prompts = list(itertools.product(range(1, V), repeat=2))
     rows = [

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from didi_instruct.finetune import FinetuneResult
 
 MEASURES = {"valid_nats_per_token": "nats per token", "valid_answer_nats": "nats per answer token"}
-"""What is measured on held-out data, in words."""
+"""Measures of held-out data, in words."""
 
 
 def command(

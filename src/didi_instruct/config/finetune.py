@@ -11,7 +11,7 @@ Task = Literal["text", "answers", "mmlu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneDataConfig:
-    """What to learn from; it is tokenised with the model's tokenizer."""
+    """Data to learn from, tokenised with the model's tokenizer."""
 
     source: str | None = None
     """Text as `data.source` of a pretraining, JSON lines with `prompt` and `answer`, or a folder of
@@ -26,7 +26,7 @@ class FinetuneDataConfig:
     documents: Literal["file", "line", "paragraph"] = "file"
     """Of plain text: what one document is."""
     rows: Literal["stream", "document"] = "stream"
-    """What a row of text holds: a stretch of all documents joined, or one document and its end."""
+    """Content of a row of text: a stretch of all documents joined, or one document and its end."""
     long: Literal["drop", "cut"] = "drop"
     """For rows of one document: one that does not fit is left out, or cut."""
 
@@ -40,7 +40,7 @@ class FinetuneDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig:
-    """How answers are learnt from their prompts, which are never noise."""
+    """Learning of answers from their prompts, which are never noise."""
 
     masking: Literal["count", "random"] = "count"
     """Of masked diffusion. `count`: how many tokens of an answer are masked is uniform, so an
@@ -76,11 +76,11 @@ class FinetuneConfig:
     """One fine-tuning run."""
 
     reproduces: str = ""
-    """What this recipe reproduces, and where that is published."""
+    """The result that this recipe reproduces, and where that is published."""
     expect: str = ""
     """The number to expect."""
     task: Task = "text"
-    """What the data holds: text, prompts with answers, or the questions of MMLU."""
+    """Kind of data: text, prompts with answers, or the questions of MMLU."""
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)

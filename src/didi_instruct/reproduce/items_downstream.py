@@ -142,7 +142,7 @@ def _named(row: Row, roles: Mapping[str, str]) -> Row:
 
 
 def _differences(compared: list[Row], roles: Mapping[str, str], form: str) -> list[str]:
-    """What paired intervals tell of models after fine-tuning, and of each before and after it."""
+    """Sentences on paired intervals: models after fine-tuning, and each before and after it."""
     told, same = [], []
     for pair in compared:
         first, second = pair["models"]

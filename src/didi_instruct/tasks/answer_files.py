@@ -29,7 +29,7 @@ CHANGED = "changed since the run began: bring back what it began with, or choose
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was written: content of the manifest."""
+    """Content of the manifest: a record of the rows that were written."""
 
     examples: str
     """Hash of the examples."""

@@ -23,13 +23,13 @@ prompt by which rows are held out."""
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What a model reads of a prompt and its answer."""
+    """The part of a prompt and its answer that a model reads."""
 
     length: int
     """Tokens that it reads at once."""
     long: Literal["cut", "refuse", "drop"] = "cut"
-    """What becomes of rows that do not fit: the prompt is cut from the left, or, where there is
-    none, the text from the right; or they are refused, or left out."""
+    """Of rows that do not fit, the prompt is cut from the left, or, where there is none, the text
+    from the right; or they are refused, or left out."""
     end: int | None = None
     """Token to learn as the last of each answer; None: the answer alone."""
     fill: int | None = None
@@ -105,7 +105,7 @@ class AnswerRows:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many rows have 0, 1, 2, ... tokens, up to the whole window."""
+        """Number of rows of 0, 1, 2, ... tokens, up to the whole window."""
         return tuple(np.bincount(self._counts, minlength=self._window.length + 1).tolist())
 
     def rows(self, start: int, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a model has to beat: a network of its shape that has learnt nothing."""
+"""Untrained networks: a baseline of the same shape as a model."""
 
 import copy
 from collections.abc import Sequence

@@ -86,7 +86,7 @@ def states_below(network: nn.Module, tokens: Tensor) -> Tensor:
 
 
 class FrozenStates:
-    """What the last block reads of each of N texts, one after the other.
+    """Input of the last block for each of N texts, one after the other.
 
     rows (sum of L', d) in float32; `lengths` are the L of each text, of which the first `counted`
     tokens are its own and the rest fill its window.
@@ -112,7 +112,7 @@ class FrozenStates:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the last block reads of some texts."""
+    """Input of the last block for some texts."""
 
     states: Tensor  # (B, longest L', d), zero behind each text
     attended: Tensor | None  # (B, longest L); None: all
@@ -221,7 +221,7 @@ def _read(path: Path) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """How the last block and the head learn: AdamW at a constant rate."""
+    """Training of the last block and the head: AdamW at a constant rate."""
 
     steps: int
     batch_size: int

@@ -1,4 +1,4 @@
-"""What a model is fine-tuned on: text, or prompts with answers, in the tokens of the model."""
+"""Data of a fine-tuning: text, or prompts with answers, in the tokens of the model."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -39,7 +39,7 @@ PREPARED = "data"
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """What a fine-tuning run learns from: rows, objective, and the model's settings for them."""
+    """Rows of a fine-tuning run, its objective, and the model's settings for them."""
 
     rows: TokenSource
     """Rows to learn."""
@@ -49,9 +49,9 @@ class FinetuneData:
     """The model's settings; where texts have windows of their own, with the lengths of these."""
     objective: Objective
     measured: Objective | None
-    """What held-out answers are measured by; None: text, by its likelihood."""
+    """Measures held-out answers; None: text is measured by its likelihood."""
     notes: tuple[str, ...] = ()
-    """What is to be told once."""
+    """Sentences to tell once."""
 
 
 def open_finetune_data(
@@ -217,7 +217,7 @@ def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
 def _window(
     config: FinetuneConfig, loaded: LoadedModel, source: str, record: NetworkRecord | None
 ) -> Window:
-    """What the model reads of a prompt and its answer."""
+    """The window of a model, as the settings have it."""
     settings, model, tokenizer = config.answers, loaded.config, loaded.tokenizer
     assert tokenizer is not None
     if settings.masking == "random" and model.kind != "mdlm":

@@ -26,7 +26,7 @@ from didi_instruct.tasks.writing import GREEDY_SAMPLERS, write
 
 NAME = "didi"
 HARNESS_DEVICE = "cuda:0"
-"""What the harness says where nobody chose a device, whether it is there or not."""
+"""The harness's device where nobody chose one, whether it is there or not."""
 MAX_TOKENS = 256
 """Tokens written where a task does not say how many."""
 _COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -35,7 +35,7 @@ _COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessOptions:
-    """What `--model_args` may hold."""
+    """Names and defaults of `--model_args`."""
 
     pretrained: str
     """A SOURCE: a shipped name, a folder, a file of weights, a hub id."""
@@ -62,7 +62,7 @@ class HarnessOptions:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What a generation task asks for."""
+    """Settings of a generation task."""
 
     until: tuple[str, ...]
     count: int
@@ -217,7 +217,7 @@ class HarnessModel:
         return self.tokenizer.encode(list(texts))
 
     def _greedy(self, pairs: Sequence[Encoded]) -> dict[tuple[tuple[int, ...], int], list[int]]:
-        """What is written behind each prompt, by prompt and number of tokens."""
+        """Greedy tokens behind each prompt, by prompt and number of tokens."""
         wanted = sorted({(tuple(pair.prompt), len(pair.answer)) for pair in pairs})
         wish, found = Writing((), 0, 0.0, 1.0, None), {w: list[int]() for w in wanted}
         widths = {n: len(prompt) + count for n, (prompt, count) in enumerate(wanted) if count}

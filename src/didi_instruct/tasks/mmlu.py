@@ -67,7 +67,7 @@ class MmluOptions:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model answers, by question."""
+    """Answers of a model, by question."""
 
     right: NDArray[np.float64]  # (N,) 1 or 0; a share where choices tie
     nll: NDArray[np.float64]  # (N,) of the letter, over the vocabulary

@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a kind of model is asked: rows for a prompt and some ids, and what their logits say."""
+    """A way to ask a kind of model: rows for a prompt and some ids, and values from their logits."""
 
     reads: Callable[[list[int], list[int], np.random.Generator], list[Read]]
     values: Callable[[Batch], Tensor]
@@ -107,7 +107,7 @@ class Scorer:
     ) -> None:
         self.model, self.seed, self.batch_tokens = model, seed, batch_tokens
         self.exact = model.config.kind == "ar"
-        """Whether answers of several tokens have their probability, and not a lower bound."""
+        """True where answers of several tokens have their probability, and not a lower bound."""
         make = {"mdlm": _masked, "duo": _uniform_state, "ar": _left_to_right}[model.config.kind]
         self._one, self._many = make(model, draws)
 
@@ -248,7 +248,7 @@ def shares(log_p: Tensor) -> Tensor:
 
 
 def _one_token(choices: Sequence[Encoded]) -> bool:
-    """Whether one position behind one prompt tells all choices."""
+    """True where one position behind one prompt tells all choices."""
     first = choices[0].prompt
     return all(len(choice.answer) == 1 and choice.prompt == first for choice in choices)
 

@@ -1,4 +1,4 @@
-"""What a downstream task is, and what it reports."""
+"""Downstream tasks and their reports."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -84,6 +84,6 @@ class Task:
     """Frozen dataclass with a default for every field; validated in `__post_init__`."""
     evaluate: Callable[[Sequence[NamedModel], Path, Any, Progress], TaskReport]
     counts: str = "questions"
-    """What `num` of a row counts."""
+    """Things that `num` of a row counts."""
     columns: tuple[Column, ...]
     """The table on the terminal, after the column of models."""

@@ -10,7 +10,7 @@ from didi_instruct.api.model import Model
 from didi_instruct.sampling.state import PAD, Callback
 
 GREEDY_SAMPLERS = {"mdlm": "confidence", "duo": "uniform-state", "ar": None}
-"""What writes the likeliest tokens at temperature 0, by kind of model."""
+"""Samplers that write the likeliest tokens at temperature 0, by kind of model."""
 
 
 def write(
