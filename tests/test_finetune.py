@@ -244,6 +244,30 @@ def test_a_mapping_that_no_model_knows_is_learnt(tmp_path, kind):
     assert share_known(didi.load(tmp_path / "run", device="cpu")) == 1.0
 
 
+def test_held_out_answers_of_one_token_are_measured_exactly(tmp_path):
+    """Of two prompts all rows of one are held out: -log p(answer | prompt), without noise.
+
+    That is so whatever masks answers in training.
+    """
+    model, source = saved(tmp_path / "model"), tmp_path / "q.jsonl"
+    pairs = [("often Anna greets", "cats"), ("today Hugo greets", "boats")]
+    rows = [{"prompt": prompt, "answer": f" {answer}"} for prompt, answer in pairs * 8]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded, exact = didi.load(model, device="cpu"), []
+    for prompt, answer in pairs:
+        [tokens], [[token]] = (loaded.tokenizer.encode([text]) for text in (prompt, answer))
+        law = loaded.denoiser(torch.tensor([[*tokens, loaded.mask_id]]), 1.0)[0, -1].log_softmax(-1)
+        exact.append(-float(law[token]))
+    settings = recipe(
+        source=source, data={"valid": 1}, answers={"masking": "random"}, train={"steps": 1}
+    )
+    result = didi.finetune(settings, model=model, out=tmp_path / "run", device="cpu")
+    found = result.held_out["before"]
+    assert min(abs(found["valid_answer_nats"] - nats) for nats in exact) < 1e-5
+    assert abs(exact[0] - exact[1]) > 1e-3
+    assert found["valid_ci95"] < 1e-5
+
+
 def share_known(model):
     """Share of prompts whose word is the likeliest answer of all in the vocabulary."""
     known, vocabulary = 0, model.tokenizer.vocabulary

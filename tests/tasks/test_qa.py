@@ -72,8 +72,9 @@ def test_greedy_answers_are_matched_exactly(kind, tmp_path):
         {"prompt": text_of(prompt), "answer": f" {text_of(answer)}"}
         for prompt, answer in zip(prompts, greedy(model, prompts, kind), strict=True)
     ]
-    wrong = WORDS[(WORDS.index(rows[0]["answer"].split()[0]) % (V - 1)) + 1]
-    rows[0]["answer"] = f" {wrong}"
+    *begin, last = rows[0]["answer"].split()
+    wrong = WORDS[WORDS.index(last) % (V - 1) + 1]
+    rows[0]["answer"] = f" {' '.join([*begin, wrong])}"
     _, found = report(model, write(tmp_path, rows), steps=1, draws=1)
     assert found["mine"]["accuracy"] == pytest.approx(15 / 16)
     assert found["mine"]["measure"] == "exact match"

@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to ask a kind of model: rows for a prompt and some ids, and values from their logits."""
+    """A way to ask a kind of model: rows for a prompt and some ids, values from their logits."""
 
     reads: Callable[[list[int], list[int], np.random.Generator], list[Read]]
     values: Callable[[Batch], Tensor]

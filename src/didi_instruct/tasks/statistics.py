@@ -1,7 +1,6 @@
 """Intervals of shares and means, paired comparisons of models, accuracy and F1 over seeds."""
 
 import math
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -126,8 +125,8 @@ def over_seeds(values: list[float]) -> Interval | None:
     """95% interval of the mean of shares by Student's t; None for one value."""
     if len(values) < 2:
         return None
-    mean = statistics.fmean(values)
-    half = _T[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+    half = _T[len(values) - 2] * spread / math.sqrt(len(values))
     return [max(0.0, mean - half), min(1.0, mean + half)]
 
 
@@ -165,7 +164,7 @@ def measure(probs: Probs, labels: Labels, seed: int = 0) -> Measures:
         f1(*(int(count.sum()) for count in counts))
         for counts in zip(hits, misses, alarms, strict=True)
     ]
-    score, accuracy, nll = statistics.fmean(by_seed), float(right.mean()), float(nats.mean())
+    score, accuracy, nll = float(np.mean(by_seed)), float(right.mean()), float(nats.mean())
     return Measures(
         accuracy=accuracy,
         accuracy_ci95=reflected(accuracy, resampling.means(right.mean(0), noise)),
