@@ -93,10 +93,10 @@ def test_a_finetuning_is_known_by_its_model_data_and_settings():
 
 
 ROWS = [
-    {"model": "MDLM, the teacher, before", "accuracy": 0.25, "nll_choices": 1.4, "num": 100},
-    {"model": "MDLM, the teacher, after", "accuracy": 0.5, "nll_choices": 1.1, "num": 100},
-    {"model": "DiDi-Instruct, after", "accuracy": 0.45, "nll_choices": 1.2, "num": 100},
-    {"model": "untrained MDLM, the teacher, before", "accuracy": 0.2, "num": 100},
+    {"model": "MDLM, the teacher (before)", "accuracy": 0.25, "nll_choices": 1.4, "num": 100},
+    {"model": "MDLM, the teacher (after)", "accuracy": 0.5, "nll_choices": 1.1, "num": 100},
+    {"model": "DiDi-Instruct (after)", "accuracy": 0.45, "nll_choices": 1.2, "num": 100},
+    {"model": "untrained MDLM, the teacher (before)", "accuracy": 0.2, "num": 100},
     {"model": "chance", "accuracy": 0.25, "nll_choices": math.log(4), "num": 100},
 ]
 
@@ -119,10 +119,11 @@ def test_a_table_has_stages_baselines_and_the_differences_that_matter():
     assert lines["untrained MDLM, the teacher", None] == 0.2
     assert lines["chance", None] == 0.25
     notes = "\n".join(table.notes)
-    assert f"{after} over {before} [-30.0%, -20.0%]" in notes
+    assert f"{after} over {before} [+20.0%, +30.0%]" in notes, "told from the better one's side"
     assert f"{after} and {student} [-5.0%, +15.0%]" in notes
     assert f"{student} over {before}" not in notes  # another method at another stage
-    assert f"{after} over {ROWS[3]['model']}" in notes
+    assert f"{after} over {ROWS[3]['model']} [+20.0%, +40.0%]" in notes
+    assert "or McNemar's p is 0.05 or more" in notes
     assert "2 prompts were cut." in notes
     printed = {(row["method"], row["stage"]): row["accuracy"] for row in table.paper}
     assert printed["DiDi-Instruct", "after"] == 0.251

@@ -26,6 +26,8 @@ INTERVALS = (
     "Intervals are over questions, pairs or rows of one training each: they do not hold what "
     "another seed of a distillation would change."
 )
+NONE_BY_TEST = "the paired interval holds 0, or McNemar's p is 0.05 or more"
+NONE_BY_INTERVAL = "the paired interval holds 0"
 WHERE = 'Section 4.3 and appendix "Downstream Task Evaluation", table'
 
 
@@ -87,7 +89,7 @@ def _measured(
 def _label(role: str) -> str:
     """The name of a model: its method, and the stage where there are two."""
     stage, _, of = role.rpartition("-")
-    return f"{METHODS[of].label}, {stage}" if stage else METHODS[of].label
+    return f"{METHODS[of].label} ({stage})" if stage else METHODS[of].label
 
 
 def _both(scale: Scale, name: str) -> dict[str, Job | str]:
@@ -136,12 +138,14 @@ def _mrpc(scale: Scale) -> Job:
 def _named(row: Row, roles: Mapping[str, str]) -> Row:
     """A row by its method and stage; baselines stand in none."""
     stage, _, role = roles.get(row["model"], "").rpartition("-")
-    method = METHODS[role].label if role else row["model"].replace(f", {BEFORE}", "")
+    method = METHODS[role].label if role else row["model"].replace(f" ({BEFORE})", "")
     facts = {"method": method, "stage": stage or None, "role": role or None}
     return row | facts | {"num_samples": row.get("num", row.get("num_samples"))}
 
 
-def _differences(compared: list[Row], roles: Mapping[str, str], form: str) -> list[str]:
+def _differences(
+    compared: list[Row], roles: Mapping[str, str], form: str, why_none: str
+) -> list[str]:
     """Sentences on paired intervals: models after fine-tuning, and each before and after it."""
     told, same = [], []
     for pair in compared:
@@ -151,19 +155,20 @@ def _differences(compared: list[Row], roles: Mapping[str, str], form: str) -> li
         )
         if BEFORE in (stage1, stage2) and role1 != role2:
             continue
-        low, high = (format(end, form) for end in pair["difference_ci95"])
+        ends = pair["difference_ci95"]
         if pair["better"] is None:
+            low, high = (format(end, form) for end in ends)
             same.append(f"{first} and {second} [{low}, {high}]")
         else:
+            low, high = (format(end, form) for end in sorted(map(abs, ends)))
             other = second if pair["better"] == first else first
             told.append(f"{pair['better']} over {other} [{low}, {high}]")
-    return [
-        *(
-            [f"Better, with the paired 95% interval of the difference: {'; '.join(told)}."]
-            * bool(told)
-        ),
-        *([f"No difference, since its paired interval holds 0: {'; '.join(same)}."] * bool(same)),
-    ]
+    found = []
+    if told:
+        found.append(f"Better, and by how much (paired 95% interval): {'; '.join(told)}.")
+    if same:
+        found.append(f"No difference ({why_none}; first minus second): {'; '.join(same)}.")
+    return found
 
 
 def _table(
@@ -179,6 +184,7 @@ def _table(
     found = results.get(job.key, {"rows": [], "notes": [], "compared": []})
     roles = {label: role for role, label in job.options["labels"].items()}
     rows = [_named(row, roles) for row in found["rows"]]
+    told = ("+.1%", NONE_BY_TEST) if shown[0] == ACCURACY else ("+.3f", NONE_BY_INTERVAL)
     staged = any(row["stage"] for row in (*rows, *printed))
     return Table(
         rows=rows,
@@ -192,7 +198,7 @@ def _table(
             INTERVALS,
             *([SAYS] if scale.name == "toy" else []),
             *found["notes"],
-            *_differences(found["compared"], roles, "+.1%" if shown[0] == ACCURACY else "+.3f"),
+            *_differences(found["compared"], roles, *told),
         ],
     )
 
