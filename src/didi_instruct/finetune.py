@@ -25,7 +25,7 @@ from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
-from didi_instruct.tasks.learning import Learning, held_out_answers, open_learning
+from didi_instruct.tasks.finetune_data import FinetuneData, held_out_answers, open_finetune_data
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Evaluate, Loop, Outcome
 from didi_instruct.training.pretrain_task import PretrainTask
@@ -87,12 +87,12 @@ def finetune(
             outcome = Outcome(config.iterations, None, None)
             known = read_manifest(folder).provenance.get("held_out", {})
             return FinetuneResult(folder, outcome, world.is_main, source, False, known)
-        learning = open_learning(config, loaded, source, folder, world, data_progress)
-        task = _make_task(config, loaded, source, learning, world)
-        evaluate = _evaluator(task, learning)
+        data = open_finetune_data(config, loaded, source, folder, world, data_progress)
+        task = _make_task(config, loaded, source, data, world)
+        evaluate = _evaluator(task, data)
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
         start = start_of(loop, config, changes, resume)
-        for note in _notes(config, loaded, source, learning, world):
+        for note in _notes(config, loaded, source, data, world):
             shown.say(note)
         before = None
         if evaluate is not None and start == 0:
@@ -116,11 +116,11 @@ def _open_model(source: str, tokenizer: str | Path | None) -> LoadedModel:
 
 
 def _make_task(
-    config: FinetuneConfig, loaded: LoadedModel, source: str, learning: Learning, world: World
+    config: FinetuneConfig, loaded: LoadedModel, source: str, data: FinetuneData, world: World
 ) -> PretrainTask:
     """The task of a run: a copy of the model, its objective, and where it comes from."""
     network: Any = copy.deepcopy(loaded.model)  # tensors of a loaded model are views of its file
-    network.config = learning.model
+    network.config = data.model
     network.requires_grad_(True)
     mark = fingerprint(source)
     origin = {"source": source, "sha256": mark, "provenance": loaded.provenance}
@@ -133,34 +133,34 @@ def _make_task(
     }
     return PretrainTask(
         config,
-        learning.model,
-        learning.data,
+        data.model,
+        data.rows,
         world,
         network=network,
-        objective=learning.objective,
+        objective=data.objective,
         identity={"model": mark},
         provenance=provenance,
     )
 
 
-def _evaluator(task: PretrainTask, learning: Learning) -> Evaluate | None:
+def _evaluator(task: PretrainTask, data: FinetuneData) -> Evaluate | None:
     """Held-out numbers of the averaged model, under the same noise each time."""
-    if learning.valid is None:
+    if data.valid is None:
         return None
-    if learning.measured is None:
-        return held_out_likelihood(task, learning.valid)
-    return held_out_answers(task, learning.valid, learning.measured)
+    if data.measured is None:
+        return held_out_likelihood(task, data.valid)
+    return held_out_answers(task, data.valid, data.measured)
 
 
 def _notes(
-    config: FinetuneConfig, loaded: LoadedModel, source: str, learning: Learning, world: World
+    config: FinetuneConfig, loaded: LoadedModel, source: str, data: FinetuneData, world: World
 ) -> Iterator[str]:
     """Say what was done to the data, and what has no effect here."""
     train = config.train
-    yield from learning.notes
+    yield from data.notes
     if loaded.discriminator is not None:
         yield f"The discriminator of {source} is left out: it knows the model as it was."
-    if learning.valid is None:
+    if data.valid is None:
         yield "Nothing is held out (data.valid): no evaluations."
     if train.strategy == "fsdp" and world.size == 1:
         yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."

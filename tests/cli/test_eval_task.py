@@ -55,7 +55,7 @@ def test_qa_writes_answers_in_steps(didi, place):
     (place / "qa.jsonl").write_text(json.dumps(row) + "\n")
     code, out, err = didi("eval", "one", "ar", "--task", "qa", "--data", "qa.jsonl", "--steps", 2)
     assert code == 0, err
-    assert "always c1.0 B." in out
+    assert 'always "c1.0 B."' in out
 
 
 REFUSED = {
@@ -96,3 +96,20 @@ def test_every_task_is_complete():
         assert task.help
         task.options()
         assert len({column.key for column in task.columns}) == len(task.columns)
+
+
+@pytest.mark.parametrize(
+    ("task", "part", "told"),
+    [
+        ("mmlu", "mmlu.Scorer", "the same command begins anew"),
+        ("mrpc", "mrpc.read_pairs", "seeds that are done are kept, the same command goes on"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(didi, place, monkeypatch, task, part, told):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"didi_instruct.tasks.{part}", interrupted)
+    code, _, err = didi("eval", "one", "--task", task, "--data", "data")
+    assert code == 130
+    assert told in err

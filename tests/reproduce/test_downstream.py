@@ -12,14 +12,14 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import build_model
-from didi_instruct.reproduce import downstream, tasks_given
+from didi_instruct.reproduce import downstream, task_files
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.costs import cost_of, model_of
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.running import RUN
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
-from didi_instruct.reproduce.toy_tasks import questions, write
+from didi_instruct.reproduce.task_files import questions, write
 from didi_instruct.tasks.mmlu_data import examples, read_mmlu
 from didi_instruct.tasks.pairs import read_pairs
 
@@ -141,36 +141,72 @@ def test_a_difference_in_nats_is_told_by_its_paired_interval():
     assert high - low < 0.01  # paired: the spread of `shared` has no part in it
 
 
-@pytest.mark.parametrize(
-    ("interval", "p", "better"),
-    [([0.01, 0.2], 0.01, "x"), ([-0.2, -0.01], 0.01, "y"), ([0.01, 0.2], 0.06, None),
-     ([-0.1, 0.2], 0.01, None)],
-)  # fmt: skip
-def test_a_more_accurate_model_needs_interval_and_test(interval, p, better):
-    pair = {"models": ["x", "y"], "difference_ci95": interval, "mcnemar_p": p}
-    assert downstream._more_accurate(pair) == better
-
-
 def test_files_of_tasks_are_found_by_their_names(tmp_path):
     (tmp_path / "mmlu" / "test").mkdir(parents=True)
     (tmp_path / "mmlu" / "test" / "law_test.csv").write_text("q,a,b,c,d,A\n")
     (tmp_path / "pubmed.jsonl.xz").touch()
     (tmp_path / "notes.txt").touch()
-    found = tasks_given.find_tasks(str(tmp_path))
+    found = task_files.find_tasks(str(tmp_path))
     assert found == {
         "mmlu": str(tmp_path / "mmlu"),
         "pubmed": str(tmp_path / "pubmed.jsonl.xz"),
     }
-    assert tasks_given.learning_share(found) == ("answers.share=0.5",)
-    assert tasks_given.scored_share(found) == {"sft_share": 0.5}
+    assert task_files.learning_share(found) == ("answers.share=0.5",)
+    assert task_files.scored_share(found) == {"sft_share": 0.5}
     train = tmp_path / "mmlu" / "auxiliary_train"
     train.mkdir()
     (train / "race.csv").write_text("q,a,b,c,d,A\n")
-    assert tasks_given.learning_share(found) == ()
-    assert tasks_given.scored_share(found) == {}
+    assert task_files.learning_share(found) == ()
+    assert task_files.scored_share(found) == {}
     (tmp_path / "pubmed.jsonl").touch()
     with pytest.raises(UserError, match="pubmed.jsonl and pubmed.jsonl.xz are both files"):
-        tasks_given.find_tasks(str(tmp_path))
+        task_files.find_tasks(str(tmp_path))
+
+
+def test_jobs_of_tasks_are_known_by_all_their_options(monkeypatch):
+    """A default that changes makes another job, where no option of the scale says otherwise."""
+    before = {name: ITEMS[name].jobs(TOY)[0].key for name in ("mmlu", "mrpc")}
+    [job] = ITEMS["mrpc"].jobs(TOY)
+    assert job.options["settings"]["steps"] == TOY.task_options["mrpc"]["steps"]
+    assert job.options["settings"]["weight_decay"] == 0.01
+    assert "cache" not in job.options["settings"]
+    more = {"mmlu": {"limit": 5}, "mrpc": {"weight_decay": 0.02}}
+    options = {name: {**TOY.task_options[name], **more[name]} for name in more}
+    changed = replace(TOY, task_options=options)
+    for name, key in before.items():
+        assert ITEMS[name].jobs(changed)[0].key != key
+
+
+def test_the_paper_s_split_of_mrpc_is_taken_where_it_is(tmp_path):
+    for name, expected in (("a", {}), ("b", {"split": "validation"})):
+        (tmp_path / name / "mrpc").mkdir(parents=True)
+        (tmp_path / name / "mrpc" / "train-00000-of-00001.parquet").touch()
+        if name == "b":
+            (tmp_path / name / "mrpc" / "validation-00000-of-00001.parquet").touch()
+        tasks = task_files.find_tasks(str(tmp_path / name))
+        assert task_files.printed_split(tasks) == expected
+    scale = find_scale("paper", Given(tasks=str(tmp_path / "b")))
+    assert ITEMS["mrpc"].jobs(scale)[0].options["settings"]["split"] == "validation"
+
+
+def test_runs_that_held_out_other_rows_are_not_compared(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "story {n} ends here."}}\n' for n in range(40)))
+    runs = {}
+    for name, valid in (("one", 8), ("same", 8), ("other", 6)):
+        settings = {"src": str(text), "tokenizer": "bytes", "length": 16, "valid": valid}
+        prepare(PrepareSettings(out=tmp_path / name / "data", **settings))
+        runs[name] = str(tmp_path / name)
+
+    def held_out(*names):
+        inputs = {f"after-{name}": runs[name] for name in names}
+        return downstream._held_out(
+            Context(folder=tmp_path, shared=tmp_path, inputs=inputs, results={})
+        )
+
+    assert held_out("one", "same").num_sequences > 0
+    with pytest.raises(UserError, match="other: its fine-tuning held out other rows"):
+        held_out("one", "other")
 
 
 def test_items_without_their_files_say_what_to_give(tmp_path):

@@ -111,7 +111,7 @@ def test_damaged_files_are_told(tmp_path, name, change):
 
 def test_a_row_that_fails_leaves_nothing_that_looks_whole(tmp_path):
     bad = [*EXAMPLES, Example("p", "x" * 12, "q.jsonl:61")]
-    with pytest.raises(UserError, match=r"q.jsonl:61: `answer` has 12 tokens.*reads 12, prompt"):
+    with pytest.raises(UserError, match=r"q.jsonl:61: the answer has 12 tokens.*reads 12, prompt"):
         opened(tmp_path, bad)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match=f"has no {MANIFEST}: give the data again"):

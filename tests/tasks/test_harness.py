@@ -15,7 +15,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.models.dit import build_model
 from didi_instruct.tasks import harness
-from didi_instruct.tasks.harness import Answers, HarnessOptions, Writing
+from didi_instruct.tasks.harness import HarnessModel, HarnessOptions, Writing
 
 WORDS = [*(f"w{n}" for n in range(8)), "<|endoftext|>"]
 CONTEXT = "w1 w2 w3"
@@ -31,7 +31,9 @@ def model(kind="mdlm", **changes):
 
 
 def answers(kind="mdlm", changes=None, **options):
-    return Answers(model(kind, **(changes or {})), HarnessOptions(pretrained="tiny", **options))
+    return HarnessModel(
+        model(kind, **(changes or {})), HarnessOptions(pretrained="tiny", **options)
+    )
 
 
 @torch.no_grad()
@@ -123,6 +125,15 @@ def test_a_greedy_text_does_not_depend_on_the_others(kind):
     assert all(len(text.split()) <= 3 for text in together)
 
 
+def test_contexts_that_are_cut_are_told(caplog):
+    """Two of three by their answers' room, one of two by that of what is written."""
+    asked = answers()
+    asked.loglikelihood([(" ".join(["w1"] * n), " w2") for n in (7, 8, 9)])
+    assert "2 of 3 contexts are cut from the left, to fit the 8 tokens" in caplog.text
+    asked.generate([(" ".join(["w1"] * n), {"max_gen_toks": 2}) for n in (6, 7)])
+    assert "1 of 2 contexts are cut from the left" in caplog.text
+
+
 def test_texts_are_cut_at_the_first_stop_string():
     assert Writing.of({"until": ["b", "cd"]}).cut("1 cd 2 b 3") == "1 "
     assert Writing.of({"until": "d"}).cut("abc") == "abc"
@@ -166,8 +177,8 @@ def test_models_without_tokenizer_and_long_answers_are_refused():
     nameless = model()
     nameless.tokenizer = None
     with pytest.raises(UserError, match="tiny: brings no tokenizer"):
-        Answers(nameless, HarnessOptions(pretrained="tiny"))
-    with pytest.raises(UserError, match="the answer has 9 tokens, the model's window 8"):
+        HarnessModel(nameless, HarnessOptions(pretrained="tiny"))
+    with pytest.raises(UserError, match="the answer has 9 tokens, and the model reads 8"):
         answers().loglikelihood([(CONTEXT, " w1" * 9)])
 
 
@@ -247,7 +258,7 @@ def command(tasks, tmp_path, *arguments):
 @needs_lm_eval
 @pytest.mark.slow
 def test_the_documented_command_runs_local_tasks(tasks, tmp_path):
-    """All four kinds of requests give what `Answers` gives."""
+    """All four kinds of requests give what `HarnessModel` gives."""
     folder, rows = tasks
     save_random(tmp_path / "model", tokenizer=Tokenizer.from_words(WORDS), vocab_size=10)
     done = command(
@@ -268,7 +279,7 @@ def test_the_documented_command_runs_local_tasks(tasks, tmp_path):
         name: [json.loads(line) for line in path.read_text().splitlines()]
         for name, path in kept.items()
     }
-    asked = Answers(load(tmp_path / "model"), HarnessOptions(pretrained="tiny", steps=2))
+    asked = HarnessModel(load(tmp_path / "model"), HarnessOptions(pretrained="tiny", steps=2))
     for row, sample in zip(rows, said["tiny_choices"], strict=True):
         found = asked.loglikelihood([(row["prompt"], choice) for choice in row["choices"]])
         scores = [score for score, _ in found]

@@ -48,6 +48,7 @@ def test_who_knows_the_answers_has_them_all_and_noise_guesses(tmp_path):
     assert any(
         said.startswith("mine is more accurate than untrained mine") for said in found.differences
     )
+    assert any(said.startswith("mine is more accurate than always") for said in found.differences)
     assert rows["chance"]["accuracy"] == 0.25
     assert rows["chance"]["nll_choices"] == math.log(4)
     [subject, _] = found.tables["subjects"]
@@ -93,9 +94,47 @@ def test_a_share_that_training_may_see_is_not_scored(tmp_path):
     _, few = report(knowing(questions), questions, tmp_path, limit=7)
     assert few["mine"]["num"] == 7
     assert few["mine"]["accuracy"] == 1.0
-    write(tmp_path / "auxiliary_train" / "race.csv", questions[:1])
+    write(tmp_path / "val" / "small_talk_val.csv", questions[:5])
     with pytest.raises(ValueError, match="leave it out"):
-        report(knowing(questions), questions, tmp_path, sft_share=0.5)
+        report(knowing(questions), questions, tmp_path, sft_share=0.5, split="validation")
+
+
+def test_a_model_is_not_scored_on_what_it_was_fine_tuned_on(tmp_path):
+    """Nor one that was fine-tuned again on other data; the rest of test, and validation, are."""
+    questions = questions_of(40)
+    model = knowing(questions)
+    tuned = {"recipe": {"task": "mmlu", "answers": {"share": 0.5}}}
+    again = {"recipe": {"task": "text"}, "finetuned_from": {"provenance": tuned}}
+    write(tmp_path / "val" / "small_talk_val.csv", questions[:5])
+    for provenance in (tuned, again):
+        model.provenance = provenance
+        for share in (None, 0.4):
+            with pytest.raises(ValueError, match=r"mine was fine-tuned on .*--sft-share 0\.5"):
+                report(model, questions, tmp_path, sft_share=share)
+        report(model, questions, tmp_path, sft_share=0.5)
+        report(model, questions, tmp_path, split="validation")
+    model.provenance = {"recipe": {"task": "mmlu", "answers": {"share": None}}}
+    report(model, questions, tmp_path)
+
+
+def test_questions_whose_answer_is_blank_have_no_nll_of_text(tmp_path):
+    """One of two is left out of the mean; of none there is no mean."""
+    questions = questions_of(2)
+    blank = mmlu.Question("small_talk", "q0 ?", ("", "c0.1", "c0.2", "c0.3"), 0, "made:0")
+    _, rows = report(knowing(questions), [blank, questions[1]], tmp_path / "a", draws=1)
+    assert rows["mine"]["nll_text_num"] == 1
+    assert np.isfinite(rows["mine"]["nll_text"])
+    found, rows = report(knowing(questions), [blank], tmp_path / "b", draws=1)
+    assert rows["mine"]["nll_text"] is None
+    found.write(tmp_path / "report.json")
+
+
+def test_texts_whose_prompts_are_cut_are_counted(tmp_path):
+    """A window of two has no room for the question behind which an answer stands."""
+    questions = questions_of(3)
+    found, rows = report(knowing(questions, length=2), questions, tmp_path, draws=1)
+    assert rows["mine"]["nll_text_truncated"] == 3
+    assert any("for the NLL of text 3 of 3 prompts lost" in note for note in found.notes)
 
 
 def test_a_limit_takes_the_smallest_hashes():

@@ -89,9 +89,9 @@ def test_a_second_run_computes_nothing(tmp_path, monkeypatch):
     data, settings = write(tmp_path, train=60, test=20), options(tmp_path, steps=3, seeds=2)
     first = evaluate([model()], data, settings, quiet)
     runs = []
-    states, fit = features.states_below, mrpc.fit
+    states, fit = features.states_below, mrpc.fit_classifier
     monkeypatch.setattr(features, "states_below", lambda *a: runs.append("frozen") or states(*a))
-    monkeypatch.setattr(mrpc, "fit", lambda *a: runs.append("fit") or fit(*a))
+    monkeypatch.setattr(mrpc, "fit_classifier", lambda *a: runs.append("fit") or fit(*a))
     again = evaluate([model()], data, settings, quiet)
     assert again.rows == first.rows
     assert again.notes == first.notes
@@ -208,7 +208,7 @@ def test_splits_that_are_not_there_are_refused(tmp_path):
 def test_weights_of_16_bits_are_refused(tmp_path):
     entry = model()
     entry.model.network.bfloat16()
-    with pytest.raises(UserError, match="tiny: its weights are bfloat16.*add --dtype float32"):
+    with pytest.raises(UserError, match="tiny: its weights are bfloat16.*use --dtype float32"):
         evaluate([entry], tmp_path, options(tmp_path), quiet)
 
 

@@ -13,7 +13,8 @@ from tokenizers import models, pre_tokenizers
 
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.tasks.prompts import encode, read_examples
+from didi_instruct.tasks.encoding import encode
+from didi_instruct.tasks.prompts import read_examples
 
 GPT2 = Path(__file__).parents[2].parent / "shared" / "data" / "gpt2_tokenizer"
 ROWS = [{"prompt": "What? Answer:", "answer": " A"}, {"prompt": "So?", "answer": "yes", "id": 3}]
@@ -81,7 +82,7 @@ def test_files_are_read_with_their_rows(tmp_path, ending):
         ({"prompt": "a", "target": "b"}, "q.jsonl:2: has no field `answer`, only `prompt`, `targ"),
         ({"prompt": " \n", "answer": "b"}, "q.jsonl:2: `prompt` is empty: fill it"),
         ({"prompt": "a", "answer": ""}, "q.jsonl:2: `answer` is empty: fill it"),
-        ({"prompt": "a", "answer": 3}, "q.jsonl:2: `answer` is int, but text is needed"),
+        ({"prompt": "a", "answer": 3}, "q.jsonl:2: `answer` is 3, not text: write it in quotes"),
         (["a", "b"], "q.jsonl:2: not a JSON object"),
         ({"prompt": "\ud800", "answer": "b"}, "q.jsonl:2: `prompt` is not valid Unicode"),
     ],

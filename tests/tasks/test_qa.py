@@ -117,12 +117,20 @@ def test_the_nll_of_a_masked_models_answer_is_the_bound(tmp_path):
 
 PLAIN = {"prompt": "w1", "answer": " w2"}
 BAD = {
-    "no-answer": ([{"prompt": "w1"}], "questions.jsonl:1: has no field `answer`, only prompt"),
-    "empty": ([PLAIN, {"prompt": " ", "answer": " w1"}], "questions.jsonl:2: its prompt is empty"),
-    "no-choice": ([PLAIN | {"choices": [" w1", " w3"]}], "the answer ` w2` is none of the choices"),
-    "one-choice": ([PLAIN | {"choices": [" w2"]}], "`choices` are two or more texts"),
+    "no-answer": ([{"prompt": "w1"}], "questions.jsonl:1: has no field `answer`, only `prompt`"),
+    "empty": ([PLAIN, {"prompt": " ", "answer": " w1"}], "questions.jsonl:2: `prompt` is empty"),
+    "no-choice": (
+        [PLAIN | {"choices": [" w1", " w3"]}],
+        "`answer` is ' w2', which is none of the choices: use one",
+    ),
+    "one-choice": ([PLAIN | {"choices": [" w2"]}], "make it a list of two or more different texts"),
     "mixed": ([PLAIN, PLAIN | {"choices": [" w2", " w3"]}], ":2: only some rows have `choices`"),
     "long": ([PLAIN, {"prompt": "w1", "answer": " w1" * 9}], ":2: the answer has 9 tokens"),
+    "gone": ([{"prompt": "w1", "choices": [" w2", " w3"]}], ":1: `answer` is None, which is none"),
+    "index": ([PLAIN | {"answer": 2, "choices": [" w2", " w3"]}], "`answer` is 2, which is none"),
+    "blank": ([PLAIN | {"choices": [" w2", ""]}], ":1: `choices` is empty"),
+    "number": ([PLAIN | {"prompt": 3}], ":1: `prompt` is 3, not text: write it in quotes"),
+    "half": ([PLAIN | {"prompt": "\ud800"}], ":1: `prompt` is not valid Unicode"),
     "unknown": ([PLAIN, {"prompt": "w1", "answer": " owl"}], ":2: mine cannot read it"),
     "none": ([], "has no prompts with answers"),
 }

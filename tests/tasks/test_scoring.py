@@ -12,7 +12,7 @@ from tests.tasks.tiny_models import LENGTH, V, tiny
 from didi_instruct.api.model import Model
 from didi_instruct.process import uniform
 from didi_instruct.tasks.baselines import untrained
-from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.encoding import Encoded
 from didi_instruct.tasks.scoring import Scorer, subsets
 
 PROMPT = [1, 3, 2]

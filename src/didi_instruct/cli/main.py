@@ -34,6 +34,8 @@ GOES_ON = {
     "data": "; the same command goes on",
 }
 """What to do after Ctrl-C, by verb."""
+TASK_GOES_ON = "; states and seeds that are done are kept, the same command goes on"
+TASK_BEGINS_ANEW = "; the same command begins anew"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,13 +80,20 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of Ctrl-C
-            verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            print(f"didi: interrupted{GOES_ON.get(verb, '')}", file=sys.stderr)
+            print(f"didi: interrupted{_goes_on(sys.argv[1:])}", file=sys.stderr)
     except Exception as error:
         if debug:
             traceback.print_exc()
         code = _explain(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _goes_on(arguments: list[str]) -> str:
+    verb = next((word for word in arguments if not word.startswith("-")), "")
+    if verb == "eval" and "--task" in arguments:
+        task = arguments[arguments.index("--task") + 1]
+        return TASK_GOES_ON if task == "mrpc" else TASK_BEGINS_ANEW
+    return GOES_ON.get(verb, "")
 
 
 def _explain(error: Exception) -> int:

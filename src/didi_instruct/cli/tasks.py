@@ -1,5 +1,6 @@
 """`didi eval --task`: accuracy on a downstream task."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from didi_instruct.tasks.task import Column, Row, Task, TaskReport
+
+TABLE_WIDTH = 120
+"""Columns of a table at least: intervals are not broken over lines."""
 
 TaskName = Annotated[
     str | None,
@@ -28,15 +32,21 @@ Shots = Annotated[
 SftShare = Annotated[
     float | None,
     typer.Option(
-        help="For mmlu without a train split: share of test, cut off by hash, that a finetune may "
-        "have seen; the rest is scored."
+        help="For mmlu: share of test, cut off by hash, that `didi finetune` may have learnt "
+        "(its answers.share); the others are scored."
     ),
 ]
 Permute = Annotated[
     bool | None,
     typer.Option("--permute", help="For mmlu: average over four rotations of the choices."),
 ]
-Limit = Annotated[int | None, typer.Option(help="For a task: questions at most, chosen by hash.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        help="For a task: questions at most, those with the smallest hashes; of mrpc, the first "
+        "pairs of each split."
+    ),
+]
 
 SETTINGS = ("shots", "sft_share", "permute", "limit", "draws", "seed")
 """Flags that are options of tasks under the same name."""
@@ -93,7 +103,7 @@ def run_task(
             sources,
             data,
             settings,
-            progress=lambda stage, done, total: bar.update(stage, done, total, "questions"),
+            progress=lambda stage, done, total: bar.update(stage, done, total, "rows"),
             **opening,
         )
     _show(task, report)
@@ -119,7 +129,8 @@ def task_settings(
 def _show(task: "Task", report: "TaskReport") -> None:
     from rich.console import Console
 
-    Console(soft_wrap=False).print(_table(task, report.rows))
+    width = max(shutil.get_terminal_size().columns, TABLE_WIDTH)
+    Console(highlight=False, width=width).print(_table(task, report.rows))
     for note in (*report.notes, *report.differences):
         typer.echo(note)
 
@@ -127,10 +138,10 @@ def _show(task: "Task", report: "TaskReport") -> None:
 def _table(task: "Task", rows: "Sequence[Row]") -> "Table":
     from rich.table import Table
 
-    table = Table(title=f"{task.name}, {rows[0]['num']} questions", title_justify="left")
-    table.add_column("model")
+    table = Table(title=f"{task.name}, {rows[0]['num']:,} {task.counts}", title_justify="left")
+    table.add_column("model", overflow="fold")
     for column in task.columns:
-        table.add_column(column.title, justify="right")
+        table.add_column(column.title, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(str(row["model"]), *(_cell(column, row) for column in task.columns))
     return table

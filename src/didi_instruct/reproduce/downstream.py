@@ -17,14 +17,14 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data, nats_of_texts, perplexity
 from didi_instruct.reproduce.jobs import DATA, Context
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.learning import PREPARED
+from didi_instruct.tasks.finetune_data import PREPARED
 from didi_instruct.tasks.registry import find_task
+from didi_instruct.tasks.scoring import TOKENS
 from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.tasks.task import NamedModel
 from didi_instruct.training.objectives import make_objective
 
 HERE = "didi_instruct.reproduce.downstream"
-SIGNIFICANT = 0.05
 CACHE = "features"
 """Folder of frozen states, in that of the grid."""
 
@@ -42,11 +42,7 @@ def task(
         lambda stage, done, total: context.tell(f"{stage} {done} of {total}"),
     )
     compared = report.tables["comparisons"]
-    return {
-        "rows": report.rows,
-        "notes": report.notes,
-        "compared": [pair | {"better": _more_accurate(pair)} for pair in compared],
-    }
+    return {"rows": report.rows, "notes": report.notes, "compared": compared}
 
 
 def adaptation(
@@ -59,7 +55,8 @@ def adaptation(
     data = _held_out(context)
     count = min(sequences, data.num_sequences)
     models = _models(context, labels)
-    nats, rows = {}, []
+    nats: dict[str, np.ndarray] = {}
+    rows = []
     for entry in (*models, *untrained_of(models, seed)):
         context.tell(f"likelihood under {entry.name}")
         nats[entry.name], row = _likelihood(entry, data, count, draws, seed)
@@ -77,8 +74,17 @@ def _models(context: Context, labels: Mapping[str, str]) -> list[NamedModel]:
 
 
 def _held_out(context: Context) -> TokenDataset:
+    """Rows that all fine-tuning runs have held out; runs that differ in them are refused."""
     runs = [source for role, source in context.inputs.items() if role.startswith("after-")]
-    return open_data(Path(runs[0]) / PREPARED, "valid")
+    found = [open_data(Path(run) / PREPARED, "valid") for run in runs]
+    for run, data in zip(runs, found, strict=True):
+        if data.fingerprint != found[0].fingerprint:
+            raise UserError(
+                f"{run}: its fine-tuning held out other rows than that of {runs[0]}, so one "
+                "may have learnt what the other is measured on: take models of one tokenizer and "
+                "length."
+            )
+    return found[0]
 
 
 def _likelihood(
@@ -96,6 +102,7 @@ def _likelihood(
         data.ordered,
         sequences=count,
         draws=draws,
+        batch_size=max(1, TOKENS // data.length),
         seed=seed,
         device=model.device,
     )
@@ -119,12 +126,3 @@ def _compare(nats: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
             pair: dict[str, Any] = {"models": [first, second], "difference": mean, "better": told}
             found.append(pair | {"difference_ci95": interval})
     return found
-
-
-def _more_accurate(pair: Mapping[str, Any]) -> str | None:
-    """The model of a comparison that is told to be better: by its interval and McNemar's test."""
-    low, high = pair["difference_ci95"]
-    if low <= 0 <= high or pair["mcnemar_p"] >= SIGNIFICANT:
-        return None
-    first, second = pair["models"]
-    return str(first if low > 0 else second)

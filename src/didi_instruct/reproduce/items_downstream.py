@@ -1,6 +1,7 @@
 """Items on downstream tasks (Section 4.3): MMLU and PubMed fine-tuned, MRPC from features."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from didi_instruct.errors import UserError
@@ -11,7 +12,8 @@ from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import DATA, Job
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Row, Shown, Table
-from didi_instruct.reproduce.toy_tasks import SAYS
+from didi_instruct.reproduce.task_files import SAYS
+from didi_instruct.tasks.registry import find_task
 
 BEFORE, AFTER = "before", "after"
 ACCURACY = Shown("accuracy", "accuracy", ".1%")
@@ -98,9 +100,17 @@ def _both(scale: Scale, name: str) -> dict[str, Job | str]:
     }
 
 
+def _settings(scale: Scale, name: str) -> dict[str, Any]:
+    """All options of a task, defaults too, since the job's key has to change with them."""
+    chosen = {"seed": scale.seeds[0], **scale.task_options.get(name, {})}
+    options = asdict(find_task(name).options(**chosen))
+    options.pop("cache", None)  # where states are kept, which decides nothing
+    return options
+
+
 def _mmlu(scale: Scale) -> Job:
-    settings = {"seed": scale.seeds[0], **scale.task_options.get("mmlu", {})}
     inputs = {**_both(scale, "mmlu"), DATA: _data(scale, "mmlu")}
+    settings = _settings(scale, "mmlu")
     return _measured(scale, "mmlu", inputs, "task", which="mmlu", settings=settings)
 
 
@@ -117,7 +127,7 @@ def _pubmed(scale: Scale) -> Job:
 
 
 def _mrpc(scale: Scale) -> Job:
-    settings = {"seed": scale.seeds[0], **scale.task_options.get("mrpc", {})}
+    settings = _settings(scale, "mrpc")
     roles = [role for role in _roles(scale) if role != "duo"]  # as in the paper
     inputs = {**_models(scale, roles), DATA: _data(scale, "mrpc")}
     return _measured(scale, "mrpc", inputs, "task", which="mrpc", settings=settings)

@@ -16,10 +16,11 @@ from didi_instruct.reproduce.adopting import adopted
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.scale import Given, Scale, Training
 from didi_instruct.reproduce.scales_oracle import oracle_scale, toy_scale
-from didi_instruct.reproduce.tasks_given import (
+from didi_instruct.reproduce.task_files import (
     NAMES,
     find_tasks,
     learning_share,
+    printed_split,
     scored_share,
 )
 
@@ -254,5 +255,5 @@ def _paper(given: Given) -> Scale:
         apart=tuple(name for name in NAMES if name not in tasks),
         tasks=tasks,
         finetuning={"mmlu": learning_share(tasks)},
-        task_options={"mmlu": scored_share(tasks)},
+        task_options={"mmlu": scored_share(tasks), "mrpc": printed_split(tasks)},
     )

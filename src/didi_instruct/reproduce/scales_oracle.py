@@ -5,8 +5,7 @@ from dataclasses import replace
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
 from didi_instruct.reproduce.scale import Given, Scale, Training
-from didi_instruct.reproduce.tasks_given import NAMES, SHARE
-from didi_instruct.reproduce.toy_tasks import toy_data
+from didi_instruct.reproduce.task_files import NAMES, SHARE, toy_data
 
 ORACLE_TEXT = ("data.source=oracle",)
 TOY_NETWORK = (
@@ -154,7 +153,7 @@ def toy_scale(given: Given) -> Scale:
 
 
 def _toy_readers(scale: Scale) -> Scale:
-    """Models of byte pairs that read the text which toy_tasks writes."""
+    """Models of byte pairs that read the text that task_files writes."""
     corpus = toy_data("text")
     teacher = Job(
         name="reader",

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.answers import ROW, TOKEN, AnswerRows, Window
-from didi_instruct.tasks.prompts import Encoded, Example, encode_all
+from didi_instruct.tasks.encoding import Encoded, encode_rows
+from didi_instruct.tasks.prompts import Example
 
 MANIFEST, TOKENS, INDEX = "answers.json", "answers-tokens.bin", "answers-index.bin"
 FORMAT = {"format": "didi-answers", "version": 1}
@@ -144,27 +146,12 @@ def _write(
 def _encoded(
     examples: Iterable[Example], tokenizer: Tokenizer
 ) -> Iterator[tuple[Example, Encoded]]:
-    """Encode examples batch by batch; a text that cannot be encoded is named."""
-    batch: list[Example] = []
-    for example in examples:
-        batch.append(example)
-        if len(batch) == AT_ONCE:
-            yield from _encoded_batch(batch, tokenizer)
-            batch = []
-    yield from _encoded_batch(batch, tokenizer)
-
-
-def _encoded_batch(batch: list[Example], tokenizer: Tokenizer) -> Iterator[tuple[Example, Encoded]]:
-    try:
-        found = encode_all([(one.prompt, one.answer) for one in batch], tokenizer)
-    except UserError:
-        for one in batch:
-            try:
-                encode_all([(one.prompt, one.answer)], tokenizer)
-            except UserError as error:
-                raise UserError(f"{one.where}: {error}") from error
-        raise
-    yield from zip(batch, found, strict=True)
+    """Encode examples, `AT_ONCE` together."""
+    left = iter(examples)
+    while batch := list(islice(left, AT_ONCE)):
+        pairs = [(one.prompt, one.answer) for one in batch]
+        found = encode_rows(pairs, [one.where for one in batch], tokenizer)
+        yield from zip(batch, found, strict=True)
 
 
 def _hash(examples: Iterable[Example]) -> str:

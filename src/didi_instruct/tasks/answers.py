@@ -12,7 +12,7 @@ import torch
 from didi_instruct.data.permutation import shuffled
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.encoding import Encoded, fit
 from didi_instruct.training.answers import ANSWER, GIVEN, PADDING
 
 TOKEN = np.dtype("<u4")
@@ -57,17 +57,13 @@ class Window:
             return Encoded([], []), False
         if not encoded.prompt:
             return self._text(answer, where)
-        if len(answer) >= self.length:
-            raise UserError(
-                f"{where}: `answer` has {len(answer)} tokens, and the model reads {self.length}, "
-                "prompt included: shorten it, or take the row out."
-            )
+        fitted = fit(Encoded(encoded.prompt, answer), self.length, where)
         if over > 0 and self.long == "refuse":
             raise UserError(
                 f"{where}: prompt and answer have {self.length + over} tokens, and the model reads "
                 f"{self.length}: shorten the prompt, or cut it with answers.long=cut."
             )
-        return Encoded(encoded.prompt[max(0, over) :], answer), over > 0
+        return fitted, over > 0
 
     def _text(self, answer: list[int], where: str) -> tuple[Encoded, bool]:
         """A row without a prompt."""

@@ -18,7 +18,7 @@ def untrained(model: Model, seed: int = 0) -> Model:
     The output layer is noise too, where training would begin from zeros: then all answers would be
     equally likely.
     """
-    twin = copy.deepcopy(model)
+    twin = Model(copy.deepcopy(model.network), model.config, model.tokenizer)
     generator = torch.Generator().manual_seed(mix(seed, "untrained"))
     with torch.no_grad():
         for name, weight in twin.network.named_parameters():
@@ -27,7 +27,6 @@ def untrained(model: Model, seed: int = 0) -> Model:
                 weight.copy_(noise.to(weight.device, weight.dtype))
             else:
                 weight.fill_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0)
-    twin.discriminator = None
     return twin
 
 

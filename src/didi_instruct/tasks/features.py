@@ -7,6 +7,7 @@ where the last block reads texts of several lengths, none attends to the padding
 
 import copy
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FilledWindow:
     """Length that all texts of a model have, with the token that fills it."""
 
     length: int
@@ -129,7 +130,7 @@ class Window:
 def frozen_states(
     network: nn.Module,
     texts: Sequence[Sequence[int]],
-    window: Window | None,
+    window: FilledWindow | None,
     path: Path | None,
     report: Report,
 ) -> FrozenStates:
@@ -152,9 +153,23 @@ def frozen_states(
 
 
 def network_digest(network: nn.Module) -> str:
-    """SHA-256 of a network's weights, and of what its shape does not tell."""
-    config = cast("Network", network).config
-    told = (VERSION, config.kind, config.heads, config.time_conditioning, config.end_id)
+    """SHA-256 of a network's weights, and of all else that its states and their fitting depend on.
+
+    That is what shapes of weights do not tell: heads, the window that texts fill, dropout in the
+    last block, and a masked LM's settings.
+    """
+    config, record = cast("Network", network).config, cast("Network", network).record
+    told = (
+        VERSION,
+        config.kind,
+        config.heads,
+        config.length,
+        config.dropout,
+        config.time_conditioning,
+        config.end_id,
+        None if record is None else json.dumps(record.settings, sort_keys=True),
+        None if record is None else (record.before, record.after),
+    )
     digest = hashlib.sha256(repr(told).encode())
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -276,7 +291,7 @@ def pooled(network: nn.Module, batch: Batch, mods: Modulations | None) -> Tensor
     return hidden.sum(1) / batch.counted.sum(1, keepdim=True)
 
 
-def fit(
+def fit_classifier(
     network: nn.Module,
     states: FrozenStates,
     parts: Parts,

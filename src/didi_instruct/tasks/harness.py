@@ -17,9 +17,9 @@ import torch
 from didi_instruct.api.model import Model, load
 from didi_instruct.config.parse import parse
 from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.models.compile import warn_once
 from didi_instruct.seeding import mix
-from didi_instruct.tasks.encoding import encode_pairs, fit
-from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit
 from didi_instruct.tasks.scoring import TOKENS, Scorer
 from didi_instruct.tasks.task import NamedModel, Progress
 from didi_instruct.tasks.writing import GREEDY_SAMPLERS, write
@@ -99,8 +99,8 @@ def quiet(stage: str, done: int, total: int) -> None:
     """Show no progress."""
 
 
-class Answers:
-    """Answers a model's requests as the harness poses them: texts in, numbers and texts out."""
+class HarnessModel:
+    """A model that answers the harness's requests: texts in, numbers and texts out."""
 
     def __init__(self, model: Model, options: HarnessOptions, progress: Progress = quiet) -> None:
         if model.tokenizer is None:
@@ -180,6 +180,7 @@ class Answers:
             room = {i: max(length - len(prompts[i]), (length + 1) // 2) for i in members}
             counts = {i: min(wish.count, room[i]) for i in members}
             given = {i: prompts[i][max(0, len(prompts[i]) + counts[i] - length) :] for i in members}
+            self._tell_cut(sum(len(given[i]) < len(prompts[i]) for i in members), len(members))
             for batch in self._batches(members, {i: len(given[i]) + counts[i] for i in members}):
                 asked_for = [given[i] for i in batch], [counts[i] for i in batch]
                 for i, tokens in zip(batch, self._write(*asked_for, wish, batch[0]), strict=True):
@@ -197,11 +198,20 @@ class Answers:
         found = encode_pairs(self.entry, [pairs[i] for i in usual], [where[i] for i in usual])
         for i, pair in zip(usual, found, strict=True):
             encoded[i] = fit(pair, length, where[i])
+        cut = sum(encoded[i].prompt != pair.prompt for i, pair in zip(usual, found, strict=True))
+        self._tell_cut(cut, len(pairs))
         rest = sorted(set(range(len(pairs))) - set(usual))
         texts = self._tokens([more for i in rest for more in pairs[i]])
         for i, prompt, answer in zip(rest, texts[::2], texts[1::2], strict=True):
             encoded[i] = fit(Encoded(prompt, answer), length, where[i])
         return encoded
+
+    def _tell_cut(self, cut: int, of: int) -> None:
+        if cut:
+            warn_once(
+                f"{cut} of {of} contexts are cut from the left, to fit the "
+                f"{self.entry.model.config.length} tokens that {self.entry.name} reads."
+            )
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer.encode(list(texts))
@@ -278,16 +288,16 @@ def register() -> type[Any]:
                 dtype=options.dtype,
                 tokenizer=options.tokenizer,
             )
-            self.answers, self._device = Answers(model, options, Bars()), model.device
+            self.asked, self._device = HarnessModel(model, options, Bars()), model.device
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            return self.answers.loglikelihood([request.args for request in requests])
+            return self.asked.loglikelihood([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            return self.answers.rolling([request.args[0] for request in requests])
+            return self.asked.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            return self.answers.generate([request.args for request in requests])
+            return self.asked.generate([request.args for request in requests])
 
     model_registry.register(NAME)(DidiLM)
     return DidiLM

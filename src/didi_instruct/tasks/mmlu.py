@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from didi_instruct.errors import UserError
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.encoding import encode_pairs, fit
+from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit
 from didi_instruct.tasks.mmlu_data import (
     LETTERS,
     Mmlu,
@@ -24,7 +24,6 @@ from didi_instruct.tasks.mmlu_data import (
     split_by_hash,
     with_shots,
 )
-from didi_instruct.tasks.prompts import Encoded
 from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
 from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
 from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
@@ -41,8 +40,8 @@ class MmluOptions:
     shots: int = 0
     """Answered questions of the same subject before each, the first ones of dev."""
     sft_share: float | None = None
-    """Where there is no train split: share of the questions that `didi finetune` may have seen, cut
-    off by a hash of their text; the rest is scored."""
+    """Share of the test questions that `didi finetune` may have learnt (its `answers.share`), cut
+    off by a hash of their text; the others are scored."""
     limit: int | None = None
     """Questions at most: those with the smallest hashes."""
     permute: bool = False
@@ -84,11 +83,14 @@ def evaluate(
     models: Sequence[NamedModel], data: Path, options: MmluOptions, progress: Progress
 ) -> TaskReport:
     """Score models, an untrained network, chance and the most frequent letter."""
+    for entry in models:
+        _check_unseen(entry, options)
     splits = read_mmlu(data)
     questions, learnt = _choose(splits, options, data)
     shots = _shots(splits.dev, questions, options.shots, data)
     untrained = untrained_of(models, options.seed)
-    rows, subjects, right, notes = [], [], {}, []
+    rows, subjects, notes = [], [], []
+    right: dict[str, NDArray[np.float64]] = {}
     for number, entry in enumerate([*models, *untrained]):
         found = _answer(entry, questions, shots, options, progress)
         row = _row(entry.name, found, questions, options)
@@ -98,8 +100,13 @@ def evaluate(
         subjects += _by_subject(entry.name, questions, found.right)
         right[entry.name] = found.right
         notes += _notes(entry.name, row, found)
-    compared, said = compare_all(right, options.seed, [entry.name for entry in untrained])
-    rows += [_chance_row(len(questions), options.split), _majority_row(questions, learnt, options)]
+    rows.append(_chance_row(len(questions), options.split))
+    always = _most_frequent(learnt or questions)
+    name = f"always {LETTERS[always]}"
+    right[name] = np.array([question.answer == always for question in questions], np.float64)
+    rows.append(_majority_row(name, right[name], options.split))
+    baselines = [*(entry.name for entry in untrained), name]
+    compared, said = compare_all(right, options.seed, baselines)
     return TaskReport(
         task="mmlu",
         rows=rows,
@@ -108,6 +115,26 @@ def evaluate(
         tables={"subjects": subjects, "comparisons": compared},
         settings={**asdict(options), "questions": len(questions), "ln_4": math.log(4)},
     )
+
+
+def _check_unseen(entry: NamedModel, options: MmluOptions) -> None:
+    """Refuse to score a model on questions that it was fine-tuned on, directly or before."""
+    learnt = max(_shares_learnt(entry.model.provenance), default=0.0)
+    if options.split == "test" and learnt > (options.sft_share or 0.0):
+        raise UserError(
+            f"{entry.name} was fine-tuned on a share of the test questions (answers.share="
+            f"{learnt:g}): score the others, with --sft-share {learnt:g}."
+        )
+
+
+def _shares_learnt(provenance: Mapping[str, Any]) -> Iterator[float]:
+    """Shares of the test split in the recipes of a model and of those it was fine-tuned from."""
+    recipe = provenance.get("recipe")
+    if isinstance(recipe, dict) and recipe.get("task") == "mmlu":
+        yield recipe["answers"]["share"] or 0.0
+    for origin in provenance.values():
+        if isinstance(origin, dict) and isinstance(origin.get("provenance"), dict):
+            yield from _shares_learnt(origin["provenance"])
 
 
 def _choose(
@@ -119,11 +146,8 @@ def _choose(
         raise UserError(f"{data}: has no split {options.split}: leave out the option `split`.")
     learnt = [*splits.dev, *splits.train]
     if options.sft_share is not None:
-        if splits.train or options.split != "test":
-            raise UserError(
-                f"{data}: the option sft_share cuts a part off test where there is no train "
-                "split to finetune on: leave it out."
-            )
+        if options.split != "test":
+            raise UserError(f"{data}: sft_share cuts a part off test alone: leave it out.")
         taken, questions = split_by_hash(questions, options.sft_share)
         learnt += taken
     if options.limit is not None:
@@ -235,9 +259,9 @@ def _text_nll(
     entry: NamedModel, questions: Sequence[Question], options: MmluOptions, progress: Progress
 ) -> Row:
     """Likelihood of the right answer's text behind the question alone, without its choices."""
-    if options.draws == 0:
-        return {"nll_text": None, "nll_text_per_token": None}
     asked = [question for question in questions if question.choices[question.answer].strip()]
+    if options.draws == 0 or not asked:
+        return {"nll_text": None, "nll_text_per_token": None}
     texts = [
         (f"Question: {q.text.strip()}\nAnswer:", f" {q.choices[q.answer].strip()}") for q in asked
     ]
@@ -255,6 +279,10 @@ def _text_nll(
         "nll_text_ci95": mean_interval(nats),
         "nll_text_per_token": float(nats.sum() / tokens),
         "nll_text_exact": scorer.exact,
+        "nll_text_num": len(asked),
+        "nll_text_truncated": sum(
+            a.prompt != b.prompt for a, b in zip(encoded, pairs, strict=True)
+        ),
     }
 
 
@@ -289,7 +317,12 @@ def _notes(name: str, row: Row, found: Answers) -> list[str]:
     if found.truncated:
         notes.append(
             f"{name}: {found.truncated} of {row['prompts']} prompts did not fit its window: "
-            f"{found.truncated - found.cut} lost shots, {found.cut} their question's beginning."
+            f"{found.truncated - found.cut} lost shots, {found.cut} the beginning of the question."
+        )
+    if texts_cut := row.get("nll_text_truncated"):
+        notes.append(
+            f"{name}: for the NLL of text {texts_cut} of {row['nll_text_num']} prompts lost their "
+            "beginning."
         )
     if not found.exact:
         notes.append(f"{name}: its tokenizer cuts letters into several tokens; they are scored so.")
@@ -320,19 +353,19 @@ def _chance_row(num: int, split: str) -> Row:
     return row | {"nll_choices": math.log(len(LETTERS)), "baseline": "chance"}
 
 
-def _majority_row(
-    questions: Sequence[Question], learnt: Sequence[Question], options: MmluOptions
-) -> Row:
-    """Always the letter that is most frequent among other questions (or, without any, these)."""
-    counts = Counter(question.answer for question in learnt or questions)
-    answer = max(range(len(LETTERS)), key=lambda index: (counts[index], -index))
-    right = sum(question.answer == answer for question in questions)
+def _most_frequent(questions: Sequence[Question]) -> int:
+    """The letter that is right most often, as an index."""
+    counts = Counter(question.answer for question in questions)
+    return max(range(len(LETTERS)), key=lambda index: (counts[index], -index))
+
+
+def _majority_row(name: str, right: NDArray[np.float64], split: str) -> Row:
     return {
-        "model": f"always {LETTERS[answer]}",
-        "split": options.split,
-        "num": len(questions),
-        "accuracy": right / len(questions),
-        "accuracy_ci95": wilson(right, len(questions)),
+        "model": name,
+        "split": split,
+        "num": len(right),
+        "accuracy": float(right.mean()),
+        "accuracy_ci95": wilson(float(right.sum()), len(right)),
         "baseline": "majority",
     }
 

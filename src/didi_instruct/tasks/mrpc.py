@@ -6,10 +6,9 @@ the row `majority` is what a network has to beat.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -22,27 +21,28 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.kept import key
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.classification import (
-    MOST_SEEDS,
-    Labels,
-    Measures,
-    Probs,
-    f1,
-    measure,
-    over_seeds,
-)
 from didi_instruct.tasks.features import (
+    FilledWindow,
     Fitted,
     FrozenStates,
     Parts,
     Training,
-    Window,
-    fit,
+    fit_classifier,
     frozen_states,
     network_digest,
 )
 from didi_instruct.tasks.pairs import SPLITS, TEST, TRAIN, Pair, read_pairs
-from didi_instruct.tasks.statistics import compare, wilson
+from didi_instruct.tasks.statistics import (
+    MOST_SEEDS,
+    Labels,
+    Measures,
+    Probs,
+    compare_all,
+    f1,
+    measure,
+    over_seeds,
+    wilson,
+)
 from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
 
 VERSION = 1
@@ -118,7 +118,11 @@ def evaluate(
         if baseline is None:
             notes += _over_seeds(entry.name, measures)
     rows.append(_majority(options, truth))
-    compared, sentences = _compare(rows, probs, truth, options.seed)
+    # A pair counts by the share of a network's seeds that are right, as in its accuracy.
+    right = {n: ((p >= 0.5) == truth).mean(0, dtype=np.float64) for n, p in probs.items()}
+    right[MAJORITY] = truth.astype(np.float64)
+    baselines = [row["model"] for row in rows if row["baseline"] is not None]
+    compared, sentences = compare_all(right, options.seed, baselines)
     tables = {"seeds": seeds, "comparisons": compared}
     settings = asdict(options) | {"train": len(parts.train), "dev": len(parts.dev)}
     del settings["cache"]
@@ -131,7 +135,7 @@ def _check_dtype(entry: NamedModel) -> None:
     if narrow := types - {torch.float32, torch.float64}:
         name = str(narrow.pop()).removeprefix("torch.")
         raise UserError(
-            f"{entry.name}: its weights are {name}, but the last block learns in float32: add "
+            f"{entry.name}: its weights are {name}, but the last block learns in float32: use "
             "--dtype float32."
         )
 
@@ -227,17 +231,19 @@ def _fit_all(
                 window = _own_window(entry.model.config)
                 states = frozen_states(network, tokens, window, place, partial(progress, stage))
             stage = f"{entry.name}: seed {seed}"
-            fitted = fit(network, states, parts, training, seed, partial(progress, stage))
+            fitted = fit_classifier(
+                network, states, parts, training, seed, partial(progress, stage)
+            )
             _keep(path, fitted)
         found.append(fitted)
     return found
 
 
-def _own_window(config: ModelConfig) -> Window | None:
+def _own_window(config: ModelConfig) -> FilledWindow | None:
     """Ends that fill the window behind a text, where a masked model never saw another form."""
     if config.end_id is None or config.kind != "mdlm":
         return None
-    return Window(config.length, config.end_id)
+    return FilledWindow(config.length, config.end_id)
 
 
 def _kept(path: Path | None) -> Fitted | None:
@@ -288,7 +294,7 @@ def _seed_row(name: str, seed: int, fitted: Fitted, found: Measures, number: int
 
 
 def _majority(options: MrpcOptions, truth: Labels) -> Row:
-    """Row of the answer that is right most often."""
+    """Row of the answer "paraphrase" for every pair."""
     right = int(truth.sum())
     return {
         "model": MAJORITY,
@@ -313,27 +319,12 @@ def _over_seeds(name: str, found: Measures) -> list[str]:
     ]
 
 
-def _compare(
-    rows: Sequence[Row], probs: Mapping[str, Probs], truth: Labels, seed: int
-) -> tuple[list[Row], list[str]]:
-    """Compare models with each other and with the baselines, pair by pair.
-
-    A pair counts by the share of a network's seeds that are right, as in its accuracy.
-    """
-    right = {n: ((p >= 0.5) == truth).mean(0, dtype=np.float64) for n, p in probs.items()}
-    right[MAJORITY] = truth.astype(np.float64)
-    ours = [row["model"] for row in rows if row["baseline"] is None]
-    others = [row["model"] for row in rows if row["baseline"] is not None]
-    pairs = [*combinations(ours, 2), *product(ours, others)]
-    found = [compare(a, right[a], b, right[b], seed) for a, b in pairs]
-    return [row for row, _ in found], [sentence for _, sentence in found]
-
-
 TASK = Task(
     name="mrpc",
     help="paraphrases (MRPC): frozen features under a linear head; the last block learns too",
     options=MrpcOptions,
     evaluate=evaluate,
+    counts="pairs",
     columns=(
         Column("accuracy", "accuracy", "percent"),
         Column("f1", "F1", "percent"),

@@ -1,13 +1,12 @@
-"""Prompts with answers: read from files, and cut into the tokens of either."""
+"""Prompts with answers, and texts that stand alone, read from files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from didi_instruct.data.readers import ReadOptions, read_pieces, read_records
 from didi_instruct.data.sources import Meter, Source, find_sources, readable
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
 
@@ -19,14 +18,6 @@ class Example:
     answer: str
     where: str
     """File and row, for errors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Tokens of a prompt and of its answer; together, those of the whole text."""
-
-    prompt: list[int]
-    answer: list[int]
 
 
 def read_examples(path: str | Path) -> Iterator[Example]:
@@ -64,47 +55,28 @@ def read_texts(path: str, options: ReadOptions) -> Iterator[Example]:
 def _examples_of(source: Source) -> Iterator[Example]:
     with readable(source):
         for where, record in read_records(source, Meter()):
-            prompt, answer = (_text(record, field, where) for field in ("prompt", "answer"))
+            prompt, answer = (text_of(record, field, where) for field in ("prompt", "answer"))
             yield Example(prompt, answer, where)
 
 
-def _text(record: dict[str, Any], field: str, where: str) -> str:
-    """Return a field that holds some text."""
+def text_of(record: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a field of a record, which has to hold some text."""
     if field not in record:
         known = ", ".join(f"`{name}`" for name in record) or "none"
         raise UserError(f"{where}: has no field `{field}`, only {known}: rename the one meant.")
-    text = record[field]
+    return checked_text(record[field], field, where)
+
+
+def checked_text(text: Any, field: str, where: str) -> str:
+    """Return a value that is some text; others are refused by the name of their field."""
     if not isinstance(text, str):
-        raise UserError(f"{where}: `{field}` is {type(text).__name__}, but text is needed.")
+        raise UserError(f"{where}: `{field}` is {text!r:.40}, not text: write it in quotes.")
     if not text.strip():
         raise UserError(f"{where}: `{field}` is empty: fill it, or take the row out.")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-        raise UserError(f"{where}: `{field}` is not valid Unicode ({error.reason}).") from error
+        raise UserError(
+            f"{where}: `{field}` is not valid Unicode ({error.reason}): take the character out."
+        ) from error
     return text
-
-
-def encode(prompt: str, answer: str, tokenizer: Tokenizer) -> Encoded:
-    """Tokens of a prompt and its answer, encoded as one text and cut between them."""
-    [encoded] = encode_all([(prompt, answer)], tokenizer)
-    return encoded
-
-
-def encode_all(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Encoded]:
-    """`encode` for many pairs of prompt and answer, on all cores.
-
-    White space that ends a prompt moves to its answer, since tokens of words mostly begin with
-    their space. The answer begins at the first token that the prompt alone would not have, so all
-    of its text is in it even where a token spans the cut.
-    """
-    prompts = [prompt.rstrip() for prompt, _ in pairs]
-    whole = tokenizer.encode([prompt + answer for prompt, answer in pairs])
-    alone = tokenizer.encode(prompts)
-    return [_cut(text, prompt) for text, prompt in zip(whole, alone, strict=True)]
-
-
-def _cut(text: list[int], prompt: list[int]) -> Encoded:
-    shared = min(len(text), len(prompt))
-    first = next((i for i in range(shared) if text[i] != prompt[i]), shared)
-    return Encoded(text[:first], text[first:])

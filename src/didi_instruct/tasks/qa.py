@@ -18,8 +18,8 @@ from didi_instruct.errors import UserError
 from didi_instruct.sampling.state import Snapshot
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.encoding import encode_pairs, fit
-from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit
+from didi_instruct.tasks.prompts import checked_text, text_of
 from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
 from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
 from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
@@ -80,29 +80,26 @@ def read_items(data: Path) -> list[Item]:
 
 
 def _item(record: dict[str, Any], where: str) -> Item:
-    missing = next((name for name in ("prompt", "answer") if name not in record), None)
-    if missing is not None:
+    prompt = text_of(record, "prompt", where)
+    if "choices" not in record:
+        return Item(prompt, text_of(record, "answer", where), (), where)
+    choices: Any = record["choices"]
+    answer: Any = record.get("answer")
+    texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
+    if not texts or len(set(choices)) != len(choices) or len(choices) < 2:
         raise UserError(
-            f"{where}: has no field `{missing}`, only {', '.join(record) or 'none'}: rename the "
-            "one meant."
+            f"{where}: `choices` is {choices!r:.60}: make it a list of two or more different texts."
         )
-    choices, answer = record.get("choices", ()), record["answer"]
-    if "choices" in record:
-        texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
-        if not texts or len(set(choices)) != len(choices) or len(choices) < 2:
-            raise UserError(f"{where}: `choices` are two or more texts that differ.")
-        if type(answer) is int and 0 <= answer < len(choices):
-            answer = choices[answer]
-        if answer not in choices:
-            raise UserError(f"{where}: the answer `{answer}` is none of the choices: add it.")
-    for name, text in (
-        ("prompt", record["prompt"]),
-        ("answer", answer),
-        *(("choice", c) for c in choices),
-    ):
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{where}: its {name} is empty or no text: fill it.")
-    return Item(record["prompt"], answer, tuple(choices), where)
+    for choice in choices:
+        checked_text(choice, "choices", where)
+    if type(answer) is int and 0 <= answer < len(choices):
+        answer = choices[answer]
+    if answer not in choices:
+        raise UserError(
+            f"{where}: `answer` is {answer!r:.40}, which is none of the choices: use one of them, "
+            f"or its index, 0 to {len(choices) - 1}."
+        )
+    return Item(prompt, answer, tuple(choices), where)
 
 
 def evaluate(
@@ -129,11 +126,13 @@ def evaluate(
         row = {"model": "chance", "num": len(items), "accuracy": chance, "baseline": "chance"}
         rows.append(row)
     answer, count = Counter(item.answer for item in items).most_common(1)[0]
-    most = np.array([item.answer == answer for item in items], np.float64)
-    rows.append(_common(f"always {answer.strip()}", most) | {"baseline": "majority"})
+    always = f'always "{answer.strip()}"'
+    right[always] = np.array([item.answer == answer for item in items], np.float64)
+    rows.append(_common(always, right[always]) | {"baseline": "majority"})
     if count == 1:
         notes.append("No two answers are equal, so the most frequent one is any of them.")
-    compared, said_of_pairs = compare_all(right, options.seed, [entry.name for entry in untrained])
+    baselines = [*(entry.name for entry in untrained), always]
+    compared, said_of_pairs = compare_all(right, options.seed, baselines)
     return TaskReport(
         task="qa",
         rows=rows,

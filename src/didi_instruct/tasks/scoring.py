@@ -22,7 +22,7 @@ from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.denoiser import make_denoiser
 from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
-from didi_instruct.tasks.prompts import Encoded
+from didi_instruct.tasks.encoding import Encoded
 
 if TYPE_CHECKING:
     from didi_instruct.models.ar import ARModel

@@ -1,24 +1,31 @@
-"""Intervals of shares and means, and paired comparisons of models on the same questions."""
+"""Intervals of shares and means, paired comparisons of models, accuracy and F1 over seeds."""
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from didi_instruct.evaluation.intervals import Interval, Noise, Resampling, reflected
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.task import Row
 
 Z = 1.959963984540054
 """Of a 95% interval."""
+SIGNIFICANT = 0.05
+"""Differences of a larger p-value are called none."""
 RESAMPLES = 10_000
 
 Right = NDArray[np.bool_] | NDArray[np.float64]
 """(N,) which questions were answered correctly; ties between choices count in part."""
+Probs = NDArray[np.float64]
+Labels = NDArray[np.bool_]
 
 
-def wilson(correct: float, num: int) -> list[float]:
+def wilson(correct: float, num: int) -> Interval:
     """Wilson's 95% interval of a share of `num` independent questions."""
     share, spread = correct / num, Z * Z / num
     centre = (share + spread / 2) / (1 + spread)
@@ -26,7 +33,7 @@ def wilson(correct: float, num: int) -> list[float]:
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
-def mean_interval(values: NDArray[np.float64]) -> list[float] | None:
+def mean_interval(values: NDArray[np.float64]) -> Interval | None:
     """Normal 95% interval of a mean; none of fewer than two values."""
     if len(values) < 2:
         return None
@@ -37,18 +44,23 @@ def mean_interval(values: NDArray[np.float64]) -> list[float] | None:
 def mcnemar(only_first: int, only_second: int) -> float:
     """Exact two-sided p-value that questions only one model gets right fall to both alike."""
     total, few = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(total, k) for k in range(few + 1))
-    # Whole numbers: 2^total exceeds any float from 1,024 on.
-    return min(1.0, 2 * tail / 2**total) if total else 1.0
+    # Whole numbers, since 2^total exceeds any float from 1,024 on; each term from the one before.
+    term = tail = 1
+    for k in range(1, few + 1):
+        term = term * (total - k + 1) // k
+        tail += term
+    p: float = 2 * tail / 2**total
+    return min(1.0, p)
 
 
 def compare(
     first: str, right1: Right, second: str, right2: Right, seed: int = 0
 ) -> tuple[Row, str]:
-    """Difference in accuracy of two models over the same questions, and a sentence on it.
+    """Compare two models by their accuracy on the same questions: a row, and a sentence on it.
 
     The interval is a paired bootstrap's over questions; McNemar's exact test is of those that one
-    model alone gets right. If its interval holds 0, or p is 0.05 or more, a difference is none.
+    model alone gets right. If its interval holds 0, or p is 0.05 or more, a difference is none, and
+    `better` of the row is None.
     """
     paired = np.asarray(right1, np.float64) - np.asarray(right2, np.float64)
     values, counts = np.unique(paired, return_counts=True)
@@ -57,15 +69,19 @@ def compare(
     low, high = np.quantile(drawn @ values / len(paired), [0.025, 0.975])
     p = mcnemar(int((paired > 0).sum()), int((paired < 0).sum()))
     difference = float(paired.mean())
-    if low <= 0 <= high or p >= 0.05:
+    better = None
+    if low <= 0 <= high or p >= SIGNIFICANT:
         verdict = f"No difference in accuracy between {first} and {second}"
         told = _points(difference, low, high)
     elif difference > 0:
-        verdict, told = f"{first} is more accurate than {second}", _points(difference, low, high)
+        better, verdict = first, f"{first} is more accurate than {second}"
+        told = _points(difference, low, high)
     else:
-        verdict, told = f"{second} is more accurate than {first}", _points(-difference, -high, -low)
+        better, verdict = second, f"{second} is more accurate than {first}"
+        told = _points(-difference, -high, -low)
     verdict = f"{verdict} ({told}, p = {p:.2g})."
     row = {"models": [first, second], "difference": difference, "mcnemar_p": p}
+    row["better"] = better
     return row | {"difference_ci95": [float(low), float(high)]}, verdict
 
 
@@ -76,7 +92,7 @@ def _points(difference: float, low: float, high: float) -> str:
 def compare_all(
     right: Mapping[str, Right], seed: int = 0, baselines: Collection[str] = ()
 ) -> tuple[list[Row], list[str]]:
-    """`compare` of every two models, but for two baselines."""
+    """`compare` of every two models, and of each with each baseline."""
     pairs = [pair for pair in combinations(right, 2) if not set(pair) <= set(baselines)]
     found = [compare(a, right[a], b, right[b], seed) for a, b in pairs]
     return [row for row, _ in found], [said for _, said in found]
@@ -87,3 +103,76 @@ def against_chance(name: str, interval: Sequence[float], chance: float) -> str |
     if interval[0] <= chance <= interval[1]:
         return f"{name} cannot be told from guessing: {100 * chance:.1f}% lies within its interval."
     return None
+
+
+# Predictions of two labels, by several seeds
+
+# Quantiles 0.975 of Student's t with 1 to 30 degrees of freedom.
+_T = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788,
+    2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639,
+    2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)  # fmt: skip
+MOST_SEEDS = len(_T) + 1
+
+
+def f1(hits: float, misses: float, false_alarms: float) -> float:
+    """F1 of the positive label: 2·tp / (2·tp + fn + fp); 0 where there is nothing to find."""
+    total = 2 * hits + misses + false_alarms
+    return 2 * hits / total if total else 0.0
+
+
+def over_seeds(values: list[float]) -> Interval | None:
+    """95% interval of the mean of shares by Student's t; None for one value."""
+    if len(values) < 2:
+        return None
+    mean = statistics.fmean(values)
+    half = _T[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return [max(0.0, mean - half), min(1.0, mean + half)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """Means over seeds, each with an interval over texts (bootstrap) and one over seeds (t)."""
+
+    accuracy: float
+    accuracy_ci95: Interval | None
+    accuracy_seeds: list[float]
+    f1: float
+    f1_ci95: Interval | None
+    f1_seeds: list[float]
+    nll: float
+    """Mean cross-entropy of the two labels, in nats."""
+    nll_ci95: Interval | None
+
+
+def measure(probs: Probs, labels: Labels, seed: int = 0) -> Measures:
+    """Measure probabilities of label 1, (seeds, N), against labels (N,)."""
+    positive = probs >= 0.5
+    right = (positive == labels).astype(np.float64)
+    hits, alarms = positive & labels, positive & ~labels
+    misses = ~positive & labels
+    nats = -np.log(np.clip(np.where(labels, probs, 1 - probs), 1e-300, None))
+
+    noise, resampling = Noise(seed, len(labels)), Resampling(seed)
+    means = [
+        np.stack([resampling.means(row.astype(np.float64), noise) for row in counts])
+        for counts in (hits, misses, alarms)
+    ]
+    with np.errstate(invalid="ignore"):
+        drawn = (2 * means[0] / (2 * means[0] + means[1] + means[2])).mean(0)
+    by_seed = [
+        f1(*(int(count.sum()) for count in counts))
+        for counts in zip(hits, misses, alarms, strict=True)
+    ]
+    score, accuracy, nll = statistics.fmean(by_seed), float(right.mean()), float(nats.mean())
+    return Measures(
+        accuracy=accuracy,
+        accuracy_ci95=reflected(accuracy, resampling.means(right.mean(0), noise)),
+        accuracy_seeds=right.mean(1).tolist(),
+        f1=score,
+        f1_ci95=reflected(score, np.nan_to_num(drawn)),
+        f1_seeds=by_seed,
+        nll=nll,
+        nll_ci95=reflected(nll, resampling.means(nats.mean(0), noise)),
+    )

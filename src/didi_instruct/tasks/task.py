@@ -83,5 +83,7 @@ class Task:
     options: type
     """Frozen dataclass with a default for every field; validated in `__post_init__`."""
     evaluate: Callable[[Sequence[NamedModel], Path, Any, Progress], TaskReport]
+    counts: str = "questions"
+    """What `num` of a row counts."""
     columns: tuple[Column, ...]
     """The table on the terminal, after the column of models."""

@@ -1,29 +1,80 @@
-"""Downstream tasks at toy scale: files in the form of the real ones, of the oracle language.
+"""Files of the downstream tasks: those of a folder that the user gives, and toy ones.
 
-The package holds no data of the tasks. Questions ask which word begins a sentence, pairs are
-paraphrases where one is the other without its end, and the corpus is sentences: all go through the
-readers of the real files, and none of the numbers can be set against the paper's.
+The package holds no data of the tasks. At toy scale questions ask which word begins or ends a
+sentence of the oracle language, pairs are paraphrases where one is the other without its end, and
+the corpus is sentences: all go through the readers of the real files, and none of the numbers can
+be set against the paper's.
 """
 
 import csv
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from didi_instruct.data.files import write_atomic
+from didi_instruct.data.sources import find_sources
+from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import Context, Job
 from didi_instruct.reproduce.running import RUN
 from didi_instruct.reproduce.toy_corpora import sentences
 from didi_instruct.tasks.mmlu_data import COLUMNS, LETTERS, Question, prompt_of
 
-WRITE = "didi_instruct.reproduce.toy_tasks:write"
+NAMES = ("mmlu", "pubmed", "mrpc")
+"""Items of downstream tasks, and what the folder of each is called."""
+SHARE = 0.5
+"""Of MMLU's test questions to learn from, where there is no training split."""
+WRITE = "didi_instruct.reproduce.task_files:write"
 SAYS = (
     "At toy scale the files of the tasks are made of sentences of the oracle language, and models "
     "are trained for seconds: the table shows that all of it runs."
 )
 QUESTIONS, PAIRS, DOCUMENTS = 96, 120, 160
+
+
+def find_tasks(folder: str | None) -> dict[str, str]:
+    """The files of each task: DIR/mmlu, DIR/mrpc, and DIR/pubmed or DIR/pubmed.jsonl."""
+    if folder is None:
+        return {}
+    found = {}
+    for name in NAMES:
+        paths = sorted(p for p in Path(folder).glob(f"{name}*") if p.name.split(".")[0] == name)
+        if len(paths) > 1:
+            names = " and ".join(path.name for path in paths)
+            raise UserError(f"--tasks {folder}: {names} are both files of {name}: leave one.")
+        if paths:
+            found[name] = str(paths[0])
+    if not found:
+        raise UserError(
+            f"--tasks {folder}: has no mmlu/, mrpc/ or pubmed.jsonl, the files of the tasks."
+        )
+    return found
+
+
+def learning_share(tasks: Mapping[str, str]) -> tuple[str, ...]:
+    """Overrides that cut a part of MMLU's test split to learn from, where it has no other."""
+    if "mmlu" not in tasks or _has_train(tasks["mmlu"]):
+        return ()
+    return (f"answers.share={SHARE}",)
+
+
+def scored_share(tasks: Mapping[str, str]) -> dict[str, float]:
+    """Options that score the other part."""
+    return {"sft_share": SHARE} if learning_share(tasks) else {}
+
+
+def _has_train(folder: str) -> bool:
+    return any("auxiliary_train" in source.name for source in find_sources(folder))
+
+
+def printed_split(tasks: Mapping[str, str]) -> dict[str, str]:
+    """The option that reports MRPC on the split that the paper prints, where the files have it."""
+    has = "mrpc" in tasks and any("validation" in s.name for s in find_sources(tasks["mrpc"]))
+    return {"split": "validation"} if has else {}
+
+
+# Toy files
 
 
 def toy_data(name: str) -> Job:

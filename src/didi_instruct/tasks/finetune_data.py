@@ -1,6 +1,5 @@
 """What a model is fine-tuned on: text, or prompts with answers, in the tokens of the model."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,24 +24,27 @@ from didi_instruct.tasks.answer_files import open_answers
 from didi_instruct.tasks.answers import Window
 from didi_instruct.tasks.mmlu_data import examples, read_mmlu, split_by_hash
 from didi_instruct.tasks.prompts import Example, read_examples, read_texts
+from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.training.answers import make_answer_objective
 from didi_instruct.training.distributed import World, compiles
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Objective, make_objective
 from didi_instruct.training.pretrain_task import PretrainTask
 
-Read = Callable[[], Iterable[Example]]
-"""Reads the examples anew each time."""
+Reader = Callable[[], Iterable[Example]]
+"""Reads the examples of a run from the start."""
 PREPARED = "data"
 """Folder of a run for what was tokenised."""
 
 
 @dataclass(frozen=True)
-class Learning:
-    """Data and objective of a fine-tuning run."""
+class FinetuneData:
+    """What a fine-tuning run learns from: rows, objective, and the model's settings for them."""
 
-    data: TokenSource
+    rows: TokenSource
+    """Rows to learn."""
     valid: TokenSource | None
+    """Rows held out."""
     model: ModelConfig
     """The model's settings; where texts have windows of their own, with the lengths of these."""
     objective: Objective
@@ -52,14 +54,14 @@ class Learning:
     """What is to be told once."""
 
 
-def open_learning(
+def open_finetune_data(
     config: FinetuneConfig,
     loaded: LoadedModel,
     source: str,
     folder: Path,
     world: World,
     progress: PrepareBar = nullcontext,
-) -> Learning:
+) -> FinetuneData:
     """Open the data of a run in all processes; what is not tokenised yet is, in its folder."""
     if not config.data.source:
         what = {
@@ -84,7 +86,7 @@ def _open_text(
     folder: Path,
     world: World,
     progress: PrepareBar,
-) -> Learning:
+) -> FinetuneData:
     given, model, tokenizer = config.data, loaded.config, loaded.tokenizer
     assert given.source is not None
     assert tokenizer is not None
@@ -120,17 +122,17 @@ def _open_text(
     if model.end_id is not None:
         model = with_lengths(model, data, model.end_id)
     objective = make_objective(model, compile=compiles(config.train, world.device))
-    return Learning(data, valid, model, objective, None)
+    return FinetuneData(data, valid, model, objective, None)
 
 
 def _open_rows(
     config: FinetuneConfig,
     loaded: LoadedModel,
-    read: Read | None,
+    read: Reader | None,
     window: Window,
     folder: Path,
     world: World,
-) -> Learning:
+) -> FinetuneData:
     """Open rows of prompts with answers, or of texts that stand alone."""
     model, tokenizer, begun = loaded.config, loaded.tokenizer, is_begun(folder)
     assert tokenizer is not None
@@ -163,12 +165,12 @@ def _open_rows(
         notes.append(f"{whole} are cut from the {side}, to fit {reads}.")
     if prepared.dropped:
         notes.append(f"{prepared.dropped:,} texts are left out: they do not fit {reads}.")
-    return Learning(data, valid, model, objective, measured, tuple(notes))
+    return FinetuneData(data, valid, model, objective, measured, tuple(notes))
 
 
 def _framed_texts(
     config: FinetuneConfig, loaded: LoadedModel, source: str, record: NetworkRecord | None
-) -> tuple[Read, Window]:
+) -> tuple[Reader, Window]:
     """Texts for a masked LM of transformers, which puts special tokens around each."""
     given = config.data
     assert record is not None
@@ -183,7 +185,7 @@ def _framed_texts(
     return (lambda: read_texts(str(given.source), options)), window
 
 
-def _reader(config: FinetuneConfig) -> Read:
+def _reader(config: FinetuneConfig) -> Reader:
     """Return what reads the examples of the settings, anew each time."""
     source = str(config.data.source)
     if config.task == "answers":
@@ -198,6 +200,11 @@ def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
         raise UserError(f"{folder}: has a training split: leave out answers.share.")
     if share is not None:
         taken, _ = split_by_hash(found.test, share)
+        if not taken:
+            raise UserError(
+                f"{folder}: answers.share={share:g} takes none of its {len(found.test)} test "
+                "questions: use a larger share."
+            )
         return examples(taken)
     if not found.train:
         raise UserError(
@@ -250,8 +257,8 @@ def held_out_answers(task: PretrainTask, valid: TokenSource, objective: Objectiv
             )
             nats = torch.cat([loss for _, loss in measured])
         numbers = {"valid_answer_nats": nats.mean().item()}
-        if len(nats) > 1:  # one has no spread
-            numbers["valid_ci95"] = 1.96 * nats.std().item() / math.sqrt(len(nats))
+        if interval := mean_interval(nats.numpy()):
+            numbers["valid_ci95"] = (interval[1] - interval[0]) / 2
         return numbers
 
     return evaluate
