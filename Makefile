@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo animation test quick reproduce lint types wheel setup clean
+.PHONY: demo animation test quick harness reproduce lint types wheel setup clean
 
 setup: $(VENV)/ready
 
@@ -27,6 +27,11 @@ test: setup
 # All but the tests that take longer than about ten seconds each.
 quick: setup
 	$(BIN)/python -m pytest -n auto --durations=10 -m "not slow"
+
+# The adapter for lm-evaluation-harness, whose library is too large for every developer's machine.
+harness: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[tasks]"
+	$(BIN)/python -m pytest tests/tasks/test_harness.py
 
 # Every table and figure of the paper, tiny: that they can be made, not what they say.
 reproduce: setup

@@ -93,8 +93,8 @@ def test_quick_numbers_are_those_of_the_samples():
     language = OracleLanguage.default()
     table = torch.randn(64, generator=torch.Generator().manual_seed(0)).log_softmax(0)
 
-    def rows(z, t, where):
-        return table.expand(int(where.sum()), -1)
+    def rows(reads, t, at):
+        return table.expand(len(at), -1)
 
     start = torch.full((12, language.length), 64)
     test = UniformQuickTest(LogLinear(1e-3), start, 64, [3], oracle_judge(language), seed=5)

@@ -32,9 +32,9 @@ def draws(monkeypatch):
     """How many texts the bank's sampler is asked for, call by call."""
     asked, draw = [], distill_parts.ancestral
 
-    def counted(denoiser, schedule, canvas, **options):
-        asked.append(len(canvas.tokens))
-        return draw(denoiser, schedule, canvas, **options)
+    def counted(denoiser, schedule, state, **options):
+        asked.append(len(state.z))
+        return draw(denoiser, schedule, state, **options)
 
     monkeypatch.setattr(distill_parts, "ancestral", counted)
     return asked
