@@ -81,8 +81,13 @@ def test_baselines_are_not_compared_with_each_other():
 
 
 def test_guessing_is_named():
-    assert against_chance("one", [0.2, 0.3], 0.25)
-    assert against_chance("one", [0.26, 0.3], 0.25) is None
+    intervals = {"one": [0.2, 0.3], "two": [0.26, 0.3], "three": [0.1, 0.25]}
+    rows = [{"model": name, "accuracy_ci95": ends} for name, ends in intervals.items()]
+    [said] = against_chance(rows, 0.25)
+    assert said == "Not told from guessing, since 25.0% lies in their intervals: one; three."
+    [said] = against_chance(rows[:1], 0.25)
+    assert said.endswith("lies in its interval: one.")
+    assert against_chance(rows[1:2], 0.25) == []
 
 
 def test_f1_by_hand():

@@ -100,6 +100,7 @@ def evaluate(
         subjects += _by_subject(entry.name, questions, found.right)
         right[entry.name] = found.right
         notes += _notes(entry.name, row, found)
+    notes += against_chance(rows, CHANCE)
     rows.append(_chance_row(len(questions), options.split))
     always = _most_frequent(learnt or questions)
     name = f"always {LETTERS[always]}"
@@ -313,7 +314,7 @@ def _row(name: str, found: Answers, questions: Sequence[Question], options: Mmlu
 
 
 def _notes(name: str, row: Row, found: Answers) -> list[str]:
-    notes = [against_chance(name, row["accuracy_ci95"], CHANCE)]
+    notes = []
     if found.truncated:
         notes.append(
             f"{name}: {found.truncated} of {row['prompts']} prompts did not fit its window: "
@@ -328,7 +329,7 @@ def _notes(name: str, row: Row, found: Answers) -> list[str]:
         notes.append(f"{name}: its tokenizer cuts letters into several tokens; they are scored so.")
     if bool(((found.right > 0) & (found.right < 1)).any()):
         notes.append(f"{name}: some choices tie, and share the answer.")
-    return [note for note in notes if note is not None]
+    return notes
 
 
 def _by_subject(name: str, questions: Sequence[Question], right: NDArray[Any]) -> list[Row]:

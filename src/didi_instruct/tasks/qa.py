@@ -119,10 +119,8 @@ def evaluate(
         row["questions_per_second"] = len(items) / (time.perf_counter() - begun)
         row["baseline"] = "untrained" if number >= len(models) else None
         rows.append(_common(entry.name, right[entry.name]) | row)
-        if chance is not None:
-            said = against_chance(entry.name, rows[-1]["accuracy_ci95"], chance)
-            notes += [] if said is None else [said]
     if chance is not None:
+        notes += against_chance(rows, chance)
         row = {"model": "chance", "num": len(items), "accuracy": chance, "baseline": "chance"}
         rows.append(row)
     answer, count = Counter(item.answer for item in items).most_common(1)[0]

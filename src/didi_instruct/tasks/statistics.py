@@ -97,11 +97,17 @@ def compare_all(
     return [row for row, _ in found], [said for _, said in found]
 
 
-def against_chance(name: str, interval: Sequence[float], chance: float) -> str | None:
-    """A sentence on a model whose interval of accuracy holds that of guessing."""
-    if interval[0] <= chance <= interval[1]:
-        return f"{name} cannot be told from guessing: {100 * chance:.1f}% lies within its interval."
-    return None
+def against_chance(rows: Sequence[Row], chance: float) -> list[str]:
+    """A sentence on the models whose intervals of accuracy hold that of guessing; none if none."""
+    found = []
+    for row in rows:
+        low, high = row["accuracy_ci95"]
+        if low <= chance <= high:
+            found.append(row["model"])
+    if not found:
+        return []
+    of = "their intervals" if len(found) > 1 else "its interval"
+    return [f"Not told from guessing, since {100 * chance:.1f}% lies in {of}: {'; '.join(found)}."]
 
 
 # Predictions of two labels, by several seeds
