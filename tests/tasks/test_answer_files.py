@@ -60,15 +60,17 @@ def test_rows_are_as_long_as_the_longest_that_was_asked_for(tmp_path):
 
 
 def test_equal_prompts_are_held_out_together_in_an_order_of_chance(tmp_path):
-    train, valid, _ = opened(tmp_path, valid=6)
+    """Their answers differ, and play no part."""
+    examples = [Example(one.prompt, f"{n:02d}", one.where) for n, one in enumerate(EXAMPLES)]
+    train, valid, _ = opened(tmp_path, examples, valid=6)
     assert (train.num_sequences, valid.num_sequences) == (54, 6)
     sides = [{p for p, _ in texts(part.ordered(0, 60))} for part in (train, valid)]
     assert not sides[0] & sides[1]
     assert len(sides[1]) == 2
-    usual = opened(tmp_path)[1]
+    usual = opened(tmp_path, examples)[1]
     assert usual.num_sequences == 3, "1% and its likes"
     with pytest.raises(UserError, match=r"data.valid is 60.*all 60 rows"):
-        opened(tmp_path, valid=60)
+        opened(tmp_path, examples, valid=60)
 
 
 def test_fingerprints_tell_streams_apart(tmp_path):
