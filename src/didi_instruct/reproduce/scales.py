@@ -72,6 +72,8 @@ SMALL_FINETUNING = (
     "train.eval_every=0",
     "train.ema=0.99",
 )
+SMALL_READER_STEPS = "train.steps=3000"
+"""Of every teacher that reads streams, masked or uniform-state."""
 SMALL_LARGER = ("model.layers=8", "model.hidden=512", "model.heads=8")
 
 
@@ -147,20 +149,26 @@ def _small(given: Given) -> Scale:
         tasks=tasks,
         finetuning={
             "mmlu": (*SMALL_FINETUNING, *learning_share(tasks)),
-            "pubmed": SMALL_FINETUNING,
+            "pubmed": (*SMALL_FINETUNING, "train.steps=300", "optim.warmup=60", "data.valid=200"),
         },
-        task_options={"mmlu": scored_share(tasks)},
+        task_options={"mmlu": scored_share(tasks), "mrpc": {"seeds": 3}},
     )
     return replace(scale, readers=_small_readers(scale))
 
 
 def _small_readers(scale: Scale) -> Scale:
     """The models that downstream tasks ask for, as readers of streams."""
-    models = {}
-    for role in ("ar", "sdtt", "duo-teacher", "duo"):
-        recipe, overrides = scale.models[role]
-        own = () if role in ("sdtt", "duo") else ("model.own_window=false",)
-        models[role] = Training(recipe, (*overrides, *own, "data.rows=stream"))
+    changes = {
+        "ar": ("model.own_window=false",),
+        "sdtt": (),
+        "duo-teacher": ("model.own_window=false", SMALL_READER_STEPS),
+        "duo": (),
+    }
+    models = {
+        role: Training(recipe, (*overrides, *changes[role], "data.rows=stream"))
+        for role, (recipe, overrides) in scale.models.items()
+        if role in changes
+    }
     assert scale.reader is not None
     return replace(scale, teacher=scale.reader, models=models)
 
@@ -170,7 +178,7 @@ def _reader(given: Given, data: tuple[str, ...]) -> Job | str | None:
     known = given.teacher and is_ours(Path(given.teacher))
     if known and read_manifest(Path(str(given.teacher))).model.end_id is None:
         return given.teacher
-    streams = ("model.own_window=false", "data.rows=stream", "train.steps=3000")
+    streams = ("model.own_window=false", "data.rows=stream", SMALL_READER_STEPS)
     return Job(
         name="reader", does="pretrain", recipe="stories-teacher", overrides=(*data, *streams)
     )
