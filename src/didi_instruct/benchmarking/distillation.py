@@ -17,7 +17,8 @@ from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.didi import DiscriminatorConfig
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.pretrain import Compile, TrainConfig
-from didi_instruct.distillation.didi import Pair, mean_log_prob
+from didi_instruct.distillation.critic import Pair
+from didi_instruct.distillation.didi import mean_log_prob
 from didi_instruct.distillation.losses import PathScore, divergence, entropy
 from didi_instruct.distillation.methods import make_task
 from didi_instruct.distillation.rollout import Jump, Rollout

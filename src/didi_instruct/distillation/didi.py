@@ -6,8 +6,7 @@ whole batch. Then the student scores the same tokens with gradient, part by part
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,17 @@ from didi_instruct.config.didi import DidiConfig
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation import losses
+from didi_instruct.distillation.critic import (
+    Corrupted,
+    Critic,
+    Pair,
+    reference_noise,
+    texts_per_reference,
+)
 from didi_instruct.distillation.losses import PathScore
 from didi_instruct.distillation.rollout import Jump, Rollout, rollout
 from didi_instruct.distillation.run import USUAL_STEPS, Distillation, Loss, MethodEntry, MicroBatch
-from didi_instruct.distillation.watch import RunningMean, unique_ngrams
+from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.process.masking import mask
@@ -30,29 +36,7 @@ from didi_instruct.sampling.plan import flat_positions
 from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
 from didi_instruct.training.loop import Metrics
-from didi_instruct.transfer import Later, sent
-
-
-class Corrupted(NamedTuple):
-    """Texts at a noise level, as the discriminator sees them."""
-
-    z: Tensor  # (B, L)
-    t: Tensor
-    """(B,) time of the comparison: with coupled times the stop on the student's way (in streams,
-    the time drawn, which is before the next stop)."""
-    written: Tensor  # (B, L) positions that were not given
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Student texts of a part, and reference texts, at the same noise level."""
-
-    batch: MicroBatch
-    rollout: Rollout
-    fake: Corrupted  # the student's
-    real: Corrupted
-    """The teacher's, one for each of the student's; with prompts, for each group of one prompt."""
-
+from didi_instruct.transfer import sent
 
 StudentTexts = Callable[[Distillation, MicroBatch, Tensor, Tensor | None], Rollout]
 """(distillation, part, τ (B,), rows that begin with the prompts or None) -> texts."""
@@ -126,8 +110,8 @@ def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -
     group = sent(torch.arange(len(tau)) // shared, device)
     coins = noise.of_groups(shared).uniforms(d.length, Purpose.REMASK, 0)[group]
     fake = _corrupt(d, texts.x, texts.written, time, coins)  # z
-    time = time[:: _texts_per_reference(d)]
-    coins = _of_references(d, noise).uniforms(d.length, Purpose.REMASK, 1)
+    time = time[:: texts_per_reference(d)]
+    coins = reference_noise(d, noise).uniforms(d.length, Purpose.REMASK, 1)
     real = _corrupt(d, reference, d.starts.open(reference), time, coins)  # z'
     return Pair(batch, texts, fake, real)
 
@@ -163,17 +147,9 @@ def _texts_per_state(didi: DidiConfig) -> int:
     return didi.group_size if didi.grouping == "state" else 1
 
 
-def _texts_per_reference(d: Distillation) -> int:
-    return d.config.didi.group_size if d.config.prompt else 1
-
-
-def _of_references(d: Distillation, noise: Noise) -> Noise:
-    return replace(noise, samples=noise.samples[:: _texts_per_reference(d)])
-
-
 def _references(d: Distillation, batch: MicroBatch) -> Tensor:
     """Reference texts of a part (R, L), wherever they come from."""
-    each = _texts_per_reference(d)
+    each = texts_per_reference(d)
     number = batch.step * d.config.discriminator.steps + batch.turn
     first = (number * d.config.train.batch_size + int(batch.indices[0])) // each
     return d.references(first, len(batch.indices) // each)
@@ -188,148 +164,10 @@ def _corrupt(d: Distillation, x: Tensor, written: Tensor, t: Tensor, coins: Tens
 
 def _unique(d: Distillation, pairs: Sequence[Pair]) -> Tensor:
     """Share of distinct 4-grams of the written tokens, one text for each prompt or z_τ."""
-    each = max(_texts_per_state(d.config.didi), _texts_per_reference(d))
+    each = max(_texts_per_state(d.config.didi), texts_per_reference(d))
     x = torch.cat([pair.rollout.x[::each] for pair in pairs])
     written = torch.cat([pair.rollout.written[::each] for pair in pairs])
     return unique_ngrams(d.world.gather(x), d.world.gather(written))
-
-
-# The discriminator: it learns to tell texts apart, and rewards them
-
-JUDGED = ("loss", "accuracy", "sharpness")
-"""Of the discriminator's log: its loss, the share of texts classified correctly, and that of
-positions, of which its loss is."""
-
-
-class CriticUpdate(NamedTuple):
-    """An update of the discriminator, and what it saw."""
-
-    metrics: Metrics
-    accuracy: float
-    sharpness: float
-    states: Sequence[Tensor | None]
-    """States (B, L, d) of its frozen blocks on the student's texts of each part, where kept."""
-
-
-class Critic:
-    """The discriminator, log q_teacher / q_student at every position (Lemma 3.2), and its gates."""
-
-    def __init__(
-        self, d: Distillation, discriminator: Discriminator, *, keep_states: bool = True
-    ) -> None:
-        self.d, self.keep_states, settings = d, keep_states, d.config.discriminator
-        self.learner = d.learner(discriminator, settings.lr, settings.weight_decay)
-        self.accuracy, self.sharpness = RunningMean(), RunningMean()
-
-    def update(self, step: int, pairs: Sequence[Pair]) -> CriticUpdate:
-        """Balanced cross-entropy, Eq. (8), teacher = 1; wait instead if it is saturated."""
-        d, batch = self.d, self.d.config.train.batch_size
-        count = sum(len(pair.real.z) for pair in pairs) * d.world.size
-        found: list[Metrics] = []
-        states = []
-        for pair in d.passes(pairs):
-            ratio, ratio_real, below = self._log_ratios(pair, first=not found)
-            states.append(below)
-            fake = self._terms(pair.fake, ratio, teacher=False, count=batch)
-            real = self._terms(pair.real, ratio_real, teacher=True, count=count)
-            both = {f"disc_{name}": (fake[name] + real[name]) / 2 for name in JUDGED}
-            tokens = pair.fake.written.sum(1).clamp(min=1)
-            own = {
-                "reward_student": fake["reward"],
-                "reward_reference": real["reward"],
-                "path_entropy": -(pair.rollout.log_prob / tokens).sum() / batch,
-            }
-            found.append(both | own)
-            if len(found) == len(pairs):  # asked for before the last gradients are computed
-                metrics = d.summed(found)
-                asked = Later(metrics["disc_accuracy"], metrics["disc_sharpness"])
-            self.learner.backward(both["disc_loss"])
-        accuracy, sharpness = asked.read()
-        # Judged by positions, of which its loss is: whole texts are told apart long before. And by
-        # earlier batches: to learn from those alone that it errs on were a bias. Batches not seen
-        # yet count as one half, so that a few good ones are not enough.
-        saturated = self.sharpness.cautious(0.5) > (d.config.discriminator.saturation or 1)
-        if saturated:  # it waits until the student has caught up
-            self.learner.drop_gradients()
-            norm = d.number(0.0)
-        else:
-            norm = self.learner.update(step)
-        metrics |= {"disc_grad_norm": norm, "disc_waits": d.number(saturated)}
-        return CriticUpdate(metrics, accuracy, sharpness, states)
-
-    def _terms(self, texts: Corrupted, log_ratio: Tensor, *, teacher: bool, count: int) -> Metrics:
-        """Loss, shares judged rightly, reward of some of `count` texts; log-ratios (B, L)."""
-        settings, written = self.d.config.discriminator, texts.written
-        masked = texts.z == self.d.mask_id
-        where = masked if settings.positions == "masked" else written
-        target = 1 - settings.label_smoothing if teacher else settings.label_smoothing
-        loss = losses.smooth_bce(log_ratio, where, target).sum() / count
-        log_ratio = log_ratio.detach()
-        reward = losses.rewards(log_ratio, masked, written)
-        towards, margin = (log_ratio, reward) if teacher else (-log_ratio, -reward)
-        right, sharp = num_correct(margin, written), share_correct(towards, where)
-        return {
-            "loss": loss,
-            "accuracy": right / count,
-            "sharpness": sharp / count,
-            "reward": reward.sum() / count,
-        }
-
-    def _log_ratios(self, pair: Pair, *, first: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-ratios (B, L) of the student's texts and (R, L) of the reference texts.
-
-        And the states of frozen blocks on the student's texts, if they are kept.
-        """
-        z = torch.cat([pair.fake.z, pair.real.z])
-        sigma = self.d.schedule.sigma(torch.cat([pair.fake.t, pair.real.t]))
-        dropout = self._dropout(pair)
-
-        def forward(network: Discriminator) -> tuple[Tensor, Tensor | None]:
-            if first:  # a power iteration once per update, however many passes
-                network.iterate()
-            if not (self.keep_states and network.frozen):
-                return network(z, sigma, dropout=dropout).clone(), None  # FSDP mistrusts views
-            below = network.below(z, sigma)
-            return network.above(below, sigma, dropout).clone(), below
-
-        ratio, below = self.learner.run(forward)
-        size = len(pair.fake.z)
-        return ratio[:size], ratio[size:], None if below is None else below[:size]
-
-    def _dropout(self, pair: Pair) -> Tensor | None:
-        """Factors of the head's hidden units (B + R, L, d) in an update."""
-        share, noise = self.d.config.discriminator.dropout, pair.batch.noise
-        if not share:
-            return None
-        count = self.d.length * self.learner.network.config.hidden
-        texts = enumerate((noise, _of_references(self.d, noise)))
-        units = torch.cat([each.uniforms(count, Purpose.DROPOUT, kind) for kind, each in texts])
-        return ((units >= share).float() / (1 - share)).view(len(units), self.d.length, -1)
-
-    @torch.no_grad()
-    def reward(self, pair: Pair, below: Tensor | None = None) -> Tensor:
-        """Rewards of the student's texts under the discriminator as it is now, Eq. (6): (B,).
-
-        `below` are the states of its frozen blocks, if they are known.
-        """
-        z, sigma = pair.fake.z, self.d.schedule.sigma(pair.fake.t)
-
-        def forward(network: Discriminator) -> Tensor:
-            return network(z, sigma) if below is None else network.above(below, sigma)
-
-        ratio = self.learner.run(forward)
-        return losses.rewards(ratio, z == self.d.mask_id, pair.fake.written)
-
-
-def num_correct(margin: Tensor, written: Tensor) -> Tensor:
-    """Correctly classified texts, margin (B,) above 0; empty ones count one half."""
-    return torch.where(written.any(1), (margin > 0).float(), 0.5).sum()
-
-
-def share_correct(log_ratio: Tensor, where: Tensor) -> Tensor:
-    """Sum over texts of the share of positions (B, L) classified correctly, log-ratio above 0."""
-    shares = (where & (log_ratio > 0)).sum(1) / where.sum(1).clamp(min=1)
-    return torch.where(where.any(1), shares, 0.5).sum()
 
 
 def normalise(didi: DidiConfig, reward: Tensor) -> losses.Advantages:
