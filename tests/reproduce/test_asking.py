@@ -1,6 +1,7 @@
 """What a table says of its students: how often they learnt, and what they are without guidance."""
 
-from didi_instruct.reproduce.asking import learnt
+from didi_instruct.reproduce.asking import METHODS, ask_method, learnt
+from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.items_ablations import asks, unguided, with_unguided
 from didi_instruct.reproduce.paper import LEAVE_ONE_OUT
 from didi_instruct.reproduce.scale import Given
@@ -70,3 +71,14 @@ def test_every_guided_row_has_its_unguided_student():
     same = [a.labels["recipe"] for a, b in pairs if a.job.key == b.job.key]
     assert same == ["ablation-without-guidance"], "which is measured once"
     assert not list(unguided(LEAVE_ONE_OUT, find_scale("paper", Given()))), "no path KL there"
+
+
+def test_ablation_tables_begin_with_their_teacher():
+    """It costs nothing, so it stands in each table; its path KL is unguided as it is."""
+    scale, item = find_scale("toy", Given()), ITEMS["ablation-leave-one-out"]
+    [ask] = ask_method(scale, "teacher")
+    assert ask.job.key in {job.key for job in item.jobs(scale)}
+    row = {"nfe": 4, "seed": 0, "path_kl": 3.5, "path_kl_ci95": [3.0, 4.0]}
+    [found] = item.table(scale, {ask.job.key: [row]}).rows
+    assert found["method"] == METHODS["teacher"].label
+    assert (found["unguided_path_kl"], found["unguided_path_kl_ci95"]) == (3.5, [3.0, 4.0])

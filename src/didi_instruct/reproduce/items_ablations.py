@@ -5,7 +5,15 @@ from functools import partial
 from pathlib import Path
 
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.asking import Ask, ablated, answers, learnt, printed, quality
+from didi_instruct.reproduce.asking import (
+    Ask,
+    ablated,
+    answers,
+    ask_method,
+    learnt,
+    printed,
+    quality,
+)
 from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.measuring import quality_job
@@ -16,6 +24,7 @@ GUIDED = {"ablation-cumulative-6-guidance", "ablation-all-tricks"}
 ALSO_GUIDED = "ablation-without-"
 """Rows sampled by RGAS: all of Table 2 but the one without it, the last of Table 1."""
 UNGUIDED = Shown("unguided_path_kl", "path KL, unguided", ".2f")
+PLAIN = {UNGUIDED.column: "path_kl", f"{UNGUIDED.column}_ci95": "path_kl_ci95"}
 
 
 def sampler_of(recipe: str) -> str:
@@ -55,22 +64,21 @@ def unguided(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask
 def with_unguided(rows: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
     """Rows with the path KL of their student without guidance."""
     found = {(row["recipe"], row["nfe"], row["seed"]): row for row in plain}
-    names = {UNGUIDED.column: "path_kl", f"{UNGUIDED.column}_ci95": "path_kl_ci95"}
     return [
-        row
-        | {
-            mine: found.get((row["recipe"], row["nfe"], row["seed"]), {}).get(theirs)
-            for mine, theirs in names.items()
-        }
-        for row in rows
+        row | _plain_path(found.get((row["recipe"], row["nfe"], row["seed"]), {})) for row in rows
     ]
+
+
+def _plain_path(row: Row) -> Row:
+    return {mine: row.get(theirs) for mine, theirs in PLAIN.items()}
 
 
 def _table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results) -> Table:
     plain = answers(unguided(numbers, scale), results)
     rows = with_unguided(answers(asks(numbers, scale), results), plain)
+    teacher = [row | _plain_path(row) for row in answers(ask_method(scale, "teacher"), results)]
     return Table(
-        rows=rows,
+        rows=[*teacher, *rows],
         shown=tuple(UNGUIDED if one == PATH_KL else one for one in quality(scale)),
         paper=printed(numbers, {}),
         notes=[
@@ -94,7 +102,15 @@ def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed
         name=name,
         title=title,
         where=where,
-        jobs=lambda scale: [ask.job for some in (asks, unguided) for ask in some(numbers, scale)],
+        jobs=lambda scale: [
+            ask.job
+            for some in (
+                ask_method(scale, "teacher"),
+                asks(numbers, scale),
+                unguided(numbers, scale),
+            )
+            for ask in some
+        ],
         table=partial(_table, numbers),
         figure=_draw,
     )
