@@ -20,6 +20,7 @@ from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.reading import recognise
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.baselines import WAYS, budgets_of, sweep_of
+from didi_instruct.reproduce.downstream import HERE as DOWNSTREAM
 from didi_instruct.reproduce.equal_terms import WHOLE
 from didi_instruct.reproduce.jobs import DATA, Job
 
@@ -34,8 +35,6 @@ CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
 NO_MODELS = ("judge", "reference", "corpora", DATA, WORDS)
 """Inputs that are not sampled."""
-TUNED = "after-"
-"""Begins the role of a fine-tuned model."""
 PER_ITERATION = {
     # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
     # discriminator learns from two texts and rewards one.
@@ -125,7 +124,7 @@ def _measuring(job: Job) -> Cost:
         return Cost(None, None)
     if "methods" in options:  # a few batches of each, timed
         return Cost()
-    if DATA in job.inputs or any(role.startswith(TUNED) for role in job.inputs):
+    if job.does.startswith(DOWNSTREAM):
         return Cost()  # a pass over the task's texts for each model
     if "judge" not in job.inputs:
         texts = CORPORA * options["sequences"] * DRAWS

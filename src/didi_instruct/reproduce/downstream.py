@@ -25,6 +25,8 @@ from didi_instruct.tasks.task import NamedModel
 from didi_instruct.training.objectives import make_objective
 
 HERE = "didi_instruct.reproduce.downstream"
+BEFORE, AFTER = "before", "after"
+"""Stages of a model; the roles of a job's inputs begin with them, where it has both."""
 CACHE = "features"
 """Folder of frozen states, in that of the grid."""
 
@@ -75,7 +77,7 @@ def _models(context: Context, labels: Mapping[str, str]) -> list[NamedModel]:
 
 def _held_out(context: Context) -> TokenDataset:
     """Rows that all fine-tuning runs have held out; runs that differ in them are refused."""
-    runs = [source for role, source in context.inputs.items() if role.startswith("after-")]
+    runs = [source for role, source in context.inputs.items() if role.startswith(AFTER)]
     found = [open_data(Path(run) / PREPARED, "valid") for run in runs]
     for run, data in zip(runs, found, strict=True):
         if data.fingerprint != found[0].fingerprint:

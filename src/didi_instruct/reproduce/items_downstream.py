@@ -7,7 +7,7 @@ from typing import Any
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS, METHODS
-from didi_instruct.reproduce.downstream import HERE
+from didi_instruct.reproduce.downstream import AFTER, BEFORE, HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import DATA, Job
 from didi_instruct.reproduce.scale import Scale
@@ -15,7 +15,6 @@ from didi_instruct.reproduce.tables import Row, Shown, Table
 from didi_instruct.reproduce.task_files import SAYS
 from didi_instruct.tasks.registry import find_task
 
-BEFORE, AFTER = "before", "after"
 ACCURACY = Shown("accuracy", "accuracy", ".1%")
 CHOICES = Shown("nll_choices", "NLL of 4", ".3f")
 LETTER = Shown("nll", "NLL of all", ".3f")
