@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
+from didi_instruct.api.distill_lengths import give_lengths, take_lengths
 from didi_instruct.api.distill_parts import (
     BankBar,
     denoiser_of,
@@ -100,7 +101,7 @@ def distill(
     config, said = settings_for(recipe, overrides, method)
     verb = f"didi distill RECIPE --teacher {source}"
     check_rounds(config, check_folder(folder, config, resume, verb=verb), folder)
-    loaded = open_source(source, tokenizer=tokenizer)
+    loaded = give_lengths(open_source(source, tokenizer=tokenizer), config, source)
     student = open_student(config, loaded, source)
     with open_world(device) as world:
         check_fit(config, loaded.config, processes=world.size)
@@ -113,6 +114,7 @@ def distill(
                 return _as_before(folder, config, world)
             words = str(tokenizer or find(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
+            take_lengths(data, config, loaded, student)
             taught = Teacher(
                 network=denoiser_of(loaded, source, config.method).to(world.device),
                 tokenizer=loaded.tokenizer,

@@ -7,6 +7,8 @@ from didi_instruct.errors import UserError
 
 Kind = Literal["mdlm", "duo", "ar"]
 Order = Literal["random", "streams"]
+NEVER = -1
+"""In place of a count in `ModelConfig.lengths`: no text of that length is ever drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +52,8 @@ class ModelConfig:
     fills is never noise and never written: a masked model is given the length of a text, an AR
     model learns nothing after the end."""
     lengths: tuple[int, ...] = ()
-    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end. A masked
-    model draws the length of a text from it before it writes."""
+    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end, -1 where none
+    is ever to be drawn. A masked model draws the length of a text from it before it writes."""
     order: Order = "random"
     """Of an `mdlm`: in which order positions are revealed, where nobody says: by chance, or
     in `streams`, apart from each other (`process.masking`)."""
@@ -105,13 +107,19 @@ class ModelConfig:
             raise UserError("model.lengths are given, but an `ar` model ends texts by itself.")
         if self.kind == "mdlm" and (
             len(self.lengths) != self.length + 1
-            or min(self.lengths) < 0
-            or not any(self.lengths[1:])
+            or min(self.lengths) < NEVER
+            or not any(count > 0 for count in self.lengths[1:])
         ):
             raise UserError(
                 f"model.lengths has to count the texts of 0 to {self.length} tokens, some of 1 or "
                 "more."
             )
+
+    @property
+    def window(self) -> int:
+        """Tokens of a window: all that the model reads, or those of the longest text drawn."""
+        drawn = (n for n, count in enumerate(self.lengths) if count != NEVER)
+        return max(drawn, default=self.length)
 
     @property
     def num_tokens(self) -> int:

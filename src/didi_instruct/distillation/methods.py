@@ -68,11 +68,11 @@ def check_fit(
             f"The data has rows of {rows} tokens, but the teacher reads at most {teacher.length}: "
             f"prepare it with --length {teacher.length}."
         )
-    length = teacher.length if rows is None else rows
-    if teacher.end_id is not None and length != teacher.length:
+    length = teacher.window if rows is None else rows
+    if teacher.end_id is not None and length != teacher.window:
         raise UserError(
             f"The data has rows of {rows} tokens, but the teacher's windows, one for each text, "
-            f"have {teacher.length}: prepare it with --length {teacher.length}."
+            f"have {teacher.window}: prepare it with --length {teacher.window}."
         )
     if config.prompt >= length:
         raise UserError(

@@ -41,7 +41,9 @@ up has no result to keep."""
 ADDED = {
     "warmup_on_top": False,
     "train.ema_warmup": True,
+    "lengths": "",
     "discriminator.weight_decay": None,
+    "discriminator.lr_warmup": 0,
     "discriminator.dropout": 0.0,
 }
 """Settings that came later, with the values that change nothing: there they have no part in a key,
