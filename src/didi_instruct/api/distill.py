@@ -115,8 +115,9 @@ def distill(
             words = str(tokenizer or find(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
             take_lengths(data, config, loaded, student)
+            loaded.model.to(world.device)
             taught = Teacher(
-                network=denoiser_of(loaded, source, config.method).to(world.device),
+                network=denoiser_of(loaded, source, config.method),
                 tokenizer=loaded.tokenizer,
                 fingerprint=fingerprint(source),
                 source=source,

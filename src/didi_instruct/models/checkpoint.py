@@ -217,12 +217,12 @@ def load_model(
     network = _on_meta(weights.path, weights.shapes, build, manifest.model)
     discriminator, trunk = None, manifest.discriminator
     if trunk is not None:
-        critic, record = StoredWeights(paths[DISCRIMINATOR], manifest.storage), None
+        critic, of_trunk = StoredWeights(paths[DISCRIMINATOR], manifest.storage), None
         if manifest.discriminator_network is not None:
-            record = _recorded(folder, manifest.discriminator_network)
+            of_trunk = _recorded(folder, manifest.discriminator_network)
         build = _builder_of_discriminator(folder, manifest.discriminator_network)
         discriminator = _on_meta(critic.path, critic.shapes, build, trunk)
-        _fill_discriminator(discriminator, critic, record, device, dtype)
+        _fill_discriminator(discriminator, critic, of_trunk, device, dtype)
     if manifest.network is None:
         _fill(network, weights, device, dtype)
     else:
