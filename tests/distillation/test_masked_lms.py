@@ -15,7 +15,8 @@ from didi_instruct.api.model import Model
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.masked_lm import load_masked_lm, save_masked_lm
+from didi_instruct.models.masked_lm import load_masked_lm
+from didi_instruct.models.masked_lm_writing import save_masked_lm
 from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.guide import DiscriminatorGuide

@@ -87,9 +87,7 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Ne
     return student
 
 
-def _other_student(
-    config: DistillConfig, other: str, teacher: LoadedModel, source: str
-) -> Network:
+def _other_student(config: DistillConfig, other: str, teacher: LoadedModel, source: str) -> Network:
     """A student that is not a copy of the teacher, if the two fit."""
     loaded = give_lengths(open_source(other), config, other)
     student = denoiser_of(loaded, other, config.method)

@@ -103,7 +103,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for name in ("storage", "network", "discriminator_network"):  # unknown to earlier versions of didi
+        for name in (
+            "storage",
+            "network",
+            "discriminator_network",
+        ):  # unknown to earlier versions of didi
             if content[name] is None:
                 del content[name]
         return (json.dumps(content, indent=2) + "\n").encode()
@@ -370,7 +374,8 @@ def _fill_discriminator(
 ) -> None:
     """`_fill` for a trunk of our own, or of the masked LM that a record describes."""
     if record is None:
-        return _fill(discriminator, weights, device, dtype)
+        _fill(discriminator, weights, device, dtype)
+        return
     head = discriminator.output_layer
     tensors = weights.read(device, dtype, keep=[f"{HEAD}{n}" for n, _ in head.named_buffers()])
     own = {n.removeprefix(HEAD): tensors.pop(n) for n in list(tensors) if n.startswith(HEAD)}
