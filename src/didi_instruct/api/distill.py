@@ -39,6 +39,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.checkpoint import read_manifest
+from didi_instruct.models.network import window_of
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.reporting import Reporter
@@ -101,10 +102,12 @@ def distill(
     config, said = settings_for(recipe, overrides, method)
     verb = f"didi distill RECIPE --teacher {source}"
     check_rounds(config, check_folder(folder, config, resume, verb=verb), folder)
-    loaded = give_lengths(open_source(source, tokenizer=tokenizer), config, source)
+    loaded = open_source(source, tokenizer=tokenizer)
+    network = denoiser_of(loaded, source, config.method)
+    give_lengths(loaded, config, source)
     student = open_student(config, loaded, source)
     with open_world(device) as world:
-        check_fit(config, loaded.config, processes=world.size)
+        check_fit(config, loaded.config, window=window_of(network), processes=world.size)
         with only_run(folder, world):
             shown = reporter if world.is_main and reporter else Reporter()
             changes = check_held(folder, config, resume, world, verb=verb)
@@ -117,7 +120,7 @@ def distill(
             take_lengths(data, config, loaded, student)
             loaded.model.to(world.device)
             taught = Teacher(
-                network=denoiser_of(loaded, source, config.method),
+                network=network,
                 tokenizer=loaded.tokenizer,
                 fingerprint=fingerprint(source),
                 source=source,

@@ -26,7 +26,7 @@ from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel
-from didi_instruct.models.network import Network
+from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
@@ -150,12 +150,13 @@ def open_texts(
     if not config.data.source:
         return None, None
     source, end_id = config.data.source, teacher.config.end_id
+    network = cast("Network", teacher.model)
     raw = source != "oracle" and not is_prepared(Path(source))
     if end_id is not None and raw and config.data.rows == "stream":
         raise UserError(_stream(source))  # before it is prepared
     settings = replace(config.data, tokenizer=tokenizer)
     data, valid = open_data_together(
-        settings, folder, world, progress, length=teacher.config.window, seed=config.train.seed
+        settings, folder, world, progress, length=window_of(network), seed=config.train.seed
     )
     check_data(teacher.config, teacher.tokenizer.hash if teacher.tokenizer else None, data)
     first = min(ROWS_LOOKED_AT, data.num_sequences or ROWS_LOOKED_AT)
@@ -182,7 +183,8 @@ def make_task(
 ) -> DistillTask:
     """The task of the settings' method, with its bank of the teacher's texts if it reads one."""
     rows = None if data is None else data.length
-    check_fit(config, teacher.network.config, rows=rows, processes=world.size)
+    window = window_of(teacher.network)
+    check_fit(config, teacher.network.config, rows=rows, window=window, processes=world.size)
     references = None
     if config.reads_bank:
         references = _bank(config, teacher, world, data, folder, progress).rows
@@ -206,7 +208,7 @@ def _bank(
 ) -> TokenSource:
     """Teacher samples on disk, drawn now where they are missing."""
     model, reference = teacher.network.config, config.reference
-    length = model.window if data is None else data.length
+    length = window_of(teacher.network) if data is None else data.length
     settings = BankSettings(
         teacher=teacher.fingerprint,
         steps=reference.steps,

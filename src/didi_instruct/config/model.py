@@ -52,8 +52,8 @@ class ModelConfig:
     fills is never noise and never written: a masked model is given the length of a text, an AR
     model learns nothing after the end."""
     lengths: tuple[int, ...] = ()
-    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end, -1 where none
-    is ever to be drawn. A masked model draws the length of a text from it before it writes."""
+    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end, -1 for a
+    length that is never drawn. A masked model draws the length of a text from it, then writes."""
     order: Order = "random"
     """Of an `mdlm`: in which order positions are revealed, where nobody says: by chance, or
     in `streams`, apart from each other (`process.masking`)."""
@@ -116,8 +116,8 @@ class ModelConfig:
             )
 
     @property
-    def window(self) -> int:
-        """Tokens of a window: all that the model reads, or those of the longest text drawn."""
+    def longest(self) -> int:
+        """Tokens of the longest text that is drawn: all that the model reads, unless said."""
         drawn = (n for n, count in enumerate(self.lengths) if count != NEVER)
         return max(drawn, default=self.length)
 

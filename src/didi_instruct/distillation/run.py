@@ -27,7 +27,7 @@ from didi_instruct.distillation.watch import ENOUGH_TEXTS
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.layers import ALIGN
-from didi_instruct.models.network import Network
+from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
@@ -146,7 +146,7 @@ class Distillation:
         self.config, self.entry, self.world, self.data = config, entry, world, data
         self.tokenizer, self.fingerprint = teacher.tokenizer, teacher.fingerprint
         self.model_config: ModelConfig = own.config
-        self.length = network.config.window if data is None else data.length
+        self.length = window_of(network) if data is None else data.length
         self.starts = Starts(network.config, self.length, config.prompt)
         self.mask_id = self.starts.mask_id
         self.schedule = make_schedule(own.config.schedule)

@@ -165,7 +165,7 @@ def _number(path: Path, settings: Mapping[str, Any], *names: str, least: int = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSettings:
-    """Settings of a `ModelConfig` that transformers has no name for, under `didi` in config.json."""
+    """Settings of a `ModelConfig` unknown to transformers, in its config.json under `didi`."""
 
     end_id: int | None = None
     lengths: tuple[int, ...] = ()

@@ -68,6 +68,7 @@ class MaskedLM(nn.Module):
     """
 
     splits: bool = False
+    reads_fill: bool = False
     network: Any
     codes: nn.Parameter | None  # (masks, d), added to the embeddings of several masks
     before: Tensor
