@@ -76,8 +76,8 @@ class DataConfig:
     """For plain text: what one document is."""
     rows: Literal["stream", "document"] = "stream"
     """What a row holds: a stretch of all documents joined, or one document and its end."""
-    long: Literal["drop", "cut"] = "drop"
-    """For rows of one document: one that does not fit is left out, or cut."""
+    long: Literal["drop", "cut", "split"] = "drop"
+    """For rows of one document: one that does not fit is left out, cut, or split into several."""
     valid: int | None = None
     """Documents held out from the end; by default 1% of them."""
 
