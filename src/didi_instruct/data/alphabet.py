@@ -28,6 +28,11 @@ def is_protein(vocabulary: Mapping[str, int]) -> bool:
     return letters >= set(AMINO_ACIDS) and not pieces and not text
 
 
+def amino_ids(vocabulary: Mapping[str, int]) -> set[int]:
+    """Ids of the 20 amino acids."""
+    return {vocabulary[letter] for letter in AMINO_ACIDS}
+
+
 def residues_of(vocabulary: Mapping[str, int]) -> str:
     """Letters that a chain may have in a vocabulary of residues; nothing for any other."""
     if not is_protein(vocabulary):
