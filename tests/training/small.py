@@ -11,8 +11,8 @@ from didi_instruct.config.pretrain import (
     ModelRecipe,
     OptimConfig,
     PretrainConfig,
-    ScheduleConfig,
     PretrainTrainConfig,
+    ScheduleConfig,
 )
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.training.distributed import World

@@ -130,8 +130,9 @@ class Model:
 
     def never_written(self, tokens: Tensor) -> Tensor:
         """Return those of the tokens that the model never writes, such as what frames a text."""
-        of_network = isinstance(self.network, MaskedLM)
-        banned = self.network.banned.tolist() if of_network else self.config.banned
+        banned = self.config.banned
+        if isinstance(self.network, MaskedLM):
+            banned = self.network.ids.banned
         return tokens[torch.isin(tokens, tokens.new_tensor(banned))]
 
     def without_likelihood(self, tokens: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ BEFORE_THE_FIRST_SAVE = (*BEFORE_THE_FIRST_STEP, RECIPE, "log.jsonl", "tensorboa
 
 FREE_TO_CHANGE = {
     "": {"reproduces", "expect"},
-    "train": {f.name for f in fields(PretrainTrainConfig)} - {"batch_size", "seed", "ema", "ema_warmup"},
+    "train": {f.name for f in fields(PretrainTrainConfig)}
+    - {"batch_size", "seed", "ema", "ema_warmup"},
     "optim": {f.name for f in fields(OptimConfig)},
     "watch": {"budgets", "samples", "min_entropy"},
     "didi": {"kl_weight", "entropy_weight", "advantage_clip"},

@@ -180,7 +180,8 @@ def _paragraphs(lines: Iterable[Fragment]) -> Iterator[Fragment]:
 def _read_proteins(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fragment]:
     """Read chains of residues: of a FASTA file errors name the line, else the document."""
     if source.kind == "fasta":
-        lines = ((f"{source.name}:{n}", *rest) for n, *rest in _fasta_lines(source, meter))
+        found = _fasta_lines(source, meter)
+        lines = ((f"{source.name}:{number}", text, last) for number, text, last in found)
         yield from checked_chains(lines, options.residues, refuse_empty=True)
         return
     named = _numbered(source, _READERS[source.kind](source, options, meter))

@@ -54,8 +54,9 @@ class Tokenizer:
     def load(cls, source: str | Path, eot: str | None = None) -> "Tokenizer":
         """Load what `source` names; `eot` is the token that ends a text, if it is unusual.
 
-        A source is `bytes`, `esm` (proteins), a tokenizer.json, a folder with one (a model, prepared data), with
-        GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging Face id.
+        A source is `bytes`, `esm` (proteins), a tokenizer.json, a folder with one (a model,
+        prepared data), with GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging
+        Face id.
         """
         if str(source) == "bytes":
             return cls(_byte_backend(), eot)

@@ -7,7 +7,6 @@ piece, up to the order of additions, and short and long texts weigh what they al
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
@@ -50,4 +49,3 @@ def plan_passes(widths: Tensor, tokens: int, rank: int = 0, processes: int = 1) 
         passes.append(Pass(order[first : first + count, rank], widest[first]))
         first += count
     return passes
-
