@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.random_models import randomise
+from tests.training.small import STATE, Interrupted, logged
 
 import didi_instruct as didi
 from didi_instruct.api.convert import convert
@@ -22,9 +24,6 @@ from didi_instruct.data.dataset import open_data
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import before_end
 from didi_instruct.training.objectives import make_objective
-
-from ..random_models import randomise
-from ..training.small import STATE, Interrupted, logged
 
 EOS, X = 2, 24
 AMINO_IDS = set(range(4, 24))
@@ -139,7 +138,7 @@ def test_the_loss_is_the_bound_by_enumeration(runs, kind, text):
 
 
 def test_letters_that_are_given_cost_a_judge_nothing(runs):
-    """Log p(MX) = log p(M) + log p(end | MX), where the X is read but not paid for."""
+    """As log p(MX) = log p(M) + log p(end | MX), where the X is read but not paid for."""
     model = random_model(runs / "ar")
     tokens = torch.full((1, 24), EOS)
     tokens[0, :2] = torch.tensor(model.tokenizer.encode(["MX"])[0])

@@ -212,7 +212,7 @@ def test_esm_s_vocabulary_reads_like_the_library_s_tokenizer(tmp_path, text):
 
 
 def test_what_is_written(tmp_path):
-    """Of proteins the 20 amino acids; [SEP] is not, so it must not pass for the end of a text (or a gap)."""
+    """Of proteins the 20 amino acids; not [SEP], which must not pass for the end of a text."""
     esm(tmp_path / "esm")
     loaded = load_masked_lm(tmp_path / "esm")
     words = {index: word for word, index in loaded.tokenizer.vocabulary.items()}

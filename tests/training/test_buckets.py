@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.config.pretrain import OptimConfig, PretrainConfig, PretrainTrainConfig
@@ -12,8 +13,6 @@ from didi_instruct.models.masked_lm import new_esm
 from didi_instruct.training.buckets import plan_passes, widths
 from didi_instruct.training.distributed import World
 from didi_instruct.training.pretrain_task import PretrainTask
-
-from ..random_models import randomise
 
 LENGTH, ROWS, EOS = 32, 24, 2
 BANNED = (0, 1, 2, 3, *range(24, 33))
