@@ -1,4 +1,4 @@
-"""Lengths of the texts of a distillation: who draws them, from which law."""
+"""Texts of a distillation: how long they are, how they end, and what is never drawn in them."""
 
 from dataclasses import replace
 
@@ -16,8 +16,11 @@ from didi_instruct.models.network import Network
 def give_lengths(loaded: LoadedModel, config: DistillConfig, source: str) -> LoadedModel:
     """A model with the law of lengths that the settings name, if any; it is set in place.
 
-    Those of the data are counted later (`take_lengths`): until then all lengths are alike.
+    Those of the data are counted later (`take_lengths`): until then all lengths are alike. What a
+    masked LM of transformers never writes is banned: where a text has it, it is given.
     """
+    if isinstance(loaded.model, MaskedLM) and not loaded.config.banned:
+        _set(loaded, replace(loaded.config, banned=loaded.model.ids.banned))
     if not config.lengths:
         return loaded
     model = loaded.config

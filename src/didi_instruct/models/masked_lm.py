@@ -9,7 +9,7 @@ weights before a number is read.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,13 @@ class OwnSettings:
 
     end_id: int | None = None
     lengths: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
     order: Order = "random"
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "OwnSettings":
+        """Those of a model."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(cls)})
 
 
 def _with_own(found: FoundMaskedLM, config: ModelConfig) -> ModelConfig:
@@ -179,7 +185,7 @@ def _with_own(found: FoundMaskedLM, config: ModelConfig) -> ModelConfig:
     path = found.path / CONFIG
     own = parse(OwnSettings, found.settings[OWN], where=str(path), prefix=f"{OWN}.")
     try:
-        return replace(config, end_id=own.end_id, lengths=own.lengths, order=own.order)
+        return replace(config, **asdict(own))
     except UserError as error:
         raise UserError(f"{path}: `{OWN}`: {error}") from error
 
@@ -282,6 +288,40 @@ def load_masked_lm(
         notes.append(f"Pickled objects, not run: {first_few(untouched)}.")
     origin = {"source": str(folder), "layout": found.layout, "weights": "only", "notes": notes}
     return LoadedModel(model, config, tokenizer, None, {"foreign": origin})
+
+
+def new_esm(config: ModelConfig, tokenizer: Tokenizer) -> MaskedLM:
+    """A network of the shape of ESM-2 and DPLM with random weights, in training mode.
+
+    Rotary positions, the output layer tied to the embeddings, and `token_dropout`.
+    """
+    known, frame = tokenizer.vocabulary, _FRAME
+    pad, mask = known["<pad>"], known["<mask>"]
+    library = load_transformers()
+    settings = library.EsmConfig(
+        vocab_size=config.num_tokens,
+        mask_token_id=mask,
+        pad_token_id=pad,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.hidden,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=config.length + frame,
+        layer_norm_eps=1e-5,
+        position_embedding_type="rotary",
+        emb_layer_norm_before=False,
+        token_dropout=True,
+        tie_word_embeddings=True,
+        architectures=["EsmForMaskedLM"],
+    )
+    build, settings = described(library, "esm", settings.to_dict())
+    with silence():
+        network = build(settings)
+    before, after = tokenizer.frame("<mask>")
+    ids = SpecialIds(mask, pad, tuple(before), tuple(after), config.banned)
+    return MaskedLM(network, config, ids, FAMILIES["esm"])
 
 
 def load_transformers() -> Any:

@@ -37,9 +37,7 @@ def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) ->
             write_atomic(hidden / name, content)
         # Else transformers undoes renamings that never were: ESM's norms would get old names.
         model.network.save_pretrained(hidden, save_original_format=False)
-        own = OwnSettings(
-            end_id=model.config.end_id, lengths=model.config.lengths, order=model.config.order
-        )
+        own = OwnSettings.of(model.config)
         if own != OwnSettings():
             settings = read_object(hidden / CONFIG) | {OWN: asdict(own)}
             write_atomic(hidden / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
