@@ -70,7 +70,7 @@ def file_names(chains: Sequence[Chain]) -> list[str]:
     taken: set[str] = set()
     for number, chain in enumerate(chains, start=1):
         name = _UNSAFE.sub("_", chain.name).strip("._")[:80] or f"chain_{number}"
-        if name.lower() in taken:
+        while name.lower() in taken:
             name = f"{name}_{number}"
         taken.add(name.lower())
         names.append(name)

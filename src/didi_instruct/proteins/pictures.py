@@ -147,4 +147,4 @@ def _draw_trace(axes: "Axes", trace: Trace) -> None:
 
 def _near(depth: NDArray[np.float64]) -> NDArray[np.float64]:
     """Depth as a share, from 0 (farthest) to 1 (nearest)."""
-    return (depth - depth.min()) / max(float(np.ptp(depth)), 1e-9)
+    return np.asarray((depth - depth.min()) / max(float(np.ptp(depth)), 1e-9))
