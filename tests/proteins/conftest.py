@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from didi_instruct.proteins.folding_model import write_random_folding
-from didi_instruct.proteins.structures import RESIDUES
+from didi_instruct.proteins.structures import RESIDUE_ORDER
 
 
 @pytest.fixture(scope="session")
@@ -17,4 +17,4 @@ def chains():
     """Random chains of 5 to 40 residues."""
     rng = np.random.default_rng(3)
     lengths = (40, 17, 17, 5, 33, 26)
-    return ["".join(rng.choice([*RESIDUES], length)) for length in lengths]
+    return ["".join(rng.choice([*RESIDUE_ORDER], length)) for length in lengths]

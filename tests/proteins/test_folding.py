@@ -201,9 +201,21 @@ def test_folds_of_other_weights_and_settings_are_apart(settings, chains, tmp_pat
     others = [{}, {"source": tmp_path / "second"}, {"bf16": True}, {"recycles": 0}]
     folds = [fold(chains[:1], settings(**changes))[0] for changes in others]
     assert len({f.plddt for f in folds}) == len({f.kept for f in folds}) == 4
+    marks = {Predictor(settings(**changes)).fingerprint for changes in others}
+    assert len(marks) == 4
     # What changes nothing has no part in it; the default is one recycle.
     same = [{"chunk_size": 8}, {"tokens": 7}, {"recycles": 1}]
     assert {fold(chains[:1], settings(**changes))[0].kept for changes in same} == {folds[0].kept}
+
+
+def test_confidences_alone(settings, chains):
+    sequences = [chains[0], "-", chains[1]]
+    predictor, seen = Predictor(settings()), []
+    confidences = predictor.plddt(sequences, lambda *done: seen.append(done))
+    assert confidences == [f.plddt for f in predictor.fold(sequences)]
+    assert confidences[1] is None
+    assert seen[-1] == (3, 3)
+    assert predictor.name == str(settings().source)
 
 
 def test_settings_out_of_range_are_refused(settings, tmp_path):

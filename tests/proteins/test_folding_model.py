@@ -13,7 +13,7 @@ from transformers.models.esm.openfold_utils import residue_constants
 
 from didi_instruct.errors import UserError
 from didi_instruct.proteins.folding_model import load_folding, open_folding, predict
-from didi_instruct.proteins.structures import ATOMS, RESIDUES, THREE_LETTERS
+from didi_instruct.proteins.structures import ATOMS, RESIDUE_ORDER, THREE_LETTERS
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def mean_plddt(output, row):
 
 
 def test_names_are_those_of_openfold():
-    assert list(RESIDUES) == residue_constants.restypes
+    assert list(RESIDUE_ORDER) == residue_constants.restypes
     assert list(ATOMS) == residue_constants.atom_types
     assert residue_constants.restype_1to3 == THREE_LETTERS
 

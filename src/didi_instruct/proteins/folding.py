@@ -22,7 +22,7 @@ from didi_instruct.models.tensor_files import shown
 from didi_instruct.proteins.folding_model import FoldingFiles, load_folding, open_folding, predict
 from didi_instruct.proteins.structures import (
     LONGEST,
-    RESIDUES,
+    RESIDUE_ORDER,
     Structure,
     Trace,
     pdb_text,
@@ -146,6 +146,16 @@ class Predictor:
         self._tokens = self.settings.tokens
 
     @cached_property
+    def name(self) -> str:
+        """The source as it was written."""
+        return self.files.name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the weights and of the settings that decide what comes out."""
+        return sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
     def network(self) -> nn.Module:
         """The network on its device."""
         return load_folding(self.files, self.settings.device, self.settings.bf16)
@@ -178,6 +188,12 @@ class Predictor:
                 found[sequence] = self._keep(sequence, result)
             report(len(found), len(distinct))
         return [found[sequence] for sequence in sequences]
+
+    def plddt(
+        self, sequences: Sequence[str], progress: Progress | None = None
+    ) -> list[float | None]:
+        """Mean pLDDT of each chain, 0 to 100; None for one that could not be folded."""
+        return [found.plddt for found in self.fold(sequences, progress)]
 
     def _fold_batch(self, batch: list[str]) -> list[Structure | str]:
         """Return a structure for each chain, or the reason why there is none."""
@@ -226,8 +242,8 @@ class Predictor:
     # Kept folds
 
     def _path(self, sequence: str) -> Path:
-        content = json.dumps([self._identity, sequence], sort_keys=True)
-        return self._folder / f"{sha256(content.encode()).hexdigest()[:32]}.json.gz"
+        name = sha256(f"{self.fingerprint}/{sequence}".encode()).hexdigest()[:32]
+        return self._folder / f"{name}.json.gz"
 
     def _recall(self, sequence: str) -> Folded | None:
         path = self._path(sequence)
@@ -272,7 +288,7 @@ def _refusal(sequence: str) -> str | None:
     for place, letter in enumerate(sequence, start=1):
         if not "A" <= letter <= "Z":
             return f"`{shown(letter)}` at {place} is no residue (A to Z)"
-    if set(sequence).isdisjoint(RESIDUES):
+    if set(sequence).isdisjoint(RESIDUE_ORDER):
         return "none of its residues is known"
     if len(sequence) > LONGEST:
         return f"it has {len(sequence)} residues, and a PDB file can number {LONGEST}"

@@ -22,7 +22,7 @@ from didi_instruct.models.checkpoint import CONFIG, read_object
 from didi_instruct.models.foreign.hub import fetch
 from didi_instruct.models.masked_lm import WeightFiles, explained, load_transformers, silence
 from didi_instruct.models.tensor_files import check_shapes, first_few, shown, shown_value
-from didi_instruct.proteins.structures import RESIDUES, Structure
+from didi_instruct.proteins.structures import RESIDUE_ORDER, Structure
 
 ARCHITECTURE = "EsmForProteinFolding"
 
@@ -43,7 +43,7 @@ _COUNTS = (
     (_FOLD, _TRUNK, _MODULE, "num_resnet_blocks"),
 )
 _MOST_POSITIONS = 1 << 20
-_IDS = {letter: n for n, letter in enumerate(RESIDUES)}
+_IDS = {letter: n for n, letter in enumerate(RESIDUE_ORDER)}
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def predict(
     residues = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(residues)
     for row, sequence in enumerate(sequences):
-        ids = [_IDS.get(letter, len(RESIDUES)) for letter in sequence]
+        ids = [_IDS.get(letter, len(RESIDUE_ORDER)) for letter in sequence]
         residues[row, : len(ids)] = torch.tensor(ids)
         mask[row, : len(ids)] = 1
     out = network(residues.to(device), attention_mask=mask.to(device), num_recycles=recycles)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from didi_instruct.errors import UserError
 from didi_instruct.models.tensor_files import shown
 
-RESIDUES = "ARNDCQEGHILKMFPSTWYV"
+RESIDUE_ORDER = "ARNDCQEGHILKMFPSTWYV"
 """One-letter codes in AlphaFold's order; the id after the last is an unknown residue, X."""
 
 THREE_LETTERS = {
