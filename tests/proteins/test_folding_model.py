@@ -112,6 +112,27 @@ def test_a_pickle_with_a_language_model_in_fp16_is_read(copy, folding, chains):
         assert ours.mean_plddt == pytest.approx(theirs.mean_plddt, abs=0.05)
 
 
+def test_weights_in_several_files_are_read(copy, folding, chains):
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = {n: f"part-{len(n) % 2}.safetensors" for n in weights}
+    for part in set(names.values()):
+        save_file({n: t for n, t in weights.items() if names[n] == part}, copy / part)
+    index = json.dumps({"weight_map": names})
+    (copy / "model.safetensors.index.json").write_text(index)
+    files = open_folding(copy)
+    before = files.fingerprint()
+    found, expected = (
+        predict(network, chains[:1])[0].plddt
+        for network in (load_folding(files, "cpu", False), folding[1])
+    )
+    assert (found == expected).all()
+    weights["lm_head.bias"] += 1
+    part = names["lm_head.bias"]
+    save_file({n: t for n, t in weights.items() if names[n] == part}, copy / part)
+    assert open_folding(copy).fingerprint() != before
+
+
 def test_a_pickle_is_not_run(copy, tmp_path):
     class Harm:
         def __reduce__(self):
