@@ -36,7 +36,7 @@ def command(
         str | None,
         typer.Option(
             help="ancestral, rgas, confidence, entropy, margin, remasking, blocks, "
-            "first-hitting, dimo; uniform-state; autoregressive."
+            "first-hitting, dimo, dplm; uniform-state; autoregressive."
         ),
     ] = None,
     options: Annotated[
