@@ -22,6 +22,13 @@ def command(
     ] = None,
     num: Annotated[int, typer.Option(help="Samples (of each prompt).")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens, what is given included.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Several lengths, --num samples of each: 100,200,300; or a range, 100-500, from "
+            "which each sample's is drawn."
+        ),
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; may be repeated.")
     ] = None,
@@ -30,7 +37,11 @@ def command(
         str | None, typer.Option(help='Text with gaps to fill: "Once ___ time".')
     ] = None,
     gap: Annotated[
-        str | None, typer.Option(help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12.")
+        str | None,
+        typer.Option(
+            help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12; 20,30-40 for the first "
+            "and the second."
+        ),
     ] = None,
     sampler: Annotated[
         str | None,
@@ -50,6 +61,10 @@ def command(
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 64,
     trace: Annotated[
         Path | None, typer.Option(help="Write the denoising as .html, .gif or .json.")
+    ] = None,
+    fasta: Annotated[
+        Path | None,
+        typer.Option(help="Write proteins to this FASTA file instead of printing them; - prints."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
@@ -75,11 +90,13 @@ def command(
         typer.Option(help="What a foreign network was trained as: mdlm, sedd, duo, ar."),
     ] = None,
 ) -> None:
-    """Sample text: from nothing, after a prompt, or into gaps."""
+    """Sample text or proteins: from nothing, after a prompt, or into gaps."""
+    from didi_instruct.api.fasta import as_fasta, writes_proteins
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
     from didi_instruct.api.shipped import DEFAULT
+    from didi_instruct.cli.files import check_target
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
@@ -88,8 +105,12 @@ def command(
     source = DEFAULT if source is None else source
     if trace is not None:
         check_path(trace)
+    if fasta is not None and str(fasta) == "-" and as_json:
+        raise UserError("--fasta - and --json both print: name a file.")
+    if fasta is not None and str(fasta) != "-":
+        check_target(fasta, "--fasta")
     request = Request(
-        num=num, steps=steps, length=length, prompt=prompt, suffix=suffix, infill=infill, gap=gap,
+        num=num, steps=steps, length=length, lengths=lengths, prompt=prompt, suffix=suffix, infill=infill, gap=gap,
         sampler=sampler, options=apply_overrides({}, options or (), flag="--option"),
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
         measure_path=as_json,
@@ -101,6 +122,8 @@ def command(
         raise UserError(
             f"{source} has no tokenizer, so its samples are no text: give it with --tokenizer."
         )
+    if fasta is not None and not writes_proteins(model.tokenizer):
+        raise UserError(f"{source} writes text, not proteins: leave out --fasta.")
     recorded = (
         None
         if trace is None
@@ -110,7 +133,7 @@ def command(
             about={"sampler": name, "seed": seed},
         )
     )
-    batches = -(-num * len(prompt or [""]) // batch_size)
+    batches = -(-request.total // batch_size)
     with (
         TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream,
         StepsBar(batches, enabled=as_json) as bar,
@@ -124,7 +147,7 @@ def command(
 
         # Watched, a left-to-right model could not write a token by one graph.
         unseen = model.is_accelerated and model.config.kind == "ar" and recorded is None
-        done = model.request(request, callback=None if unseen else watch).cut(length)
+        done = model.request(request, callback=None if unseen else watch).cut()
     texts = model.texts(done.samples.tokens, done.written)
     if as_json:
         typer.echo(
@@ -132,12 +155,25 @@ def command(
                 _facts(source, name, texts, done.samples, request), indent=1, ensure_ascii=False
             )
         )
-    else:
+    if fasta is not None:
+        _write_fasta(fasta, as_fasta(texts, seed), len(texts))
+    elif not as_json:
         for text in texts:
-            typer.echo(text if num * len(prompt or [""]) == 1 else f"{text}\n")
+            typer.echo(text if request.total == 1 else f"{text}\n")
     if recorded is not None and trace is not None:
         recorded.write(trace, model.tokenizer)
         typer.echo(f"Wrote {trace}", err=True)
+
+
+def _write_fasta(file: Path, content: str, chains: int) -> None:
+    from didi_instruct.data.files import no_space_as_user_error, write_atomic
+
+    if str(file) == "-":
+        typer.echo(content, nl=False)
+        return
+    with no_space_as_user_error(file.parent):
+        write_atomic(file, content.encode())
+    typer.echo(f"Wrote {file}: {chains} chains", err=True)
 
 
 def _facts(source: str, sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
