@@ -20,7 +20,7 @@ def command(
     steps: Annotated[
         int | None, typer.Option(help="Steps per sample (of a block, with blocks); 16 if not said.")
     ] = None,
-    num: Annotated[int, typer.Option(help="Samples (of each prompt).")] = 1,
+    num: Annotated[int, typer.Option(help="Samples (of each prompt, of each length).")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens, what is given included.")] = None,
     lengths: Annotated[
         str | None,
@@ -39,8 +39,8 @@ def command(
     gap: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12; 20,30-40 for the first "
-            "and the second."
+            help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12; 20,30-40 for the "
+            "first and the second."
         ),
     ] = None,
     sampler: Annotated[
@@ -91,12 +91,11 @@ def command(
     ] = None,
 ) -> None:
     """Sample text or proteins: from nothing, after a prompt, or into gaps."""
-    from didi_instruct.api.fasta import as_fasta, writes_proteins
+    from didi_instruct.api.fasta import writes_proteins
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
     from didi_instruct.api.shipped import DEFAULT
-    from didi_instruct.cli.files import check_target
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
@@ -105,15 +104,12 @@ def command(
     source = DEFAULT if source is None else source
     if trace is not None:
         check_path(trace)
-    if fasta is not None and str(fasta) == "-" and as_json:
-        raise UserError("--fasta - and --json both print: name a file.")
-    if fasta is not None and str(fasta) != "-":
-        check_target(fasta, "--fasta")
+    _check_fasta(fasta, as_json)
     request = Request(
-        num=num, steps=steps, length=length, lengths=lengths, prompt=prompt, suffix=suffix, infill=infill, gap=gap,
-        sampler=sampler, options=apply_overrides({}, options or (), flag="--option"),
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
-        measure_path=as_json,
+        num=num, steps=steps, length=length, lengths=lengths, prompt=prompt, suffix=suffix,
+        infill=infill, gap=gap, sampler=sampler,
+        options=apply_overrides({}, options or (), flag="--option"), temperature=temperature,
+        top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size, measure_path=as_json,
     )  # fmt: skip
     choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer, "dtype": dtype}
     model = load(source, device=device, fast=fast, **choices)
@@ -133,10 +129,10 @@ def command(
             about={"sampler": name, "seed": seed},
         )
     )
-    batches = -(-request.total // batch_size)
+    batches, many = -(-request.total // batch_size), as_json or fasta is not None
     with (
-        TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream,
-        StepsBar(batches, enabled=as_json) as bar,
+        TerminalStream(model.tokenizer, model.mask_symbol, enabled=not many) as stream,
+        StepsBar(batches, enabled=many) as bar,
     ):
 
         def watch(step: Any) -> None:
@@ -150,30 +146,44 @@ def command(
         done = model.request(request, callback=None if unseen else watch).cut()
     texts = model.texts(done.samples.tokens, done.written)
     if as_json:
-        typer.echo(
-            json.dumps(
-                _facts(source, name, texts, done.samples, request), indent=1, ensure_ascii=False
-            )
-        )
+        facts = _facts(source, name, texts, done.samples, request)
+        typer.echo(json.dumps(facts, indent=1, ensure_ascii=False))
     if fasta is not None:
-        _write_fasta(fasta, as_fasta(texts, seed), len(texts))
+        _write_fasta(fasta, texts, seed)
     elif not as_json:
-        for text in texts:
-            typer.echo(text if request.total == 1 else f"{text}\n")
+        _print(texts, single=request.total == 1)
     if recorded is not None and trace is not None:
         recorded.write(trace, model.tokenizer)
         typer.echo(f"Wrote {trace}", err=True)
 
 
-def _write_fasta(file: Path, content: str, chains: int) -> None:
+def _check_fasta(file: Path | None, as_json: bool) -> None:
+    from didi_instruct.cli.files import check_target
+
+    if file is None:
+        return
+    if str(file) != "-":
+        check_target(file, "--fasta")
+    elif as_json:
+        raise UserError("--fasta - and --json both print: name a file.")
+
+
+def _write_fasta(file: Path, chains: list[str], seed: int) -> None:
+    from didi_instruct.api.fasta import as_fasta
     from didi_instruct.data.files import no_space_as_user_error, write_atomic
 
+    content = as_fasta(chains, seed)
     if str(file) == "-":
         typer.echo(content, nl=False)
         return
     with no_space_as_user_error(file.parent):
         write_atomic(file, content.encode())
-    typer.echo(f"Wrote {file}: {chains} chains", err=True)
+    typer.echo(f"Wrote {file}: {len(chains)} chains", err=True)
+
+
+def _print(texts: list[str], *, single: bool) -> None:
+    for text in texts:
+        typer.echo(text if single else f"{text}\n")
 
 
 def _facts(source: str, sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:
