@@ -188,7 +188,7 @@ class Row:
 
 
 STRIDE = 1 << 32
-"""Sample i of the k-th prompt or length has index i + k * STRIDE, however many samples there are."""
+"""Sample i of the k-th prompt or length has index i + k * STRIDE, however many there are."""
 
 
 def _rows(
