@@ -1,4 +1,4 @@
-"""What few steps cost when the denoiser is exact: the oracle language, ancestral sampling or DPLM's.
+"""What few steps cost when the denoiser is exact: the oracle language, by one of two samplers.
 
 python experiments/exact_denoiser_steps.py [--sampler dplm] [--samples 4096] [--seed 0]
 """
