@@ -10,10 +10,11 @@ from tests.random_models import add_noise
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 import didi_instruct as didi
-from didi_instruct.api.fasta import as_fasta, writes_proteins
+from didi_instruct.api.fasta import as_fasta
 from didi_instruct.api.generation import Request
 from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -108,7 +109,7 @@ def test_chains_of_several_lengths_around_what_is_given(models, windows, sampler
     tokens, written = done.cut().samples.tokens, done.cut().written
     assert tokens.shape == (6, 11)
     allowed = set(range(33)) - set(model.network.ids.banned)
-    assert set(range(4, 24)) <= allowed
+    assert set(range(4, 24)) == allowed
     before, after = model.tokenizer.encode(list(motif))
     for row, mark, length in zip(tokens, written, lengths, strict=True):
         assert row[length:].tolist() == [PAD] * (11 - length)
@@ -228,6 +229,6 @@ def test_a_fasta_names_length_seed_and_number(models):
         ">L61_S7_0 length=61 seed=7 index=0", "M" * 60, "M", ">L2_S7_1 length=2 seed=7 index=1",
         "KT", "",
     ]  # fmt: skip
-    assert writes_proteins(models[True].tokenizer)
-    assert not writes_proteins(OracleLanguage.default().tokenizer)
-    assert not writes_proteins(Tokenizer.load("bytes"))
+    assert is_protein(models[True].tokenizer.vocabulary)
+    assert not is_protein(OracleLanguage.default().tokenizer.vocabulary)
+    assert not is_protein(Tokenizer.load("bytes").vocabulary)

@@ -5,19 +5,8 @@ from collections.abc import Sequence
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
-AMINO_ACIDS = frozenset("ACDEFGHIKLMNPQRSTVWY")
 LINE = 60
 """Letters of a line."""
-
-
-def writes_proteins(tokenizer: Tokenizer) -> bool:
-    """True if the tokens are residues: single capital letters, beside special tokens."""
-    vocabulary = tokenizer.vocabulary
-    if any(len(word) > 1 and word[0] not in "<[" for word in vocabulary):
-        return False
-    letters = {word for word in vocabulary if len(word) == 1}
-    # Else it may be a tokenizer of bytes.
-    return letters >= AMINO_ACIDS and not any(letter.islower() for letter in letters)
 
 
 def check_residues(text: str, tokenizer: Tokenizer) -> None:

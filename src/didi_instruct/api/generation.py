@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.api.fasta import check_residues, writes_proteins
+from didi_instruct.api.fasta import check_residues
 from didi_instruct.api.samplers import Call, Engine, find_sampler
 from didi_instruct.config.lengths import read_lengths
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
@@ -276,7 +277,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         return []
     if tokenizer is None:
         raise UserError("This model has no tokenizer: give token ids as `tokens`.")
-    if writes_proteins(tokenizer):
+    if is_protein(tokenizer.vocabulary):
         check_residues(text, tokenizer)
     try:
         return tokenizer.encode([text])[0]

@@ -91,7 +91,6 @@ def command(
     ] = None,
 ) -> None:
     """Sample text or proteins: from nothing, after a prompt, or into gaps."""
-    from didi_instruct.api.fasta import writes_proteins
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
@@ -99,6 +98,7 @@ def command(
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.data.alphabet import is_protein
     from didi_instruct.sampling.trace import Trace, check_path
 
     source = DEFAULT if source is None else source
@@ -118,7 +118,7 @@ def command(
         raise UserError(
             f"{source} has no tokenizer, so its samples are no text: give it with --tokenizer."
         )
-    if fasta is not None and not writes_proteins(model.tokenizer):
+    if fasta is not None and not is_protein(model.tokenizer.vocabulary):
         raise UserError(f"{source} writes text, not proteins: leave out --fasta.")
     recorded = (
         None
