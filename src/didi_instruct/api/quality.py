@@ -16,14 +16,8 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.comparison import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
-from didi_instruct.evaluation.rows import (
-    METRICS,
-    Begun,
-    Measured,
-    Progress,
-    Row,
-    Yardstick,
-)
+from didi_instruct.evaluation.measuring import Begun, Measured, Progress, Row, Yardstick
+from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet, read_samples
 from didi_instruct.models.ar import ARModel
 

@@ -12,7 +12,7 @@ from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.kept import content_key
-from didi_instruct.evaluation.rows import Begun, Reference, Yardstick
+from didi_instruct.evaluation.measuring import Begun, Reference, Yardstick
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.training.distributed import pick_device
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.rows import METRICS, Row, mean_interval
+from didi_instruct.evaluation.measuring import Row, mean_interval
+from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
 
 KEYS = (

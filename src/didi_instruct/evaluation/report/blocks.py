@@ -7,10 +7,10 @@ setting, and the one with the lowest path KL. The rest is there to be unfolded.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.doubts import doubt, edge
 from didi_instruct.evaluation.report.lines import Line, is_plain, lines_of, setting
-from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.table import Column, interval
 
 

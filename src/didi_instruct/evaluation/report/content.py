@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from didi_instruct.evaluation.rows import Row
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.table import unsampled
 

@@ -7,9 +7,9 @@ a setting is the best only of those that were tried.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.lines import Line, is_plain, tempered
-from didi_instruct.evaluation.rows import Row
 
 LOW_ENTROPY = 0.02
 """Share of entropy whose loss is no longer noise: it can halve a perplexity by itself."""

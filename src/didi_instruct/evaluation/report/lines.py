@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.content import Content
-from didi_instruct.evaluation.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.blocks import Block, Entry, blocks_of, sweep_of
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.lines import has_sweep
@@ -21,7 +22,6 @@ from didi_instruct.evaluation.report.words import (
     reading,
     which_rows,
 )
-from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.table import Column, interval_text, meaning, number
 
 TEMPLATE = Path(__file__).with_name("page.html")

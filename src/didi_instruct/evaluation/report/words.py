@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.blocks import blocks_of
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.doubts import LOW_ENTROPY, LOW_VARIETY, edge
@@ -13,7 +14,6 @@ from didi_instruct.evaluation.report.lines import (
     setting,
     short_names,
 )
-from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.table import COLUMNS, Column, interval, shown_columns
 
 IN_THE_NAME = ("steps", "nfe", "temperature", "top_p")
