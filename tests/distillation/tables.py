@@ -46,6 +46,9 @@ class TableNetwork(nn.Module):
     def embed(self, tokens, attended=None, mixture=None):
         return tokens
 
+    def attention(self, tokens, attended=None):
+        return attended
+
     def modulations(self, sigma=None):
         return Modulations(sigma)
 

@@ -1,8 +1,10 @@
+import copy
 import itertools
 import json
 import math
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -17,7 +19,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.models.masked_lm import WeightFiles, load_masked_lm, recognise_masked_lm
-from didi_instruct.models.network import Mixture
+from didi_instruct.models.network import Mixture, logits_at
 from didi_instruct.training.objectives import make_objective
 
 from .masked_folders import BERT_WORDS, ESM, FAMILIES, bert, esm, roberta, write_tokenizer
@@ -88,6 +90,26 @@ def test_padding_changes_nothing(pair):
     for row, logits, n in zip(text, ours, lengths, strict=True):
         alone = direct(network, loaded, row[None, :n])[0, :n, written]
         torch.testing.assert_close(logits[:n, written], alone, atol=1e-5, rtol=0)
+
+
+def test_what_fills_a_window_is_padding(pair):
+    """Where texts have windows of their own, a text has the logits it has alone."""
+    _, loaded, _ = pair
+    end, lengths = loaded.model.ids.after[0], [3, loaded.config.length, 1]
+    text, written = some_text(loaded, 3, loaded.config.length), open_ids(loaded)
+    inside = torch.arange(text.shape[1]) < torch.tensor(lengths)[:, None]
+    at = torch.tensor([2, text.shape[1] + 1])
+    own = copy.copy(loaded.model)
+    law = (1,) * (loaded.config.length + 1)
+    own.config = replace(loaded.config, end_id=end, lengths=law)
+    with torch.no_grad():
+        filled = text.masked_fill(~inside, end)
+        ours, chosen = own(filled), logits_at(own, filled, None, at)
+        torch.testing.assert_close(ours, loaded.model(text, None, inside))
+        torch.testing.assert_close(chosen, ours.flatten(0, 1)[at])
+        for row, logits, n in zip(text, ours, lengths, strict=True):
+            alone = loaded.model(row[None, :n])[0]
+            torch.testing.assert_close(logits[:n, written], alone[:, written], atol=1e-5, rtol=0)
 
 
 def test_the_length_is_all_that_positions_allow(pair):

@@ -92,6 +92,20 @@ def test_a_failed_job_leaves_the_rest_and_exit_code_1(didi, tiny, tmp_path):
     assert {row["role"] for row in table["rows"]} == {"teacher"}
 
 
+def test_several_items_share_their_jobs(didi, tiny, tmp_path):
+    def listed(items):
+        _, out, _ = didi("reproduce", items, "--out", tmp_path / "new", "--dry-run")
+        return {line.split()[0] for line in out.splitlines() if " to do " in line}
+
+    alone = [listed(item) for item in ("generation", "latency")]
+    assert "teacher" in alone[0] & alone[1]
+    assert alone[0] != alone[1]
+    assert listed("generation, latency,generation") == alone[0] | alone[1]
+    code, _, err = didi("reproduce", "latency,latenzy", "--out", tmp_path / "new", "--dry-run")
+    assert code == 2
+    assert "latenzy" in err
+
+
 def test_a_dry_run_lists_checks_and_does_nothing(didi, tiny, tmp_path):
     code, out, _ = didi("reproduce", "generation", "--out", tmp_path / "new", "--dry-run")
     assert code == 0

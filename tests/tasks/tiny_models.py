@@ -59,6 +59,9 @@ class Table(nn.Module):
     def constants(self):
         return None
 
+    def attention(self, tokens, attended=None):
+        return attended
+
     def modulations(self, sigma=None):
         return None
 

@@ -29,7 +29,10 @@ WIDE = 160
 
 def command(
     item: Annotated[
-        str | None, typer.Argument(metavar="ITEM", help="As --list names it, or `all`.")
+        str | None,
+        typer.Argument(
+            metavar="ITEM", help="As --list names it; several with commas between; or `all`."
+        ),
     ] = None,
     scale: Annotated[
         str,
@@ -144,7 +147,8 @@ def command(
     check_given(given)
     chosen = find_scale(scale, given)
     wanted = [i for i in ITEMS.values() if not i.planned and i.name not in chosen.apart]
-    items = wanted if item == "all" else [find_item(item, ITEMS)]
+    asked = dict.fromkeys(name.strip() for name in item.split(","))
+    items = wanted if item == "all" else [find_item(name, ITEMS) for name in asked]
     if item == "all" and chosen.apart:
         apart = ", ".join(chosen.apart)
         typer.echo(f"Not part of `all` at scale {scale}, name it to have it: {apart}.", err=True)

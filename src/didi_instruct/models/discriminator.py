@@ -186,6 +186,7 @@ class Discriminator(nn.Module):
 
         `dropout` (B, L, d) is that of the head.
         """
+        attended = self.trunk.attention(tokens, attended)
         x, mods = self.trunk.embed(tokens, attended, mixture), self.trunk.modulations(sigma)
         return self.log_ratio(self.trunk.trunk(x, mods, attended), dropout)
 

@@ -61,6 +61,10 @@ class DiT(nn.Module):
             x = x.flatten(0, 1).index_copy(0, mixture.at, vectors).view_as(x)
         return x if self.position_embed is None else self.position_embed.add_to(x)
 
+    def attention(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor | None:
+        """As given: the ends that fill a window are tokens like others."""
+        return attended
+
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations:
         """Compute c = silu(time embedding of σ); σ is (B,), (B, 1), or a number for all texts."""
         weight = layers.first_weight(self.sigma_map.mlp)

@@ -24,6 +24,7 @@ from didi_instruct.models.checkpoint import read_object
 from didi_instruct.models.foreign.special_ids import BANNED
 from didi_instruct.models.layers import upcast
 from didi_instruct.models.network import Mixture, Modulations, NetworkRecord, all_logits
+from didi_instruct.process.masking import before_end
 
 ESM_MASKED = 0.15 * 0.8  # share of tokens that ESM saw as masks in training
 
@@ -119,6 +120,7 @@ class MaskedLM(nn.Module):
         self, tokens: Tensor, attended: Tensor | None = None, mixture: Mixture | None = None
     ) -> Tensor:
         """Embed the framed text: (B, L) -> (B, L + frame, d). A mixture counts as visible."""
+        attended = self.attention(tokens, attended)
         ids, start = self._framed(tokens, attended), len(self.before)
         x: Tensor = self._words(ids)
         hidden = ids == self.ids.mask
@@ -142,6 +144,13 @@ class MaskedLM(nn.Module):
             x = (x * (1 - ESM_MASKED) / (1 - share)[:, None, None]).to(x.dtype)
         positions = self._positions(seen)
         return self._trunk.embeddings(inputs_embeds=x, attention_mask=seen, position_ids=positions)
+
+    def attention(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor | None:
+        """Where texts have windows of their own, what fills them is padding, not text."""
+        if self.config.end_id is None:
+            return attended
+        text = before_end(tokens, self.config.end_id)
+        return text if attended is None else text & attended
 
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations | None:
         return None

@@ -76,6 +76,9 @@ class Network(Protocol):
     ) -> Tensor:
         """Embed tokens (B, L), with soft tokens in place of some, for `trunk`."""
 
+    def attention(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor | None:
+        """Positions (B, L) that `trunk` may attend to, of those in `attended`; None: all."""
+
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations | None:
         """Condition on σ (B,) or a number; None where the network knows no time."""
 
@@ -90,7 +93,7 @@ class Network(Protocol):
         start: int = 0,
         stop: int | None = None,
     ) -> Tensor:
-        """State after the last block, (B, L, d), in float32; attended (B, L), None: all."""
+        """State after the last block, (B, L, d), in float32; `attended` as `attention` gives it."""
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         """Logits (..., V) of the real tokens from states (..., d)."""
@@ -122,6 +125,7 @@ def all_logits(
 ) -> Tensor:
     """Logits (B, L, V) at every position of tokens (B, L); `mods` replaces what σ would give."""
     mods = network.modulations(sigma) if mods is None else mods
+    attended = network.attention(tokens, attended)
     hidden = network.trunk(network.embed(tokens, attended, mixture), mods, attended)
     return network.head(hidden, mods)[..., : network.config.num_tokens]
 
@@ -141,6 +145,7 @@ def logits_at(
     `Network.align` may add columns of probability 0. `mods` replaces what σ (B,) would give.
     """
     mods = network.modulations(sigma) if mods is None else mods
+    attended = network.attention(tokens, attended)
     x = network.embed(tokens, attended, mixture)
     hidden = network.trunk(x, mods, attended).flatten(0, 1).index_select(0, at)
     own = None if mods is None else mods.of_positions(at, tokens.shape[1])

@@ -137,7 +137,8 @@ class DiscriminatorGuide:
         return gradient
 
     def _log_ratio(self, reads: Reads, t: float, mixture: Mixture | None = None) -> Tensor:
-        trunk, attended, rows = self.discriminator.trunk, reads.attended, len(reads)
+        trunk, rows = self.discriminator.trunk, len(reads)
+        attended = trunk.attention(reads.tokens, reads.attended)
         x = trunk.embed(reads.tokens, attended, mixture)
         timed = self.discriminator.config.time_conditioning
         sigma = self.schedule.sigma(times_of(t, reads)) if timed else None
