@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,8 +50,8 @@ def command(
         str,
         typer.Option(
             help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, self-bleu-words, mauve, "
-            "path-kl, ar-kl, c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven "
-            "corpora."
+            "path-kl, ar-kl, c2st; of proteins plddt, clusters, repeats, composition, novelty; or "
+            "nelbo, the likelihood of --data; or zero-shot, that of seven corpora."
         ),
     ] = "entropy,unique-4gram,self-bleu",
     task: TaskName = None,
@@ -67,7 +68,7 @@ def command(
         str | None,
         typer.Option(
             help="What to compare with, for mauve and c2st: text, or a file of samples (a teacher "
-            "with all its steps)."
+            "with all its steps). For composition and novelty: real chains, as FASTA."
         ),
     ] = None,
     against: Annotated[
@@ -80,10 +81,16 @@ def command(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Sweep temperature and top-p.")
     ] = False,
-    num: Annotated[int, typer.Option(help="Samples per row.")] = 256,
+    num: Annotated[
+        int | None, typer.Option(help="Samples per row (default: 256; 40 for proteins).")
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(help="Tokens of a sample (default: the model's; drawn where texts end)."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated lengths: rows for each, and means over them."),
     ] = None,
     sampler: Annotated[str | None, typer.Option(help="As in `didi generate`.")] = None,
     options: Annotated[
@@ -199,8 +206,11 @@ def command(
             f"--most-steps {most_steps} is the end of the gap that --steps {steps} begin: use more "
             "than all of them."
         )
+    if lengths is not None and length is not None:
+        raise UserError("--length is one length and --lengths are several: leave out one.")
     from didi_instruct.api.plan import Plan, check_metrics
     from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.evaluation.rows import METRICS
 
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
@@ -210,7 +220,7 @@ def command(
     plan = Plan(
         steps=budgets,
         most_steps=most_steps,
-        num=num,
+        num=num or (40 if any(METRICS[name].residues for name in names) else 256),
         length=length,
         sampler=sampler,
         options=apply_overrides({}, options or (), flag="--option"),
@@ -240,6 +250,7 @@ def command(
         against,
         samples or [],
         out,
+        lengths=(None,) if lengths is None else _whole_numbers("--lengths", lengths),
         reading=reading,
         ar_start=ar_start,
         dtype=dtype,
@@ -310,6 +321,7 @@ def _quality(
     samples: "Sequence[Path]",
     out: Path | None,
     *,
+    lengths: "Sequence[int | None]",
     reading: "ReadOptions",
     tokenizer: str | None,
     ar_start: str | None,
@@ -319,24 +331,37 @@ def _quality(
 ) -> None:
     """Sample quality, as a table and as JSON."""
     from didi_instruct.api.evaluate import Report
+    from didi_instruct.api.lengths import evaluate_lengths
     from didi_instruct.api.preflight import check_models, check_needs
-    from didi_instruct.api.quality import evaluate_quality
     from didi_instruct.api.shipped import find_shipped
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
 
     folder = out or default_folder([*sources, *map(str, samples)], against)
-    models = check_models(sources, against, plan, reference, reading, metrics, tokenizer)
+    models = [
+        model
+        for one in lengths
+        for model in check_models(
+            sources,
+            against,
+            replace(plan, length=one or plan.length),
+            reference,
+            reading,
+            metrics,
+            tokenizer,
+        )
+    ]
     opened = None
     if judge is not None:
         source = find_shipped(judge) or judge
         opened = open_judge(source, device=device, name=judge, **judge_settings)
     check_needs(metrics, plan, opened, models)
     with ProgressBar() as bar:
-        found = evaluate_quality(
+        found = evaluate_lengths(
             sources,
             plan,
             metrics,
+            [one or plan.length for one in lengths],
             out=folder,
             judge=opened,
             reference=reference,
@@ -353,7 +378,8 @@ def _quality(
         )
     name = ", ".join(sources) or ", ".join(map(str, samples))
     if json_file is not None:
-        Report(name, found.judge, found.rows, found.reference, found.baseline).write(json_file)
+        rows = [*found.rows, *found.controls]
+        Report(name, found.judge, rows, found.reference, found.baseline).write(json_file)
     replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
     page = _report(folder, found)
     counts = sorted({row["num_samples"] for row in found.rows})
@@ -375,7 +401,8 @@ def _report(folder: Path, found: "Quality") -> Path:
     names = short_names([row["model"] for row in found.rows])
     content = Content(
         title=f"Samples of {', '.join(names.values())}",
-        rows=found.rows,
+        rows=[row for row in found.rows if row["nfe"] is not None],
+        controls=_controls(found),
         baseline=found.baseline,
         reference=found.reference,
         judge=found.judge,
@@ -387,6 +414,15 @@ def _report(folder: Path, found: "Quality") -> Path:
     for line in render_terminal(content, shutil.get_terminal_size((120, 24)).columns):
         typer.echo(line)
     return page
+
+
+def _controls(found: "Quality") -> list[dict[str, Any]]:
+    """Rows that no sampler wrote, but for the one that is the reference's."""
+    from didi_instruct.evaluation.samples import REAL
+
+    rows = [*(row for row in found.rows if row["nfe"] is None), *found.controls]
+    last = [row for row in rows if row["model"] == REAL][-1:]
+    return [row for row in rows if row not in last]
 
 
 def _span(numbers: "Sequence[int]") -> str:

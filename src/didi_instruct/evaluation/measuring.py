@@ -117,6 +117,8 @@ class Metric:
     """Whether it needs a folding model."""
     of_real: bool = True
     """Whether it says anything of the real chains that samples are compared with."""
+    prepare: Callable[[], object] | None = None
+    """Refuses a machine that lacks what it needs."""
     min_samples: int = 1
     columns: tuple[Column, ...] = ()
     """Of tables, where they are not in `table.COLUMNS`."""

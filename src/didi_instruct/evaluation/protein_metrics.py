@@ -11,6 +11,7 @@ from didi_instruct.evaluation.table import Column
 from didi_instruct.proteins.chains import RESIDUES, UNUSUAL
 from didi_instruct.proteins.clusters import Clusters, cluster, entropy, entropy_interval
 from didi_instruct.proteins.composition import divergence
+from didi_instruct.proteins.mmseqs import find_mmseqs
 from didi_instruct.proteins.novelty import novelty
 from didi_instruct.proteins.repeats import repeats
 
@@ -103,12 +104,10 @@ def _plddt(m: Measuring) -> Measured:
     known = np.array([value for value in folds if value is not None], np.float64)
     failed = len(folds) - len(known)
     if not len(known):
-        row = dict.fromkeys(("plddt_above_70", "plddt_above_70_ci95"))
-        return nothing("plddt", "no chain could be folded") | Measured(
-            row | {"plddt_failed": failed}
-        )
+        lacking: Row = {"plddt_above_70": None, "plddt_failed": failed}
+        return nothing("plddt", "no chain could be folded") | Measured(lacking)
     above = (known > CONFIDENT).astype(np.float64)
-    row = {
+    row: Row = {
         "plddt": float(known.mean()),
         "plddt_ci95": m.interval(known),
         "plddt_above_70": float(above.mean()),
@@ -135,11 +134,13 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
                 "atoms and then over chains. Higher is better, but repeats fold with confidence "
                 "too: read it beside clusters and repeats.", "higher",
             ),
-            Column("pLDDT > 70", "plddt_above_70", "{:.1%}", "Share of chains with pLDDT above 70."),
+            Column(
+                "pLDDT > 70", "plddt_above_70", "{:.1%}", "Share of chains with a pLDDT above 70.",
+            ),
         ),
     ),
     "clusters": Metric(
-        _clusters, residues=True, counts=True, min_samples=2,
+        _clusters, residues=True, counts=True, prepare=find_mmseqs, min_samples=2,
         columns=(
             Column(
                 "cluster H", "cluster_entropy", "{:.3f}",
@@ -194,7 +195,7 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
         ),
     ),
     "novelty": Metric(
-        _novelty, residues=True, chains=True, of_real=False,
+        _novelty, residues=True, chains=True, of_real=False, prepare=find_mmseqs,
         columns=(
             Column(
                 "identity", "novelty_identity", "{:.1%}",
@@ -211,4 +212,3 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
     ),
 }  # fmt: skip
 """Measures of proteins by name."""
-PROTEIN_COLUMNS = tuple(column for metric in PROTEIN_METRICS.values() for column in metric.columns)

@@ -34,6 +34,7 @@ from didi_instruct.evaluation.measuring import (
 )
 from didi_instruct.evaluation.protein_metrics import PROTEIN_METRICS
 from didi_instruct.evaluation.samples import constant_after_end, with_end
+from didi_instruct.evaluation.table import COLUMNS, Column
 from didi_instruct.evaluation.two_sample import two_sample
 
 AR_STEPS, TEST_STEPS = 2000, 1000
@@ -230,3 +231,8 @@ METRICS: Mapping[str, Metric] = {
     "c2st": Metric(_two_sample, reference=True, learns=True, counts=True),
     **PROTEIN_METRICS,
 }
+
+
+def known_columns() -> list[Column]:
+    """Columns of tables: those of text, then those that metrics bring."""
+    return [*COLUMNS, *(column for metric in METRICS.values() for column in metric.columns)]

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from didi_instruct.data.sources import Meter, Source, find_sources, open_decompressed, readable
 from didi_instruct.errors import UserError
@@ -140,10 +141,9 @@ def some_chains(chains: Chains, longest: int, num: int, seed: int = 0) -> list[s
     return [fit[place] for place in order[:num]]
 
 
-def shuffled(sequences: Sequence[str], seed: int = 0) -> list[str]:
-    """Shuffle the residues within each chain, chain by chain."""
-    found = []
-    for number, sequence in enumerate(sequences):
-        order = np.random.default_rng(mix(seed, "shuffled", number)).permutation(len(sequence))
-        found.append("".join(sequence[place] for place in order))
-    return found
+def shuffling(lengths: Sequence[int], seed: int = 0) -> list[NDArray[np.int64]]:
+    """Order of places that shuffles each chain, chain by chain."""
+    return [
+        np.random.default_rng(mix(seed, "shuffled", number)).permutation(length)
+        for number, length in enumerate(lengths)
+    ]

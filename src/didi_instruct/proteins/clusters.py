@@ -3,9 +3,10 @@
 The paper's diversity: `mmseqs easy-cluster` at 30% identity and 80% coverage of both chains.
 
 MMseqs2 masks what is of low complexity before it compares chains. So it fails where all chains are
-repeats, and finds copies of one repeat with noise in them to be many kinds. Chains of low complexity
-(`repeats.is_low_complexity`) are therefore clustered a second time among themselves, without mask
-and without correction for composition, and two chains are in one cluster if either run says so.
+repeats, and finds copies of one repeat with noise in them to be many kinds. Chains of low
+complexity (`repeats.is_low_complexity`) are therefore clustered a second time among themselves,
+without mask and without correction for composition, and two chains are in one cluster if either run
+says so.
 """
 
 import math
@@ -27,6 +28,15 @@ UNMASKED = (
 )  # fmt: skip
 """Of the second run: connected components, since each chain is like most others."""
 
+JOINED = (
+    "chains of low complexity, which MMseqs2 masks, were clustered a second time without the mask, "
+    "and the clusters of both runs joined"
+)
+ALONE = (
+    "MMseqs2 finds nothing to compare with its mask of low complexity on: the chains were "
+    "clustered without it (--single-step-clustering --mask 0)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
@@ -38,7 +48,7 @@ class Clusters:
     low_complexity: int
     """Chains of low complexity."""
     note: str | None = None
-    """Why there was a second run, and what it changed; None where there was none."""
+    """Why there was a second run; None where there was none."""
 
 
 def cluster(sequences: Sequence[str]) -> Clusters:
@@ -57,7 +67,7 @@ def cluster(sequences: Sequence[str]) -> Clusters:
         return Clusters(plain or (0,) * len(sequences), plain, len(low))
     second = _without_mask([sequences[number] for number in again])
     labels = joined(plain or tuple(range(len(sequences))), again, second)
-    return Clusters(labels, plain, len(low), _note(len(sequences), plain, len(low)))
+    return Clusters(labels, plain, len(low), JOINED if plain is not None else ALONE)
 
 
 def _without_mask(sequences: Sequence[str]) -> tuple[int, ...]:
@@ -67,19 +77,6 @@ def _without_mask(sequences: Sequence[str]) -> tuple[int, ...]:
         short = min(map(len, sequences))
         remedy = f" The shortest chain has {short} residues: use longer ones." if short < 14 else ""
         raise UserError(f"MMseqs2 failed: {error}.{remedy}") from None
-
-
-def _note(num: int, plain: tuple[int, ...] | None, low: int) -> str:
-    if plain is None:
-        return (
-            f"MMseqs2 finds nothing to compare in these {num} chains with its mask of low "
-            "complexity on: they were clustered without it (--single-step-clustering --mask 0)"
-        )
-    return (
-        f"{low} of {num} chains are of low complexity, which MMseqs2 masks: they were clustered "
-        f"again without the mask and the clusters joined (the first run alone: "
-        f"{len(set(plain))} clusters, entropy {entropy(plain):.3f})"
-    )
 
 
 def easy_cluster(sequences: Sequence[str], *options: object) -> tuple[int, ...]:

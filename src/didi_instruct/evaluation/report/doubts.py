@@ -60,8 +60,9 @@ def _level(
     them, with the baseline's most steps, its nearest to real text.
     """
     rivals: list[tuple[Row, str]] = []
-    if content.real.get(sign.field) is not None:
-        rivals = [(content.real, "the reference text's")]
+    real = content.real_like(row)
+    if real.get(sign.field) is not None:
+        rivals = [(real, "the reference text's")]
     else:
         for line in (line for line in lines if line.is_baseline):
             nfe = line.budgets[-1] if sign.grows else row["nfe"]
