@@ -2,12 +2,13 @@
 
 import json
 import random
+import re
 import shutil
 
 import pytest
 import torch
 from tests.models.masked_folders import esm
-from tests.random_models import add_noise
+from tests.random_models import add_noise, save_random
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
@@ -33,7 +34,7 @@ def shelf(tmp_path_factory):
     tokenizer = Tokenizer.load(folder / "esm")
     save_model(folder / "ar", add_noise(build_model(config), 0.2), config, tokenizer=tokenizer)
     draw = random.Random(0)
-    chains = ["".join(draw.choices(RESIDUES, k=draw.randint(16, 30))) for _ in range(400)]
+    chains = ["".join(draw.choices(RESIDUES, k=draw.randint(16, 30))) for _ in range(900)]
     text = "".join(f">{n}\n{s}\n" for n, s in enumerate(chains))
     (folder / "real.fasta").write_text(text)
     (folder / "bad.fasta").write_text(">a\nMKV\n>b\nMK?V\n")
@@ -104,7 +105,7 @@ def test_a_fasta_file_is_measured_without_a_model(didi, place):
     assert code == 0, err
     found = json.loads((place / "o.json").read_text())["rows"]
     assert [row["model"] for row in found] == ["real.fasta", "real", "shuffled"]
-    assert (found[0]["num_samples"], found[0]["steps"]) == (400, None)
+    assert (found[0]["num_samples"], found[0]["steps"]) == (900, None)
     assert found[0]["residue_js"] == pytest.approx(0, abs=1e-12)
     assert "real.fasta" in out
 
@@ -140,7 +141,7 @@ def test_files_of_chains_are_judged_in_the_tokens_that_are_given(didi, place):
     [
         (["esm", "--metrics", "composition", "--reference", "bad.fasta"], r"bad.fasta:4: `\?`"),
         (["bad.fasta", "--metrics", "repeats"], "bad.fasta:4"),
-        (["esm", "--metrics", "repeats", "--lengths", "16,99"], "--lengths 99: esm writes 1 to 32"),
+        (["esm", "--metrics", "repeats", "--lengths", "16,99"], "--length 99: esm writes 1 to 32"),
         (["esm", "--metrics", "repeats", "--lengths", "16,x"], "--lengths 16,x: whole numbers"),
         (["esm", "--metrics", "repeats", "--lengths", "8", "--length", "8"], "leave out one"),
         (["esm", "--metrics", "novelty"], "add --reference FASTA"),
@@ -157,15 +158,11 @@ def test_files_of_chains_are_judged_in_the_tokens_that_are_given(didi, place):
 def test_a_mistake_is_one_line(didi, place, monkeypatch, arguments, message):
     monkeypatch.setattr(shutil, "which", lambda name: name)
     words = OracleLanguage.default().tokenizer
-    from tests.random_models import save_random
-
     save_random(place / "words", tokenizer=words)
     code, out, err = didi("eval", *arguments, "--out", "out")
     assert code == 2, (out, err)
     lines = [line for line in err.splitlines() if line.strip()]
     assert len(lines) == 1
-    import re
-
     assert re.search(message, lines[0]), lines[0]
     assert not (place / "out" / "samples").exists()
 

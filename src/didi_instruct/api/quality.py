@@ -20,6 +20,7 @@ from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.measuring import Begun, Folding, Measured, Progress, Row, Yardstick
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import OF_TEXT, REAL, SampleSet, read_samples
+from didi_instruct.evaluation.token_judges import TokenJudge
 from didi_instruct.models.ar import ARModel
 from didi_instruct.proteins.chains import is_fasta
 
@@ -87,7 +88,7 @@ def evaluate_quality(
     if sets:
         check_comparable(sets, metrics, plan.num if models else None)
     drawn, rivals = _draw(studio, sources, against, models, plan, device, dtype, progress)
-    sets += drawn + _of_files(files, models, tokenizer, plan.length)
+    sets += drawn + _of_files(files, models, tokenizer, plan.length, judge)
     check_comparable([*sets, *rivals], metrics)
     yardstick, text = make_yardstick(
         sets,
@@ -147,7 +148,11 @@ def _draw(
 
 
 def _of_files(
-    files: Sequence[str], models: Sequence[Candidate], tokenizer: str | None, length: int | None
+    files: Sequence[str],
+    models: Sequence[Candidate],
+    tokenizer: str | None,
+    length: int | None,
+    judge: Judge | None,
 ) -> list[SampleSet]:
     """Chains of FASTA files, in the tokens of the models beside them."""
     if not files:
@@ -155,6 +160,11 @@ def _of_files(
     speaks = shared_tokenizer(models)
     if speaks is None and tokenizer is not None:
         speaks = Tokenizer.load(tokenizer)
+    if speaks is None and isinstance(judge, TokenJudge):
+        raise UserError(
+            f"{files[0]} is text, and the judge {judge.name} reads tokens: add --tokenizer "
+            f"{judge.name}."
+        )
     return [read_chain_set(path, speaks, length) for path in files]
 
 
