@@ -11,7 +11,7 @@ from didi_instruct.config.pretrain import (
     ModelRecipe,
     OptimConfig,
     PretrainConfig,
-    TrainConfig,
+    PretrainTrainConfig,
 )
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
             model=ModelRecipe(layers=1, hidden=32, heads=2, cond_dim=8, length=24),
             data=DataConfig(source=str(corpus), tokenizer="bpe:300", documents="line"),
             optim=OptimConfig(lr=3e-3),
-            train=TrainConfig(steps=20, batch_size=16, ema=0.5, eval_sequences=8),
+            train=PretrainTrainConfig(steps=20, batch_size=16, ema=0.5, eval_sequences=8),
         ),
         out=folder / "run",
     )

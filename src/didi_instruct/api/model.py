@@ -114,7 +114,7 @@ class Model:
         tokens = self._checked(tokens).cpu()
         if tokens.numel() and int(tokens.max()) >= self.config.num_tokens:
             raise UserError("nelbo measures clean text, but the tokens contain masks.")
-        never = self.never_written(tokens)
+        never = self.without_likelihood(tokens)
         if len(never):
             raise UserError(
                 f"{len(never)} of {tokens.numel()} tokens are such as this model never writes (id "
@@ -129,14 +129,20 @@ class Model:
         return torch.tensor(result.nats_per_token, dtype=torch.float64)
 
     def never_written(self, tokens: Tensor) -> Tensor:
-        """Return those of the tokens that a masked LM never writes, such as what frames a text.
+        """Return those of the tokens that the model never writes, such as what frames a text."""
+        banned = self.config.banned
+        if isinstance(self.network, MaskedLM):
+            banned = self.network.ids.banned
+        return tokens[torch.isin(tokens, tokens.new_tensor(banned))]
+
+    def without_likelihood(self, tokens: Tensor) -> Tensor:
+        """Return those of the tokens that the model never writes and is not given either.
 
         They have probability 0 in exact terms, and an arbitrary large cost in ours.
         """
-        if not isinstance(self.network, MaskedLM):
-            return tokens.new_empty(0)
-        banned = self.network.banned.to(tokens.device)
-        return tokens[torch.isin(tokens, banned)]
+        never = self.never_written(tokens)
+        given = (*self.config.banned, *self.config.never_drawn)
+        return never[~torch.isin(never, never.new_tensor(given))]
 
     def likelihood(
         self, data: Callable[[int, int], Tensor], *, sequences: int, **settings: Any

@@ -16,6 +16,7 @@ from urllib.request import getproxies
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from didi_instruct.data.alphabet import ESM_VOCABULARY
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError, first_line
 
@@ -53,11 +54,14 @@ class Tokenizer:
     def load(cls, source: str | Path, eot: str | None = None) -> "Tokenizer":
         """Load what `source` names; `eot` is the token that ends a text, if it is unusual.
 
-        A source is `bytes`, a tokenizer.json, a folder with one (a model, prepared data), with
-        GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging Face id.
+        A source is `bytes`, `esm` (proteins), a tokenizer.json, a folder with one (a model,
+        prepared data), with GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging
+        Face id.
         """
         if str(source) == "bytes":
             return cls(_byte_backend(), eot)
+        if str(source) == "esm":
+            return cls(_esm_backend(ESM_VOCABULARY), eot)
         if str(source).startswith("bpe:"):
             raise UserError(f"`{source}` is trained on a corpus: only `didi data prepare` can.")
         path = Path(source)
@@ -244,7 +248,7 @@ def _esm_words(vocabulary: Path) -> list[str]:
     return words if {"<cls>", "<unk>", "<eos>"} <= set(words) else []
 
 
-def _esm_backend(words: list[str]) -> Backend:
+def _esm_backend(words: Sequence[str]) -> Backend:
     """ESM's form, which has no tokenizer.json: residues stand side by side, without spaces.
 
     What lies between known letters is one unknown token, as in ESM's own.

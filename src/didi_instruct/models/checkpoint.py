@@ -212,7 +212,8 @@ def load_model(
     else:
         read = weights.read(device, dtype)
         network = _recorded(folder, manifest.network).load(manifest.model, read, device)
-        tokenizer = None if tokenizer is None else tokenizer.endless()
+        if tokenizer is not None and manifest.model.end_id is None:
+            tokenizer = tokenizer.endless()
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 

@@ -259,6 +259,40 @@ def load_masked_lm(
     return LoadedModel(model, config, tokenizer, None, {"foreign": origin})
 
 
+def new_esm(config: ModelConfig, tokenizer: Tokenizer) -> MaskedLM:
+    """A network of the shape of ESM-2 and DPLM with random weights, in training mode.
+
+    Rotary positions, the output layer tied to the embeddings, and `token_dropout`.
+    """
+    known, frame = tokenizer.vocabulary, _FRAME
+    pad, mask = known["<pad>"], known["<mask>"]
+    library = load_transformers()
+    settings = library.EsmConfig(
+        vocab_size=config.num_tokens,
+        mask_token_id=mask,
+        pad_token_id=pad,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.hidden,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=config.length + frame,
+        layer_norm_eps=1e-5,
+        position_embedding_type="rotary",
+        emb_layer_norm_before=False,
+        token_dropout=True,
+        tie_word_embeddings=True,
+        architectures=["EsmForMaskedLM"],
+    )
+    build, settings = described(library, "esm", settings.to_dict())
+    with silence():
+        network = build(settings)
+    before, after = tokenizer.frame("<mask>")
+    ids = SpecialIds(mask, pad, tuple(before), tuple(after), config.banned)
+    return MaskedLM(network, config, ids, FAMILIES["esm"])
+
+
 def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """Write a folder that `load_masked_lm` and `transformers` read: new, or empty."""
     if model.config.masks > 1:

@@ -135,6 +135,16 @@ def before_end(tokens: Tensor, end_id: int) -> Tensor:
     return (tokens == end_id).cumsum(1) == 0
 
 
+def written(tokens: Tensor, end_id: int | None, given: Sequence[int]) -> Tensor:
+    """Positions that a model writes: before the end of a text, other than of `given` ids.
+
+    Shapes: tokens (B, L) -> (B, L), bool.
+    """
+    known = torch.tensor(given, dtype=tokens.dtype, device=tokens.device)
+    found = ~torch.isin(tokens, known)
+    return found if end_id is None else found & before_end(tokens, end_id)
+
+
 def goes_on(tokens: Tensor, end_id: int) -> bool:
     """True if something other than ends follows an end: a row holds more than one text."""
     return bool((~before_end(tokens, end_id) & (tokens != end_id)).any())

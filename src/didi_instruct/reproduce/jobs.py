@@ -40,7 +40,9 @@ NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_e
 up has no result to keep."""
 ADDED = {
     "warmup_on_top": False,
+    "model.family": "dit",
     "train.ema_warmup": True,
+    "train.pass_tokens": None,
     "discriminator.weight_decay": None,
     "discriminator.dropout": 0.0,
 }
