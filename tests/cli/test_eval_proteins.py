@@ -11,13 +11,16 @@ from tests.models.masked_folders import esm
 from tests.random_models import add_noise, save_random
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation import protein_metrics, rows
+from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
-from didi_instruct.proteins.chains import RESIDUES
 from didi_instruct.proteins.clusters import Clusters
+from didi_instruct.proteins.folding import FoldSettings, fold
+from didi_instruct.proteins.folding_model import write_random_folding
 
 FEW = ["--steps", "2", "--num", "12", "--out", "out"]
 
@@ -34,7 +37,7 @@ def shelf(tmp_path_factory):
     tokenizer = Tokenizer.load(folder / "esm")
     save_model(folder / "ar", add_noise(build_model(config), 0.2), config, tokenizer=tokenizer)
     draw = random.Random(0)
-    chains = ["".join(draw.choices(RESIDUES, k=draw.randint(16, 30))) for _ in range(900)]
+    chains = ["".join(draw.choices(AMINO_ACIDS, k=draw.randint(16, 30))) for _ in range(900)]
     text = "".join(f">{n}\n{s}\n" for n, s in enumerate(chains))
     (folder / "real.fasta").write_text(text)
     (folder / "bad.fasta").write_text(">a\nMKV\n>b\nMK?V\n")
@@ -139,7 +142,7 @@ def test_files_of_chains_are_judged_in_the_tokens_that_are_given(didi, place):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["esm", "--metrics", "composition", "--reference", "bad.fasta"], r"bad.fasta:4: `\?`"),
+        (["esm", "--metrics", "composition", "--reference", "bad.fasta"], r"bad.fasta:4: '\?'"),
         (["bad.fasta", "--metrics", "repeats"], "bad.fasta:4"),
         (["esm", "--metrics", "repeats", "--lengths", "16,99"], "--length 99: esm writes 1 to 32"),
         (["esm", "--metrics", "repeats", "--lengths", "16,x"], "--lengths 16,x: whole numbers"),
@@ -165,6 +168,29 @@ def test_a_mistake_is_one_line(didi, place, monkeypatch, arguments, message):
     assert len(lines) == 1
     assert re.search(message, lines[0]), lines[0]
     assert not (place / "out" / "samples").exists()
+
+
+def test_plddt_is_that_of_the_folding_model(didi, place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folding")
+    write_random_folding(folder)
+    code, out, err = didi(
+        "eval", "esm", "--metrics", "plddt", "--steps", "2", "--num", "3", "--lengths", "5,8",
+        "--folding", folder, "--out", "out", "--json", "o.json", "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    first, second, mean = json.loads((place / "o.json").read_text())["rows"]
+    for row in (first, second):
+        (file,) = [
+            path
+            for path in (place / "out" / "samples").iterdir()
+            if read_samples(path).tokens.shape[1] == row["length"]
+        ]
+        chains = read_samples(file).texts
+        folds = fold(chains, FoldSettings(source=folder, cache=place / "other"))
+        assert row["plddt"] == pytest.approx(sum(f.plddt for f in folds) / 3)
+        assert row["plddt_failed"] == 0
+    assert mean["plddt"] == pytest.approx((first["plddt"] + second["plddt"]) / 2)
+    assert "pLDDT" in out
 
 
 def test_mmseqs_is_missed_before_anything_is_drawn(didi, place, monkeypatch):

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from didi_instruct.api.chain_sets import chain_set, read_chain_set, shuffled_set
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import protein_metrics
 from didi_instruct.evaluation.kept import measure_once
 from didi_instruct.evaluation.measuring import Measuring, Yardstick
 from didi_instruct.evaluation.rows import METRICS, known_columns, measure
-from didi_instruct.proteins.chains import RESIDUES, read_chains
+from didi_instruct.proteins.chains import read_chains
 from didi_instruct.proteins.clusters import Clusters
 from didi_instruct.proteins.novelty import Novelty
 
@@ -69,7 +70,7 @@ def test_composition_is_beside_its_floor(tmp_path):
     chains = read_chains(fasta(tmp_path, *["ACDEFGHIKLMNPQRSTVWY" * 3] * 9))
     found = row("composition", "ACDEFGHIKLMNPQRSTVWY" * 3, "W" * 60, chains=chains)
     shares = np.full(20, 0.025)
-    shares[RESIDUES.index("W")] = 0.525
+    shares[AMINO_ACIDS.index("W")] = 0.525
     law, middle = np.full(20, 0.05), (shares + 0.05) / 2
     expected = (shares * np.log(shares / middle) + law * np.log(law / middle)).sum() / 2
     assert found["residue_js"] == pytest.approx(expected)
@@ -124,7 +125,7 @@ def test_words_are_no_residues():
 
 
 def test_chains_become_tokens_of_the_model_and_shuffled_ones_too(tmp_path):
-    tokenizer = Tokenizer.from_words(["<eos>", *RESIDUES])
+    tokenizer = Tokenizer.from_words(["<eos>", *AMINO_ACIDS])
     tokenizer._backend.pre_tokenizer = None
     plain = chain_set("a", ["ACA", "YY"], 4, None)
     assert plain.tokens.tolist() == [[0, 1, 0, 0], [19, 19, 0, 0]]
@@ -137,6 +138,6 @@ def test_chains_become_tokens_of_the_model_and_shuffled_ones_too(tmp_path):
     assert other.texts != found.texts
     assert torch.equal(other.tokens.sort(1).values, found.tokens.sort(1).values)
     for text, ids in zip(other.texts, other.tokens.tolist(), strict=True):
-        assert [RESIDUES.index(letter) for letter in text] == ids
+        assert [AMINO_ACIDS.index(letter) for letter in text] == ids
     with pytest.raises(UserError, match="no chain of 7 residues"):
         read_chain_set(path, None, 7)

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.proteins import clusters, mmseqs
-from didi_instruct.proteins.chains import RESIDUES
 from didi_instruct.proteins.clusters import cluster, entropy, entropy_interval, joined
 from didi_instruct.proteins.mmseqs import NO_KMER, MMseqsError
 
@@ -25,13 +25,13 @@ REPEAT = "LAGVSER"
 
 def random_chains(num, length=200, seed=0):
     draw = random.Random(seed)
-    return ["".join(draw.choices(RESIDUES, k=length)) for _ in range(num)]
+    return ["".join(draw.choices(AMINO_ACIDS, k=length)) for _ in range(num)]
 
 
 def noisy(chain, num, share, seed=1):
     draw = random.Random(seed)
     return [
-        "".join(draw.choice(RESIDUES) if draw.random() < share else c for c in chain)
+        "".join(draw.choice(AMINO_ACIDS) if draw.random() < share else c for c in chain)
         for _ in range(num)
     ]
 

@@ -6,8 +6,9 @@ import random
 import numpy as np
 import pytest
 
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.errors import UserError
-from didi_instruct.proteins.chains import RESIDUES, read_chains
+from didi_instruct.proteins.chains import read_chains
 from didi_instruct.proteins.composition import counts, divergence, floor, jensen_shannon
 
 
@@ -42,9 +43,9 @@ def test_a_fresh_sample_is_at_the_floor_and_another_law_above(tmp_path):
     """
     draw = random.Random(0)
     weights = range(1, 21)
-    real = write(tmp_path, ["".join(draw.choices(RESIDUES, weights, k=100)) for _ in range(400)])
-    fresh = ["".join(draw.choices(RESIDUES, weights, k=100)) for _ in range(20)]
-    flat = ["".join(draw.choices(RESIDUES, k=100)) for _ in range(20)]
+    real = write(tmp_path, ["".join(draw.choices(AMINO_ACIDS, weights, k=100)) for _ in range(400)])
+    fresh = ["".join(draw.choices(AMINO_ACIDS, weights, k=100)) for _ in range(20)]
+    flat = ["".join(draw.choices(AMINO_ACIDS, k=100)) for _ in range(20)]
     for k, spread in ((1, 0.97), (2, 0.21)):
         found = divergence(fresh, real, k)
         assert found.value == pytest.approx(found.floor, rel=spread)
@@ -55,7 +56,7 @@ def test_a_fresh_sample_is_at_the_floor_and_another_law_above(tmp_path):
 def test_more_chains_have_a_lower_floor(tmp_path):
     """Of 19 free shares the divergence of n residues is about 19 / 8n."""
     draw = random.Random(1)
-    real = write(tmp_path, ["".join(draw.choices(RESIDUES, k=100)) for _ in range(2000)])
+    real = write(tmp_path, ["".join(draw.choices(AMINO_ACIDS, k=100)) for _ in range(2000)])
     for num in (5, 20):
         assert floor([100] * num, real, 1) == pytest.approx(19 / 8 / (100 * num), rel=0.3)
 

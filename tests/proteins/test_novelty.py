@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.errors import UserError
-from didi_instruct.proteins.chains import RESIDUES, read_chains
+from didi_instruct.proteins.chains import read_chains
 from didi_instruct.proteins.novelty import novelty
 
 needs_mmseqs = pytest.mark.skipif(
@@ -23,13 +24,12 @@ def training(tmp_path, sequences):
 @needs_mmseqs
 def test_identity_of_known_relatives(tmp_path):
     draw = random.Random(0)
-    known = ["".join(draw.choices(RESIDUES, k=150)) for _ in range(8)]
+    known = ["".join(draw.choices(AMINO_ACIDS, k=150)) for _ in range(8)]
     places = set(draw.sample(range(150), 45))
-    changed = "".join(
-        RESIDUES[(RESIDUES.index(c) + 7) % 20] if i in places else c for i, c in enumerate(known[0])
-    )
+    other = dict(zip(AMINO_ACIDS, AMINO_ACIDS[7:] + AMINO_ACIDS[:7], strict=True))
+    changed = "".join(other[c] if i in places else c for i, c in enumerate(known[0]))
     repeat = "A" * 150
-    strangers = ["".join(draw.choices(RESIDUES, k=150)) for _ in range(3)]
+    strangers = ["".join(draw.choices(AMINO_ACIDS, k=150)) for _ in range(3)]
     fragment = known[2][:60] + strangers[0][:90]  # its hit covers 40%
     chains = [known[1], changed, repeat, fragment, *strangers]
     found = novelty(chains, training(tmp_path, [*known, repeat]))

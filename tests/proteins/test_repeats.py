@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from didi_instruct.proteins.chains import RESIDUES
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.proteins.repeats import (
     commonest_share,
     is_low_complexity,
@@ -36,9 +36,10 @@ def test_entropy_of_3_mers():
 def test_random_chains_are_not_of_low_complexity_and_noisy_repeats_are():
     """Seeded. A random chain of 200 has 198 3-mers of 8,000: 0.997 of the highest entropy."""
     draw = random.Random(0)
-    assert not any(is_low_complexity("".join(draw.choices(RESIDUES, k=200))) for _ in range(100))
-    noisy = ["".join(draw.choice(RESIDUES) if draw.random() < 0.2 else c for c in "LAGVSER" * 28)]
-    assert all(map(is_low_complexity, [*noisy, "A" * 30, "AC" * 20]))
+    usual = ["".join(draw.choices(AMINO_ACIDS, k=200)) for _ in range(100)]
+    assert not any(map(is_low_complexity, usual))
+    noisy = "".join(draw.choice(AMINO_ACIDS) if draw.random() < 0.2 else c for c in "LAGVSER" * 28)
+    assert all(map(is_low_complexity, [noisy, "A" * 30, "AC" * 20]))
     assert not is_low_complexity("MKV")  # too short to tell
 
 

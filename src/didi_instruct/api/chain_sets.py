@@ -8,11 +8,10 @@ import torch
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.samples import OF_TEXT, SHUFFLED, Origin, SampleSet
-from didi_instruct.proteins.chains import RESIDUES, UNUSUAL, read_chains, shuffling
+from didi_instruct.proteins.chains import LETTERS, read_chains, shuffling
 
 END = "<eos>"
 """What fills the window behind a chain where the tokenizer names no end."""
-LETTERS = RESIDUES + UNUSUAL
 
 
 def chain_set(

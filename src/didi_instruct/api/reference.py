@@ -7,6 +7,7 @@ from pathlib import Path
 from didi_instruct.api.chain_sets import chain_set
 from didi_instruct.api.evaluate import held_out
 from didi_instruct.api.studio import texts_of
+from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ from didi_instruct.proteins.chains import (
     is_fasta,
     read_chains,
     some_chains,
-    speaks_residues,
 )
 
 FEWEST: Mapping[str, int] = {
@@ -150,7 +150,7 @@ def _chains(data: str, like: Like, _: ReadOptions) -> SampleSet:
 
 def is_of_residues(tokenizer: Tokenizer) -> bool:
     """Whether what a tokenizer cuts are chains of residues."""
-    return speaks_residues(tokenizer.vocabulary)
+    return is_protein(tokenizer.vocabulary)
 
 
 def _check(data: str, like: Like, source: TokenSource) -> None:

@@ -5,6 +5,7 @@ kept under it would else not be found again.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from didi_instruct.api.candidates import Candidate, shared_ids, shared_tokenizer
 from didi_instruct.api.reference import Like, open_reference
@@ -16,6 +17,7 @@ from didi_instruct.evaluation.measuring import Begun, Folding, Reference, Yardst
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.proteins.chains import Chains, is_fasta, read_chains
+from didi_instruct.proteins.folding import FoldSettings, Predictor
 from didi_instruct.training.distributed import pick_device
 
 
@@ -69,6 +71,15 @@ def _like(sets: Sequence[SampleSet], models: Sequence[Candidate], tokenizer: str
         residues=_one_length(sets),
         documents=any(s.origin.own_window for s in sets) or any(model.ends for model in models),
     )
+
+
+def open_folding(source: str, cache: Path, device: str | None = None) -> Predictor:
+    """A folding model that keeps its folds in a folder; on a GPU its language model is bfloat16."""
+    chosen = pick_device(device)
+    settings = FoldSettings(
+        source=source, cache=cache, device=str(chosen), bf16=chosen.type == "cuda"
+    )
+    return Predictor(settings)
 
 
 def _one_length(sets: Sequence[SampleSet]) -> int | None:

@@ -92,6 +92,12 @@ def command(
         str | None,
         typer.Option(help="Comma-separated lengths: rows for each, and means over them."),
     ] = None,
+    folding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE", help="For plddt: a folding model, such as facebook/esmfold_v1."
+        ),
+    ] = None,
     sampler: Annotated[str | None, typer.Option(help="As in `didi generate`.")] = None,
     options: Annotated[
         list[str] | None,
@@ -214,7 +220,7 @@ def command(
 
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
-    check_metrics(names, judge is not None, reference is not None)
+    check_metrics(names, judge is not None, reference is not None, folding is not None)
     if ar_start is not None and "ar-kl" not in names:
         raise UserError("--ar-start is what the metric ar-kl begins with: add it to --metrics.")
     plan = Plan(
@@ -253,6 +259,7 @@ def command(
         lengths=(None,) if lengths is None else _whole_numbers("--lengths", lengths),
         reading=reading,
         ar_start=ar_start,
+        folding=folding,
         dtype=dtype,
         **common,
     )
@@ -325,6 +332,7 @@ def _quality(
     reading: "ReadOptions",
     tokenizer: str | None,
     ar_start: str | None,
+    folding: str | None,
     json_file: Path | None,
     device: str | None,
     dtype: str | None,
@@ -334,6 +342,7 @@ def _quality(
     from didi_instruct.api.lengths import evaluate_lengths
     from didi_instruct.api.preflight import check_models, check_needs
     from didi_instruct.api.shipped import find_shipped
+    from didi_instruct.api.yardstick import open_folding
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
 
@@ -351,11 +360,13 @@ def _quality(
             tokenizer,
         )
     ]
-    opened = None
+    opened, predictor = None, None
     if judge is not None:
         source = find_shipped(judge) or judge
         opened = open_judge(source, device=device, name=judge, **judge_settings)
     check_needs(metrics, plan, opened, models)
+    if folding is not None:
+        predictor = open_folding(folding, folder / "folds", device)
     with ProgressBar() as bar:
         found = evaluate_lengths(
             sources,
@@ -370,6 +381,7 @@ def _quality(
             samples=samples,
             tokenizer=tokenizer,
             ar_start=ar_start,
+            folding=predictor,
             device=device,
             dtype=dtype,
             progress=lambda stage, done, total: bar.update(

@@ -8,7 +8,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Measured, Measuring, Metric, Row, nothing
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.table import Column
-from didi_instruct.proteins.chains import RESIDUES, UNUSUAL
+from didi_instruct.proteins.chains import LETTERS
 from didi_instruct.proteins.clusters import Clusters, cluster, entropy, entropy_interval
 from didi_instruct.proteins.composition import divergence
 from didi_instruct.proteins.mmseqs import find_mmseqs
@@ -24,7 +24,7 @@ def sequences_of(samples: SampleSet) -> list[str]:
     """Texts of samples as chains; refuse those that are none."""
     found = ["".join(text.split()) for text in samples.texts]
     for number, sequence in enumerate(found, 1):
-        odd = sequence.strip(RESIDUES + UNUSUAL)
+        odd = sequence.strip(LETTERS)
         if odd:
             raise UserError(
                 f"{samples.origin.model}: sample {number} has `{odd[:10]}`, which is no residue: "

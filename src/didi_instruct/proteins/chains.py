@@ -1,7 +1,7 @@
 """Chains of residues: read from FASTA, chosen by length, shuffled."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.data.sources import Meter, Source, find_sources, open_decompressed, readable
+from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.readers import ReadOptions, read_pieces
+from didi_instruct.data.sources import Meter, Source, find_sources
 from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
-"""The 20 amino acids."""
-UNUSUAL = "BJOUXZ"
-"""Letters that FASTA files of real proteins have besides: rare residues, and `any of several`."""
+LETTERS = AMINO_ACIDS + "UOXBZ"
+"""Letters of real chains: the amino acids, two rare residues, and those for unknown ones."""
 LONGER = 1.1
 """A real chain that stands for a length has at most so many times its residues."""
 
@@ -39,16 +39,7 @@ class Chains:
 
 def is_usual(sequence: str) -> bool:
     """Whether a chain has the 20 amino acids alone."""
-    return not sequence.strip(RESIDUES)
-
-
-def speaks_residues(vocabulary: Iterable[str]) -> bool:
-    """Whether a vocabulary has the 20 amino acids as letters, and nothing longer but specials."""
-    words = set(vocabulary)
-    longer = (
-        word for word in words if len(word) > 1 and not (word[0] in "<[" and word[-1] in ">]")
-    )
-    return words >= set(RESIDUES) and next(longer, None) is None
+    return not sequence.strip(AMINO_ACIDS)
 
 
 def is_fasta(source: str) -> bool:
@@ -76,8 +67,7 @@ def _read(source: str, _: tuple[tuple[str, int, int], ...]) -> Chains:
 def read_chains(source: str) -> Chains:
     """Read all chains of a FASTA file or folder; refuse letters that are no residues, by line.
 
-    Lower case is read as upper case, and a `*` at the end of a chain (a stop) is dropped. A file
-    that has not changed is read once.
+    Lower case is read as upper case. A file that has not changed is read once.
     """
     files = find_sources(source)
     other = next((file for file in files if file.kind != "fasta"), None)
@@ -88,38 +78,13 @@ def read_chains(source: str) -> Chains:
 
 
 def _sequences(file: Source) -> Iterator[str]:
-    """Read the chains of one file, a line at a time."""
+    """Read the chains of one file."""
     parts: list[str] = []
-    started = False
-    with readable(file), open_decompressed(file, Meter()) as stream:
-        for number, raw in enumerate(stream, 1):
-            line = raw.decode("utf-8", "replace").removeprefix("\ufeff").strip()
-            if line.startswith(">"):
-                yield from _whole(parts)
-                parts, started = [], True
-            elif line:
-                parts.append(_residues(line, f"{file.name}:{number}", started))
-        yield from _whole(parts)
-
-
-def _whole(parts: Sequence[str]) -> Iterator[str]:
-    """Join the lines of a chain; a header without residues is none."""
-    sequence = "".join(parts).removesuffix("*")
-    if sequence:
-        yield sequence
-
-
-def _residues(line: str, where: str, started: bool) -> str:
-    if not started:
-        raise UserError(f"{where}: a sequence before the first `>` header: not FASTA.")
-    line = "".join(line.upper().split())
-    odd = line.removesuffix("*").strip(RESIDUES + UNUSUAL)
-    if odd:
-        raise UserError(
-            f"{where}: `{odd[0]}` is no residue: chains have the letters {RESIDUES} (and "
-            f"{UNUSUAL} for rare and unknown ones)."
-        )
-    return line
+    for piece in read_pieces(file, ReadOptions(residues=LETTERS), Meter()):
+        parts.append(piece.text)
+        if piece.last:
+            yield "".join(parts)
+            parts = []
 
 
 def chains_of_length(chains: Chains, length: int, num: int, seed: int = 0) -> list[str]:

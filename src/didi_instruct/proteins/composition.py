@@ -13,15 +13,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.errors import UserError
-from didi_instruct.proteins.chains import RESIDUES, Chains
+from didi_instruct.proteins.chains import Chains
 from didi_instruct.seeding import mix
 
 Counts = NDArray[np.float64]
 DRAWS = 20
 """Fresh samples of real chains behind a floor."""
 _CODES = np.full(256, -1, np.int64)
-_CODES[np.frombuffer(RESIDUES.encode(), np.uint8)] = np.arange(len(RESIDUES))
+_CODES[np.frombuffer(AMINO_ACIDS.encode(), np.uint8)] = np.arange(len(AMINO_ACIDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,13 @@ def counts(sequence: str, k: int) -> Counts:
     ids, usual = np.zeros(places, np.int64), np.ones(places, bool)
     for shift in range(k):
         part = codes[shift : shift + places]
-        ids, usual = ids * len(RESIDUES) + part, usual & (part >= 0)
-    return np.bincount(ids[usual], minlength=len(RESIDUES) ** k).astype(np.float64)
+        ids, usual = ids * len(AMINO_ACIDS) + part, usual & (part >= 0)
+    return np.bincount(ids[usual], minlength=len(AMINO_ACIDS) ** k).astype(np.float64)
 
 
 def total_counts(sequences: Iterable[str], k: int) -> Counts:
     """Counts (20^k,) of the k-mers of all chains together."""
-    return sum((counts(s, k) for s in sequences), np.zeros(len(RESIDUES) ** k))
+    return sum((counts(s, k) for s in sequences), np.zeros(len(AMINO_ACIDS) ** k))
 
 
 def jensen_shannon(one: Counts, other: Counts) -> float:

@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.proteins.chains import RESIDUES
+from didi_instruct.data.alphabet import AMINO_ACIDS
 
 LOW = 0.93
 """Share of the highest 3-mer entropy of its length below which a chain is of low complexity: half a
@@ -62,4 +62,4 @@ def is_low_complexity(sequence: str) -> bool:
     places = len(sequence) - 2
     if places < 2:
         return False
-    return trimer_entropy(sequence) < LOW * math.log(min(places, len(RESIDUES) ** 3))
+    return trimer_entropy(sequence) < LOW * math.log(min(places, len(AMINO_ACIDS) ** 3))
