@@ -49,7 +49,7 @@ def quality(length, value):
 
 
 def test_tables_join_row_by_row_and_are_shown_by_length():
-    found = joined([quality(100, 2.0), quality(200, 3.0)])
+    found = joined([quality(512, 2.0), quality(512, 3.0)], [100, 200])
     assert [(r["steps"], r["length"]) for r in found.rows] == [
         (8, 100), (8, 200), (8, None), (16, 100), (16, 200), (16, None),
     ]  # fmt: skip

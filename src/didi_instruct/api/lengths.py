@@ -40,27 +40,31 @@ def evaluate_lengths(
         )
         for length in lengths
     ]
-    return found[0] if len(found) == 1 else joined(found)
+    return found[0] if len(found) == 1 else joined(found, [n for n in lengths if n is not None])
 
 
-def joined(found: Sequence[Quality]) -> Quality:
-    """One table of several, in the order of their rows: each row at all lengths, then its mean."""
+def joined(found: Sequence[Quality], lengths: Sequence[int]) -> Quality:
+    """One table of several, in the order of their rows: each row at all lengths, then its mean.
+
+    The `length` of a row is the one that was asked for, though its window may be longer.
+    """
+    reference = [quality.reference for quality in found if quality.reference]
     return Quality(
-        rows=_with_means([quality.rows for quality in found]),
-        baseline=_with_means([quality.baseline for quality in found]),
+        rows=_with_means([quality.rows for quality in found], lengths),
+        baseline=_with_means([quality.baseline for quality in found], lengths),
         judge=found[0].judge,
-        reference=mean_row([q.reference for q in found]) if found[0].reference else {},
+        reference=_with_means([[row] for row in reference], lengths)[-1] if reference else {},
         samples=tuple(chain.from_iterable(quality.samples for quality in found)),
-        controls=tuple(_with_means([quality.controls for quality in found])),
+        controls=tuple(_with_means([quality.controls for quality in found], lengths)),
     )
 
 
-def _with_means(tables: Sequence[Sequence[Row]]) -> list[Row]:
+def _with_means(tables: Sequence[Sequence[Row]], lengths: Sequence[int]) -> list[Row]:
     rows: list[Row] = []
     for alike in zip(*tables, strict=True):
-        lengths = [row["length"] for row in alike]
-        rows += [{**row, "lengths": lengths} for row in alike]
-        rows.append(mean_row(alike))
+        told = [row | {"length": n} for row, n in zip(alike, lengths, strict=True)]
+        rows += [row | {"lengths": list(lengths)} for row in told]
+        rows.append(mean_row(told))
     return rows
 
 

@@ -90,6 +90,11 @@ def check_metrics(
         raise UserError("Perplexity alone proves nothing: add the metric entropy.")
 
 
+def usual_num(metrics: Sequence[str]) -> int:
+    """Samples of a row where nobody says how many: 40 chains, as in the paper, or 256 texts."""
+    return 40 if any(METRICS[name].residues for name in metrics) else 256
+
+
 def plan_of_baseline(plan: Plan, model: Model) -> Plan:
     """The same, with most steps too; plainly sampled where it cannot be sampled as the others."""
     budgets = {*plan.steps, *([plan.most_steps] if plan.most_steps else [])}

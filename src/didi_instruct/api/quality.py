@@ -87,8 +87,14 @@ def evaluate_quality(
     models = candidates([*sources, *([against] if against else [])], tokenizer)
     if sets:
         check_comparable(sets, metrics, plan.num if models else None)
+    chains = _of_files(files, models, tokenizer, plan.length, judge)
+    begun = None
+    if ar_start is not None:
+        known = [model.tokenizer_hash for model in models]
+        known += [s.origin.tokenizer for s in (*sets, *chains)]
+        begun = _begun(ar_start, known[0])
     drawn, rivals = _draw(studio, sources, against, models, plan, device, dtype, progress)
-    sets += drawn + _of_files(files, models, tokenizer, plan.length, judge)
+    sets += drawn + chains
     check_comparable([*sets, *rivals], metrics)
     yardstick, text = make_yardstick(
         sets,
@@ -99,7 +105,7 @@ def evaluate_quality(
         reading=reading,
         metrics=metrics,
         tokenizer=tokenizer,
-        ar_start=None if ar_start is None else _begun(ar_start, sets[0].origin.tokenizer),
+        ar_start=begun,
         folding=folding,
         device=device,
     )

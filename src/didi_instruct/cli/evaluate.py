@@ -1,8 +1,5 @@
 """`didi eval`."""
 
-import shlex
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +12,8 @@ from didi_instruct.cli.judging import (
     JudgeEnd,
     JudgeTemperature,
 )
-from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
+from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, nelbo, zero_shot
+from didi_instruct.cli.quality import quality
 from didi_instruct.cli.tasks import (
     Limit,
     Permute,
@@ -32,8 +30,6 @@ from didi_instruct.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from didi_instruct.api.quality import Quality
-    from didi_instruct.data.readers import ReadOptions
 
 TEMPERATURES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 TOP_PS = (0.98, 0.95, 0.9, 0.8)
@@ -214,9 +210,8 @@ def command(
         )
     if lengths is not None and length is not None:
         raise UserError("--length is one length and --lengths are several: leave out one.")
-    from didi_instruct.api.plan import Plan, check_metrics
+    from didi_instruct.api.plan import Plan, check_metrics, usual_num
     from didi_instruct.config.parse import apply_overrides
-    from didi_instruct.evaluation.rows import METRICS
 
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
@@ -226,7 +221,7 @@ def command(
     plan = Plan(
         steps=budgets,
         most_steps=most_steps,
-        num=num or (40 if any(METRICS[name].residues for name in names) else 256),
+        num=num if num is not None else usual_num(names),
         length=length,
         sampler=sampler,
         options=apply_overrides({}, options or (), flag="--option"),
@@ -246,7 +241,7 @@ def command(
         "draws": draws,
         "batch_size": batch_size,
     }
-    _quality(
+    quality(
         models,
         plan,
         names,
@@ -256,7 +251,7 @@ def command(
         against,
         samples or [],
         out,
-        lengths=(None,) if lengths is None else _whole_numbers("--lengths", lengths),
+        lengths=(length,) if lengths is None else _whole_numbers("--lengths", lengths),
         reading=reading,
         ar_start=ar_start,
         folding=folding,
@@ -315,127 +310,3 @@ def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise UserError(f"{flag} {text}: whole numbers, 1 or more, separated by commas.")
     return numbers
-
-
-def _quality(
-    sources: "Sequence[str]",
-    plan: Any,
-    metrics: "Sequence[str]",
-    judge: str | None,
-    judge_settings: dict[str, Any],
-    reference: str | None,
-    against: str | None,
-    samples: "Sequence[Path]",
-    out: Path | None,
-    *,
-    lengths: "Sequence[int | None]",
-    reading: "ReadOptions",
-    tokenizer: str | None,
-    ar_start: str | None,
-    folding: str | None,
-    json_file: Path | None,
-    device: str | None,
-    dtype: str | None,
-) -> None:
-    """Sample quality, as a table and as JSON."""
-    from didi_instruct.api.evaluate import Report
-    from didi_instruct.api.lengths import evaluate_lengths
-    from didi_instruct.api.preflight import check_models, check_needs
-    from didi_instruct.api.shipped import find_shipped
-    from didi_instruct.api.yardstick import open_folding
-    from didi_instruct.cli.progress import ProgressBar
-    from didi_instruct.evaluation.judges import open_judge
-
-    folder = out or default_folder([*sources, *map(str, samples)], against)
-    models = [
-        model
-        for one in lengths
-        for model in check_models(
-            sources,
-            against,
-            replace(plan, length=one or plan.length),
-            reference,
-            reading,
-            metrics,
-            tokenizer,
-        )
-    ]
-    opened, predictor = None, None
-    if judge is not None:
-        source = find_shipped(judge) or judge
-        opened = open_judge(source, device=device, name=judge, **judge_settings)
-    check_needs(metrics, plan, opened, models)
-    if folding is not None:
-        predictor = open_folding(folding, folder / "folds", device)
-    with ProgressBar() as bar:
-        found = evaluate_lengths(
-            sources,
-            plan,
-            metrics,
-            [one or plan.length for one in lengths],
-            out=folder,
-            judge=opened,
-            reference=reference,
-            reading=reading,
-            against=against,
-            samples=samples,
-            tokenizer=tokenizer,
-            ar_start=ar_start,
-            folding=predictor,
-            device=device,
-            dtype=dtype,
-            progress=lambda stage, done, total: bar.update(
-                stage, done, total, "rows" if stage.startswith("Drawing") else "texts"
-            ),
-        )
-    name = ", ".join(sources) or ", ".join(map(str, samples))
-    if json_file is not None:
-        rows = [*found.rows, *found.controls]
-        Report(name, found.judge, rows, found.reference, found.baseline).write(json_file)
-    replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
-    page = _report(folder, found)
-    counts = sorted({row["num_samples"] for row in found.rows})
-    many = "" if counts == [1] else "s"
-    typer.echo(f"{_span(counts)} sample{many} per row; samples and numbers in {folder}")
-    typer.echo(f"Report: {page}{replaced}")
-    if json_file is not None:
-        typer.echo(f"Wrote {json_file}")
-
-
-def _report(folder: Path, found: "Quality") -> Path:
-    """Write the report that people look at, and print the heart of it."""
-    import shutil
-
-    from didi_instruct.evaluation.provenance import provenance
-    from didi_instruct.evaluation.report import Content, render_terminal, write_report
-    from didi_instruct.evaluation.report.lines import short_names
-
-    names = short_names([row["model"] for row in found.rows])
-    content = Content(
-        title=f"Samples of {', '.join(names.values())}",
-        rows=[row for row in found.rows if row["nfe"] is not None],
-        controls=_controls(found),
-        baseline=found.baseline,
-        reference=found.reference,
-        judge=found.judge,
-        samples=found.samples,
-        provenance=provenance(),
-        command=shlex.join(["didi", *sys.argv[1:]]),
-    )
-    page = write_report(folder, content)[0]
-    for line in render_terminal(content, shutil.get_terminal_size((120, 24)).columns):
-        typer.echo(line)
-    return page
-
-
-def _controls(found: "Quality") -> list[dict[str, Any]]:
-    """Rows that no sampler wrote, but for the one that is the reference's."""
-    from didi_instruct.evaluation.samples import REAL
-
-    rows = [*(row for row in found.rows if row["nfe"] is None), *found.controls]
-    last = [row for row in rows if row["model"] == REAL][-1:]
-    return [row for row in rows if row not in last]
-
-
-def _span(numbers: "Sequence[int]") -> str:
-    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
