@@ -1,5 +1,8 @@
 """Proteins as data: ESM's tokens, chains letter by letter, long ones split into rows."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,22 @@ def test_tokens_are_those_of_the_library(tmp_path: Path, text: str) -> None:
         assert tokenizer.size == len(theirs) == 33
         if set(text) <= set(residues_of(tokenizer.vocabulary)):
             assert tokenizer.decode([*ids, EOS, EOS], stop_at_eot=True) == text
+
+
+def test_the_tokenizer_is_the_same_in_every_process() -> None:
+    """Python orders sets by a hash of its own in each."""
+    code = "from didi_instruct.data.tokenizer import Tokenizer; print(Tokenizer.load('esm').hash)"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert found == {Tokenizer.load("esm").hash + "\n"}
 
 
 def test_which_vocabularies_are_of_proteins() -> None:

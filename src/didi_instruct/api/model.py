@@ -162,7 +162,8 @@ class Model:
         """Draw token sequences, LongTensor (num, length); settings are the fields of `Request`.
 
         Without `length` they are as long as the model's window; where texts have windows of their
-        own, each then has a length that is drawn, and is followed by its end.
+        own, each then has a length that is drawn, and is followed by its end. With `lengths` they
+        are padded with -1 to the longest.
         """
         return self.draw(num, **{"measure_path": False} | settings).tokens
 
@@ -174,7 +175,7 @@ class Model:
     def draw(self, num: int = 1, *, callback: Callback | None = None, **settings: Any) -> Samples:
         """Draw sequences together with the log-probability of their paths and what they cost."""
         wish = self._wish(num, {"measure_path": True} | settings)
-        return self.request(wish, callback=callback).cut(wish.length).samples
+        return self.request(wish, callback=callback).cut().samples
 
     def _wish(self, num: int, settings: dict[str, Any]) -> Request:
         names = [f.name for f in fields(Request)]

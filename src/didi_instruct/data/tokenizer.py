@@ -254,7 +254,8 @@ def _esm_backend(words: Sequence[str]) -> Backend:
     What lies between known letters is one unknown token, as in ESM's own.
     """
     special = [word for word in words if re.fullmatch("<.+>", word)]
-    letters = sorted(set(words) - set(special) - {""}, key=len, reverse=True)
+    # The longest first, else in one order: the hash of a tokenizer has a part in what fits it.
+    letters = sorted(set(words) - set(special) - {""}, key=lambda word: (-len(word), word))
     backend = Backend(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )

@@ -170,7 +170,7 @@ class PretrainTask:
 
     def _batch(self, objective: Objective, tokens: Tensor, *noise: Tensor) -> Batch:
         self._read += len(tokens) * tokens.shape[-1]
-        if self.model_config.end_id is not None and tokens.ndim == 2:
+        if self.pass_tokens is not None and self.model_config.end_id is not None:
             self._text += int(before_end(tokens, self.model_config.end_id).sum())
         batch = objective.corrupt(tokens, *noise)
         if self.world.device.type == "cuda":
@@ -186,8 +186,8 @@ class PretrainTask:
         rate = read / max(seconds, 1e-9)
         lr = learning_rate(step, train.steps, self.config.optim)
         values = {"lr": lr, "tokens_per_second": rate}
-        if text:
-            values["padding"] = 1 - text / read  # share of the tokens: what fills windows
+        if self.pass_tokens is not None:
+            values["padding"] = 1 - text / max(read, 1)  # share of the tokens that fills windows
         if self.world.device.type == "cuda":
             share, length = self.objective.head_fraction, round(read / rows)
             flops = 3 * flops_per_token(self.model_config, share, length)  # backward: twice forward
