@@ -70,9 +70,10 @@ def open_reference(
     for name in metrics:
         # Fewer samples are not the reference's fault, and refused where samples are.
         if name in ("c2st", "mauve") and len(found) < FEWEST[name] <= like.num:
+            length = like.residues or like.length
             raise UserError(
-                f"{data} has {len(found)} texts of {like.length} tokens, and the metric {name} "
-                f"needs {FEWEST[name]}: give more as --reference, or leave out {name}."
+                f"{data} has {len(found)} texts of {length} tokens, and the metric {name} needs "
+                f"{FEWEST[name]}: give more as --reference, or leave out {name}."
             )
     return found
 

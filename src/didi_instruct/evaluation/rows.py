@@ -4,7 +4,6 @@ A new measure is one entry of `METRICS`: what computes it, and what it needs.
 """
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -219,7 +218,7 @@ def _two_sample(m: Measuring) -> Measured:
     return Measured(row)
 
 
-METRICS: Mapping[str, Metric] = {
+METRICS: dict[str, Metric] = {
     "ppl": Metric(_perplexity, judge=True, per_judge=True),
     "entropy": Metric(_entropy),
     "unique-4gram": Metric(_unique, counts=True),
