@@ -35,7 +35,15 @@ FREE_TO_CHANGE = {
     "optim": {f.name for f in fields(OptimConfig)},
     "watch": {"budgets", "samples", "min_entropy"},
     "didi": {"kl_weight", "entropy_weight", "advantage_clip"},
-    "discriminator": {"lr", "weight_decay", "dropout", "chance", "saturation", "label_smoothing"},
+    "discriminator": {
+        "lr",
+        "lr_warmup",
+        "weight_decay",
+        "dropout",
+        "chance",
+        "saturation",
+        "label_smoothing",
+    },
     "token_matching": {"aux_lr", "anchor", "ratio_clip"},
     "mixture": {"budgets", "learning"},
 }

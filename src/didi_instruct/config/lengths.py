@@ -2,8 +2,11 @@
 
 import re
 
+from didi_instruct.config.model import NEVER
 from didi_instruct.errors import UserError
 
+DATA_LENGTHS = "data"
+"""Stands for the lengths of the texts that a run reads."""
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
@@ -18,3 +21,14 @@ def read_lengths(text: str) -> range | list[int]:
             "from 1, the smaller end of a range first."
         )
     return found[0] if len(found) == 1 else [each[0] for each in found]
+
+
+def law_of_lengths(text: str, longest: int) -> tuple[int, ...]:
+    """`ModelConfig.lengths` of the even law on `read_lengths`, for a model of `longest` tokens."""
+    lengths = read_lengths(text)
+    if max(lengths) > longest:
+        raise UserError(
+            f"lengths is {text}, but the model reads at most {longest} tokens: use shorter ones."
+        )
+    wanted = set(lengths)
+    return tuple(1 if length in wanted else NEVER for length in range(longest + 1))

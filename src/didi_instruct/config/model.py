@@ -7,6 +7,8 @@ from didi_instruct.errors import UserError
 
 Kind = Literal["mdlm", "duo", "ar"]
 Order = Literal["random", "streams"]
+NEVER = -1
+"""In place of a count in `ModelConfig.lengths`: no text of that length is ever drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +52,8 @@ class ModelConfig:
     fills is never noise and never written: a masked model is given the length of a text, an AR
     model learns nothing after the end."""
     lengths: tuple[int, ...] = ()
-    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end. A masked
-    model draws the length of a text from it before it writes."""
+    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end, -1 for a
+    length that is never drawn. A masked model draws the length of a text from it, then writes."""
     banned: tuple[int, ...] = ()
     """Tokens of texts that are never drawn, as the network gives them probability 0. Where a text
     has one it is visible throughout and costs nothing: proteins have letters for residues that are
@@ -110,8 +112,8 @@ class ModelConfig:
             raise UserError("model.lengths are given, but an `ar` model ends texts by itself.")
         if self.kind == "mdlm" and (
             len(self.lengths) != self.length + 1
-            or min(self.lengths) < 0
-            or not any(self.lengths[1:])
+            or min(self.lengths) < NEVER
+            or not any(count > 0 for count in self.lengths[1:])
         ):
             raise UserError(
                 f"model.lengths has to count the texts of 0 to {self.length} tokens, some of 1 or "
@@ -136,6 +138,12 @@ class ModelConfig:
         """Ids of probability 0: the banned ones and, of a masked model, the end of a text."""
         given = () if self.end_id is None or self.kind == "ar" else (self.end_id,)
         return tuple(sorted({*self.banned, *given}))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is drawn: all that the model reads, unless said."""
+        drawn = (n for n, count in enumerate(self.lengths) if count != NEVER)
+        return max(drawn, default=self.length)
 
     @property
     def num_tokens(self) -> int:

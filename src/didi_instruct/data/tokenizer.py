@@ -98,6 +98,11 @@ class Tokenizer:
             eot = loaded.eos_token
         return cls(Backend.from_str(backend.to_str()), eot)
 
+    def ending(self, eot_id: int) -> "Tokenizer":
+        """Return it for a model whose texts end with a token of its vocabulary."""
+        token = next(word for word, index in self.vocabulary.items() if index == eot_id)
+        return Tokenizer(Backend.from_str(self._backend.to_str()), token)
+
     def endless(self) -> "Tokenizer":
         """Return it for a model whose texts fill their window: no token of theirs ends one."""
         twin = Tokenizer(Backend.from_str(self._backend.to_str()), self.eot)

@@ -58,7 +58,8 @@ def likelihood(
 ) -> Likelihood:
     """Estimate nats per token over `sequences` rows of `data(start, count)`.
 
-    The arguments are those of `nats_of_texts`. The interval comes from the spread between
+    The arguments are those of `nats_of_texts`. Texts of lengths that the model never draws are left
+    out, as `sequences` of the result says. The interval comes from the spread between
     sequences, which overstates the error a little, since their times are stratified.
     """
     nats, counts = nats_of_texts(
@@ -72,6 +73,14 @@ def likelihood(
         device=device,
         progress=progress,
     )
+    if config.kind == "mdlm" and config.end_id is not None:
+        drawn = LengthLaw(config.lengths).allows(counts.long().clamp(min=1))
+        if not drawn.any():
+            raise UserError(
+                f"None of the {len(counts)} held-out texts has a length that the model draws: use "
+                "others (data.source), or another law of lengths."
+            )
+        nats, counts = nats[drawn], counts[drawn]
     # Where texts differ in length, all tokens count alike: a ratio of two means.
     mean = (nats.sum() / counts.sum()).item()
     residual = (nats - mean * counts) / counts.mean()

@@ -24,6 +24,7 @@ class DiT(nn.Module):
 
     align: int = 1
     splits: bool = True
+    reads_fill: bool = True
     record: NetworkRecord | None = None
     output_layer: layers.OutputLayer  # absent without `head`
 

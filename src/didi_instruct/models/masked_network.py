@@ -65,6 +65,7 @@ class MaskedLM(nn.Module):
     """
 
     splits: bool = False
+    reads_fill: bool = False
     network: Any
     codes: nn.Parameter | None  # (masks, d), added to the embeddings of several masks
     before: Tensor
@@ -185,12 +186,15 @@ class MaskedLM(nn.Module):
         return all_logits(self, tokens, sigma, attended)
 
     def without_head(self) -> "MaskedLM":
-        twin = copy.deepcopy(self)
+        return copy.deepcopy(self).drop_head()
+
+    def drop_head(self) -> "MaskedLM":
+        """Drop what a discriminator has no use for, in place."""
         for name in self.family.head:
-            setattr(twin.network, name, None)
+            setattr(self.network, name, None)
         for name in self.family.unused:
-            setattr(twin._trunk, name, None)
-        return twin
+            setattr(self._trunk, name, None)
+        return self
 
     def with_masks(self, offsets: Tensor) -> "MaskedLM":
         twin, masks = copy.deepcopy(self), self.config.masks + len(offsets)
