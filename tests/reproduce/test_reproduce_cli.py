@@ -123,12 +123,12 @@ def test_all_leaves_out_what_a_scale_sets_apart_and_says_so(didi, tiny, tmp_path
     assert "name it to have it: figure-1, " in err
 
 
-def test_the_list_names_what_is_planned(didi):
+def test_the_list_names_all_items(didi):
     code, out, _ = didi("reproduce", "--list")
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert code == 0
-    assert "PLANNED" in lines["proteins"]
-    assert "PLANNED" not in lines["figure-1"]
+    assert set(lines) == set(ITEMS)
+    assert lines["protein-diversity"].endswith("table)")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_list_names_what_is_planned(didi):
     [
         ((), "Name an item"),
         (("figur-1",), "Did you mean `figure-1`?"),
-        (("proteins",), "planned, not made yet"),
+        (("proteins",), "Did you mean `protein-plddt`?"),
         (("figure-1", "--scale", "huge"), "choose one of toy, small, paper"),
         (("figure-1", "--scale", "small"), "--scale small needs text"),
         (("figure-1", "--rivals", "sdtt"), "--rivals is for baselines"),

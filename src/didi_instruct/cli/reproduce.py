@@ -140,6 +140,7 @@ def command(
         return
     if item is None:
         raise UserError("Name an item, or `all`: `didi reproduce --list` names them.")
+    asked = dict.fromkeys(name.strip() for name in item.split(","))
     judging = _judging(judge_temperature, judge_collapse_spaces, judge_end, judge_beyond)
     given = Given(
         data=data,
@@ -148,14 +149,14 @@ def command(
         teacher=teacher,
         corpora=corpora,
         tasks=tasks,
+        proteins=_of_proteins(scale, asked),
         folding=folding,
         seeds=seeds,
         mauve=mauve,
     )
     check_given(given)
-    asked = dict.fromkeys(name.strip() for name in item.split(","))
-    chosen = find_scale(scale, given, proteins=_of_proteins(scale, asked))
-    wanted = [i for i in ITEMS.values() if not i.planned and i.name not in chosen.apart]
+    chosen = find_scale(scale, given)
+    wanted = [i for i in ITEMS.values() if i.name not in chosen.apart]
     items = wanted if item == "all" else [find_item(name, ITEMS) for name in asked]
     if item == "all" and chosen.apart:
         apart = ", ".join(chosen.apart)
@@ -231,8 +232,7 @@ def _list(items: "Sequence[Item]") -> None:
     width = max(len(item.name) for item in items)
     for item in items:
         where = f" ({item.where})" if item.where else " (not in the paper)"
-        planned = f" PLANNED: {item.planned}" if item.planned else ""
-        typer.echo(f"{item.name.ljust(width)}  {item.title}{where}{planned}")
+        typer.echo(f"{item.name.ljust(width)}  {item.title}{where}")
 
 
 def _run(

@@ -186,7 +186,7 @@ def _words(job: Job) -> str | None:
 
 def _source(source: str, remedy: str = FETCH, what: str = "model") -> Check:
     """A file, a folder, or a name on the hub."""
-    if source in ("oracle", "bytes") or source in shipped():
+    if source in ("oracle", "bytes", "esm") or source in shipped():
         return Check(f"{source} (built in)", True)
     if Path(source).exists():
         return Check(source, True)

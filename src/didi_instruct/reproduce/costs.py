@@ -5,7 +5,7 @@ share of a GPU's peak is reached is assumed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ FORWARD, LEARN = 1, 3
 GPT2_LARGE = 774e6
 CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
-NO_MODELS = ("judge", "reference", "corpora", DATA, WORDS)
+NO_MODELS = ("judge", "reference", "corpora", "chains", "folding", DATA, WORDS)
 """Inputs that are not sampled."""
 PER_ITERATION = {
     # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
@@ -126,6 +126,13 @@ def _measuring(job: Job) -> Cost:
         return Cost()
     if job.does.startswith(DOWNSTREAM):
         return Cost()  # a pass over the task's texts for each model
+    if "lengths" in options:  # proteins; folding, which costs more, is not in it
+        (model,) = known.values()
+        chains = options["num"] * sum(options["steps"])
+        parts = [
+            replace(model, length=length, end_id=None, lengths=()) for length in options["lengths"]
+        ]
+        return Cost(sampling=sum(chains * forward_flops(part) for part in parts))
     if "judge" not in job.inputs:
         texts = CORPORA * options["sequences"] * DRAWS
         return Cost(sampling=sum(texts * forward_flops(model) for model in known.values()))

@@ -29,24 +29,15 @@ class Item:
     title: str
     where: str
     """In the paper; empty for what it does not have."""
-    jobs: Callable[["Scale"], Sequence["Job"]] | None = None
+    jobs: Callable[["Scale"], Sequence["Job"]]
     """Jobs whose results the table needs; theirs follow from them."""
-    table: Callable[["Scale", Results], "Table"] | None = None
+    table: Callable[["Scale", Results], "Table"]
     figure: Callable[["Scale", "Table", Results, Path], None] | None = None
     """Draws a PNG."""
-    planned: str = ""
-    """What is missing of an item that cannot be made yet; empty where it can."""
-
-    def __post_init__(self) -> None:
-        """An item is made, or planned: nothing between."""
-        assert bool(self.planned) == (self.jobs is None) == (self.table is None), self.name
 
 
 def find_item(name: str, items: Mapping[str, Item]) -> Item:
     """The item of that name."""
     if name not in items:
         raise UserError(f"`{name}` is not an item.{nearest(name, list(items))}")
-    found = items[name]
-    if found.planned:
-        raise UserError(f"{name} is planned, not made yet: {found.planned}")
-    return found
+    return items[name]

@@ -45,7 +45,7 @@ class Outcome:
 
 def jobs_of(items: Sequence[Item], scale: Scale, out: Path) -> list[Job]:
     """All jobs of some items, in order, each once."""
-    jobs = [job for item in items if item.jobs for job in item.jobs(scale)]
+    jobs = [job for item in items for job in item.jobs(scale)]
     return in_order(jobs, lambda job: finished(job, out) is not None)
 
 

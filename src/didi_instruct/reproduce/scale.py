@@ -45,6 +45,8 @@ class Given:
     corpora: str | None = None
     tasks: str | None = None
     """Folder of the downstream tasks' files."""
+    proteins: bool = False
+    """True if items on proteins are asked for, whose data and teacher are others."""
     folding: str | None = None
     """Model that folds proteins."""
     seeds: int | None = None

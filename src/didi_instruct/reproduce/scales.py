@@ -27,12 +27,12 @@ from didi_instruct.reproduce.task_files import (
 )
 
 
-def find_scale(name: str, given: Given, *, proteins: bool = False) -> Scale:
-    """The scale of that name, with what the user brings; of the items on proteins alone if told."""
+def find_scale(name: str, given: Given) -> Scale:
+    """The scale of that name, with what the user brings."""
     if given.seeds is not None and given.seeds < 1:
         raise UserError(f"--seeds {given.seeds}: use 1 or more.")
     makers = {"toy": toy_scale, "small": _small, "paper": _paper}
-    if proteins:
+    if given.proteins:
         makers |= {"small": _small_on_proteins, "paper": _paper_on_proteins}
     if name not in makers:
         raise UserError(f"--scale {name}: choose one of {', '.join(makers)}.")
