@@ -23,7 +23,8 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
-from didi_instruct.models.masked_lm import WeightFiles, open_weights, recognise_masked_lm
+from didi_instruct.models.masked_lm import open_weights, recognise_masked_lm
+from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.tensor_files import shown
 
 BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")

@@ -97,6 +97,8 @@ class Manifest:
         for name in ("storage", "network"):  # unknown to earlier versions of didi
             if content[name] is None:
                 del content[name]
+        if self.network is not None and not self.network.shifted:
+            del content["network"]["shifted"]
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -211,8 +213,10 @@ def load_model(
         _fill(network, weights, device, dtype)
     else:
         read = weights.read(device, dtype)
-        network = _recorded(folder, manifest.network).load(manifest.model, read, device)
-        tokenizer = None if tokenizer is None else tokenizer.endless()
+        recorded = _recorded(folder, manifest.network)
+        network = recorded.load(manifest.model, read, device)
+        if tokenizer is not None and not recorded.family.ends:
+            tokenizer = tokenizer.endless()
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 
