@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from didi_instruct.api import budget
 from didi_instruct.api.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.causal_lm import FOREIGN
 from didi_instruct.models.checkpoint import CONFIG, load_model
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import count_parameters
@@ -23,7 +25,12 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
-from didi_instruct.models.masked_lm import open_weights, recognise_masked_lm
+from didi_instruct.models.masked_lm import (
+    FoundMaskedLM,
+    open_weights,
+    read_tokenizer,
+    recognise_masked_lm,
+)
 from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.tensor_files import shown
 
@@ -32,12 +39,15 @@ BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
 
 
 FIXED = ("inv_freq", "position_ids")
-TIED = ("lm_head.decoder.weight", "predictions.decoder.weight", "vocab_projector.weight")
+TIED = ("lm_head", "lm_head.decoder", "predictions.decoder", "vocab_projector")
 """Tensors of a masked LM that are no parameters, and those that are the embedding once more."""
 
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the names of classes end that read from left to right."""
+
+BATCH, TOKENS, RANK = 4, 512, 64
+"""Texts, their tokens at most, and the rank of adapters for which memory is told."""
 
 _SHAPE = ("vocab_size", "mask_id", "length", "discriminator_parameters")
 """What every answer has, though nothing is known."""
@@ -165,21 +175,46 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
     assert found is not None
     headers = open_weights(found).headers
     tied = found.settings.get("tie_word_embeddings", True)
+    tied_names = tuple(f"{name}.weight" for name in TIED)
     parameters = sum(
         prod(header.shape)
         for name, header in headers.items()
-        if header.is_weight and not name.endswith(FIXED) and not (tied and name.endswith(TIED))
+        if header.is_weight and not name.endswith(FIXED) and not (tied and name.endswith(tied_names))
     )
-    mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own."
+    mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own"
+    try:
+        _, ids, _ = read_tokenizer(found)
+        written, notes = {"never_written": len(ids.banned)}, [f"{mask}, {ids.mask}."]
+    except UserError as error:
+        written, notes = {}, [f"{mask}.", str(error)]
     return {
         "architecture": shown(found.model_type),
         **_facts(found.config, parameters, None),
+        **written,
         "layout": found.layout,
         "description": found.description,
         "dtype": _common_type(headers.values()),
         "provenance": {"source": origin.name},
-        "notes": [mask],
+        **_memory(found, parameters, headers),
+        "notes": notes,
     }
+
+
+def _memory(
+    found: FoundMaskedLM, parameters: int, headers: Mapping[str, Header]
+) -> dict[str, dict[str, int]]:
+    """Bytes of sampling and of distilling a bidirectional causal LM, by part."""
+    if found.model_type not in FOREIGN:
+        return {}
+    widest = max(headers.values(), key=lambda header: prod(header.shape))
+    shape = budget.CausalShape.of(found.settings, parameters, widest.itemsize)
+    texts = {"batch": BATCH, "length": min(TOKENS, found.config.length)}
+    parts = {
+        "bytes_sampling": budget.sampling(shape, **texts),
+        "bytes_adapters": budget.with_adapters(shape, **texts, rank=RANK) | {"rank": RANK},
+        "bytes_copies": budget.three_copies(shape, **texts),
+    }
+    return {name: part | texts for name, part in parts.items()}
 
 
 def _count(network: nn.Module) -> int:

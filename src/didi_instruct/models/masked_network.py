@@ -184,7 +184,8 @@ class MaskedLM(nn.Module):
         logits = hidden.to(self.network.get_output_embeddings().weight.dtype)
         for name in self.family.head:
             logits = getattr(self.network, name)(logits)
-        logits = logits.index_fill(-1, self.banned, BANNED)
+        # In place: a large vocabulary's logits are the most that a pass holds, and no copy is kept.
+        logits.index_fill_(-1, self.banned, BANNED)
         extra = -logits.shape[-1] % self.align
         return F.pad(logits, (0, extra), value=BANNED) if extra else logits
 
