@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers
+from tests.models.causal_folders import BIDIRECTIONAL
 from torch import nn
 from typer.testing import CliRunner
-from tests.models.causal_folders import BIDIRECTIONAL
 
 from didi_instruct.api import budget
 from didi_instruct.api.info import describe_source

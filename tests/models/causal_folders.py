@@ -52,7 +52,8 @@ _DREAM_BLOCK = {
 
 def llada_weights(tied=False):
     """Tensors of LLaDA under its own names."""
-    outside = {"wte": (SIZE, HIDDEN), "ln_f": _NARROW} | ({} if tied else {"ff_out": (SIZE, HIDDEN)})
+    outside = {"wte": (SIZE, HIDDEN), "ln_f": _NARROW}
+    outside |= {} if tied else {"ff_out": (SIZE, HIDDEN)}
     shapes = {f"model.transformer.{name}.weight": shape for name, shape in outside.items()}
     for n in range(LAYERS):
         for name, shape in _LLADA_BLOCK.items():

@@ -175,11 +175,11 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
     assert found is not None
     headers = open_weights(found).headers
     tied = found.settings.get("tie_word_embeddings", True)
-    tied_names = tuple(f"{name}.weight" for name in TIED)
+    no_more = (*FIXED, *(f"{name}.weight" for name in TIED if tied))
     parameters = sum(
         prod(header.shape)
         for name, header in headers.items()
-        if header.is_weight and not name.endswith(FIXED) and not (tied and name.endswith(tied_names))
+        if header.is_weight and not name.endswith(no_more)
     )
     mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own"
     try:

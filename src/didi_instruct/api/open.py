@@ -15,6 +15,7 @@ from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.causal_lm import is_causal
 from didi_instruct.models.checkpoint import (
     CONFIG,
     MODEL,
@@ -202,7 +203,7 @@ def _elsewhere(source: str, is_path: bool) -> tuple[Path, str]:
 
 def _files(origin: Origin) -> Iterable[Path]:
     """Weights, settings and tokenizer of a model that is not ours."""
-    if origin.form == "masked-lm":
+    if origin.form == "masked-lm" or is_causal(origin.path):
         others = (p for p in origin.path.iterdir() if p.suffix in (".json", ".txt"))
         return [*weight_files(origin.path), *sorted(others)]
     place = locate(origin.path)

@@ -124,7 +124,7 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
         )
     if model_type in FOREIGN:
         settings = FOREIGN[model_type].settings(folder / CONFIG, settings)
-    config = _config(folder / CONFIG, FAMILIES[model_type], settings)
+    config = model_config(folder / CONFIG, FAMILIES[model_type], settings)
     description = (
         f"{shown(next(iter(classes), 'masked LM'))} of the family {model_type}: {config.layers} "
         f"layers, hidden {config.hidden}, {config.num_tokens} tokens"
@@ -132,7 +132,11 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
     return FoundMaskedLM(folder, model_type, description, config, settings)
 
 
-def _config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelConfig:
+def model_config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelConfig:
+    """Our settings for a config.json in the words of `transformers`, with one id more for a mask.
+
+    `length` leaves room for two special tokens, where the family frames its texts.
+    """
     shape: dict[str, Any] = {n: whole_number(path, settings, *of) for n, of in _SHAPE.items()}
     positions = shape["length"]
     shape["length"] -= 0 if family.ends else _FRAME
@@ -176,17 +180,10 @@ def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelCo
     tokenizer.json and ESM's vocab.txt are read here, other forms by `transformers`.
     """
     folder, foreign = found.path, FOREIGN.get(found.model_type)
-    if (folder / "tokenizer.json").is_file() or found.model_type == "esm":
+    if found.model_type == "esm":
         tokenizer = Tokenizer.load(folder)
-    elif not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise UserError(f"{folder} has no tokenizer: put the model's tokenizer.json there.")
     else:
-        library = load_transformers()
-        reader = getattr(library, "AutoTokenizer" if foreign is None else foreign.tokenizer)
-        problem = f"{folder} has no tokenizer that can be read"
-        with explained(problem, "Put the model's tokenizer.json there."), silence():
-            loaded = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer = Tokenizer.from_transformers(loaded, str(folder))
+        tokenizer = tokenizer_of(folder, foreign.tokenizer if foreign else "AutoTokenizer")
     if tokenizer.size > found.config.num_tokens:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.size} ids and the network "
@@ -199,6 +196,19 @@ def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelCo
     ids = special_ids(folder, found.settings, size, tokenizer)
     length = found.config.length + _FRAME - len(ids.before) - len(ids.after)
     return tokenizer.endless(), ids, replace(found.config, length=length)
+
+
+def tokenizer_of(folder: Path, reader: str = "AutoTokenizer") -> Tokenizer:
+    """Read a tokenizer; `reader` is the class of `transformers` where it is no tokenizer.json."""
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.load(folder)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"{folder} has no tokenizer: put the model's tokenizer.json there.")
+    read = getattr(load_transformers(), reader).from_pretrained
+    problem = f"{folder} has no tokenizer that can be read"
+    with explained(problem, "Put the model's tokenizer.json there."), silence():
+        loaded = read(folder, local_files_only=True, trust_remote_code=False)
+    return Tokenizer.from_transformers(loaded, str(folder))
 
 
 def load_masked_lm(

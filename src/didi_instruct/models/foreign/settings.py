@@ -85,7 +85,7 @@ def whole_number(path: Path, settings: Mapping[str, Any], *names: str, least: in
 
 def positive_number(path: Path, settings: Mapping[str, Any], name: str) -> float:
     """Return the finite number above 0 that config.json has under a name."""
-    value = settings.get(name)
+    value: Any = settings.get(name)
     if type(value) in (int, float) and 0 < value <= _LARGEST:
         return float(value)
     raise UserError(
