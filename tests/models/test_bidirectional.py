@@ -1,12 +1,11 @@
 """Causal LMs made bidirectional: what they compute, what they learn, and what is refused."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import didi_instruct as didi
+from didi_instruct.api.candidates import candidates
+from didi_instruct.api.info import describe_source
 from didi_instruct.errors import UserError
 from didi_instruct.models.bidirectional import load_bidirectional
 
@@ -94,15 +93,11 @@ def test_what_cannot_be_made_bidirectional_is_refused(tmp_path, changes, length,
 
 
 def test_a_causal_lm_is_no_denoiser_by_itself(tmp_path):
-    """Nothing turns attention around unasked; as a folder it is described as a judge."""
-    weights = qwen2(tmp_path)
-    with pytest.raises(UserError):
-        didi.load(tmp_path, device="cpu")
-    (tmp_path / "model.safetensors.index.json").unlink()
-    for path in tmp_path.glob("model-*"):
-        path.unlink()
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    assert load_file(tmp_path / "model.safetensors").keys() == weights.keys()
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
-    with pytest.raises(UserError):
-        didi.load(tmp_path, device="cpu")
+    """Nothing turns its attention around unasked; what can be done with it is said."""
+    qwen2(tmp_path)
+    for ask in (lambda: didi.load(tmp_path, device="cpu"), lambda: candidates([str(tmp_path)])):
+        with pytest.raises(UserError, match="is a causal LM.*--set bidirectional=true"):
+            ask()
+    facts = describe_source(str(tmp_path))
+    assert facts["architecture"] == "Qwen2ForCausalLM"
+    assert "bidirectional=true makes a denoiser" in facts["notes"][1]

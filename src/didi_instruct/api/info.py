@@ -16,7 +16,7 @@ from didi_instruct.api.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.models.causal_lm import FOREIGN
+from didi_instruct.models.causal_lm import FOREIGN, is_causal
 from didi_instruct.models.checkpoint import CONFIG, load_model
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import count_parameters
@@ -136,6 +136,9 @@ def _causal(path: Path) -> str | None:
 def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
     """What is no denoiser, but judges the texts of one."""
     headers = WeightFiles(origin.path).headers
+    notes = ["A causal language model: use it as --judge in didi eval."]
+    if is_causal(origin.path):
+        notes.append("didi finetune --set bidirectional=true makes a denoiser of it.")
     return {
         "architecture": shown(name),
         "parameters": sum(prod(h.shape) for h in headers.values() if h.is_weight),
@@ -144,7 +147,7 @@ def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
         "layout": None,
         "dtype": _common_type(headers.values()),
         "provenance": {"source": origin.name},
-        "notes": ["A causal language model: use it as --judge in didi eval."],
+        "notes": notes,
     }
 
 

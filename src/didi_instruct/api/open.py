@@ -103,6 +103,7 @@ def _load(
     family: Family | None,
 ) -> LoadedModel:
     if origin.form == "foreign":
+        refuse_causal(origin)
         return load_foreign(origin.path, device, dtype, weights, family)
     refuse_choices(origin, weights, family)
     if origin.form == "didi":
@@ -162,6 +163,16 @@ def refuse_choices(origin: Origin, weights: str, family: str | None) -> None:
         raise UserError(f"{origin.name} holds one set of weights: leave out `weights`.")
     if family is not None:
         raise UserError(f"{origin.name} says itself what it is: leave out `family`.")
+
+
+def refuse_causal(origin: Origin) -> None:
+    """Refuse a causal LM where a denoiser is asked for."""
+    if is_causal(origin.path):
+        raise UserError(
+            f"{origin.name} is a causal LM, which reads from left to right: use it as --judge, or "
+            f"make a denoiser of it with `didi finetune finetune-text --model {origin.name} --set "
+            "bidirectional=true`."
+        )
 
 
 def _classify(name: str, path: Path) -> Origin:
