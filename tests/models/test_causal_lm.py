@@ -11,7 +11,7 @@ from didi_instruct.api.model import Model
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.masked_lm import load_masked_lm
-from didi_instruct.models.native import WeightFiles
+from didi_instruct.models.native import WeightFiles, load_transformers
 
 from . import causal_folders
 from .causal_folders import BIDIRECTIONAL, LENGTH, MASK, SIZE, WORDS, dream, llada
@@ -258,3 +258,40 @@ def test_a_folder_without_a_tokenizer_says_what_to_put_there(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer: put the model's tokenizer.json there"):
         load_masked_lm(tmp_path)
+
+
+def test_a_library_that_would_stay_causal_is_refused(tmp_path, monkeypatch):
+    """Versions 5.0 and 5.1 pass over `is_causal=False` without a word."""
+    (tmp_path / "theirs").mkdir()
+    llada(tmp_path / "theirs")
+    loaded = load_masked_lm(tmp_path / "theirs")
+    save_model(tmp_path / "ours", loaded.model, loaded.config, loaded.tokenizer)
+    monkeypatch.setattr(load_transformers(), "__version__", "5.1.0")
+    for ask in (lambda: load_masked_lm(tmp_path / "theirs"), lambda: load_model(tmp_path / "ours")):
+        with pytest.raises(UserError, match=r"5.1.0 cannot .* pip install .transformers>=5.2"):
+            ask()
+
+
+@pytest.mark.parametrize("family", BIDIRECTIONAL)
+@torch.no_grad()
+def test_a_text_without_tokens_harms_no_other(tmp_path, family):
+    BIDIRECTIONAL[family](tmp_path)
+    network, text = load_masked_lm(tmp_path).model, some_text(2, 5)
+    logits = network(text, None, torch.arange(5) < torch.tensor([[5], [0]]))
+    torch.testing.assert_close(logits[0], network(text[:1])[0])
+    assert logits.isfinite().all()
+
+
+def test_a_record_cannot_ask_for_causal_attention(tmp_path):
+    """Its settings say how the network is shaped, not which way it looks."""
+    (tmp_path / "theirs").mkdir()
+    llada(tmp_path / "theirs")
+    loaded = load_masked_lm(tmp_path / "theirs")
+    save_model(tmp_path / "ours", loaded.model, loaded.config, loaded.tokenizer)
+    path, text = tmp_path / "ours" / "config.json", some_text(1, 6)
+    content = json.loads(path.read_text())
+    assert content["network"]["settings"]["is_causal"] is False
+    del content["network"]["settings"]["is_causal"]
+    path.write_text(json.dumps(content))
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "ours").model(text), loaded.model(text))

@@ -12,7 +12,13 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.masked_lm import RECORDED
 from didi_instruct.models.masked_network import Family, MaskedLM, SpecialIds
-from didi_instruct.models.native import described, explained, load_transformers, silence
+from didi_instruct.models.native import (
+    described,
+    explained,
+    load_transformers,
+    require_bidirectional,
+    silence,
+)
 from didi_instruct.models.network import NetworkRecord
 from didi_instruct.models.tensor_files import shown_value
 
@@ -29,12 +35,13 @@ class RecordedMaskedLM:
     record: NetworkRecord
 
     def __post_init__(self) -> None:
-        """Refuse families that are not known."""
+        """Refuse families that are not known, or not to this `transformers`."""
         if self._model_type not in RECORDED:
             raise UserError(
                 f"{self.path}: `network.settings.model_type` is {shown_value(self._model_type)}: "
                 f"use one of {', '.join(RECORDED)}."
             )
+        require_bidirectional(self._model_type)
 
     @property
     def family(self) -> Family:

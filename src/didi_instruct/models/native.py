@@ -32,6 +32,7 @@ _NOT_THE_NETWORK = {
     "chunk_size_feed_forward",
 }  # fmt: skip
 
+_TURNS = 5, 2  # the first version whose causal LMs heed `is_causal=False`
 _TIED = "lm_head.weight"  # equal to the embedding, where both are tied
 _DPLM = "model.net."  # before the names in checkpoints of DPLM's training
 # Tensors of other tasks than predicting tokens, and tables: files have them or not.
@@ -79,6 +80,16 @@ def load_transformers() -> Any:
     return transformers
 
 
+def require_bidirectional(model_type: str) -> None:
+    """Refuse causal LMs where `transformers` would pass over `is_causal=False` without a word."""
+    version = load_transformers().__version__
+    if model_type in CAUSAL and tuple(map(int, version.split(".")[:2])) < _TURNS:
+        raise UserError(
+            f"transformers {version} cannot make the attention of a causal LM bidirectional: pip "
+            f'install "transformers>={_TURNS[0]}.{_TURNS[1]}".'
+        )
+
+
 def build_network(
     folder: Path, settings: Mapping[str, Any], files: WeightFiles, dtype: torch.dtype | None
 ) -> nn.Module:
@@ -88,6 +99,7 @@ def build_network(
     keeps the type of the largest.
     """
     library, model_type = load_transformers(), str(settings["model_type"])
+    require_bidirectional(model_type)
     problem = (
         f"{folder / CONFIG}: transformers {library.__version__} cannot build the network "
         "that it describes",
