@@ -10,6 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from didi_instruct.api import budget
+from didi_instruct.api.convert import convert
 from didi_instruct.api.info import describe_source
 from didi_instruct.cli.main import app
 from didi_instruct.models.native import described
@@ -75,5 +76,9 @@ def test_info_tells_mask_never_written_ids_and_memory_by_part(tmp_path, family):
     shown = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert shown.exit_code == 0
     assert "bytes adapters" in shown.stdout
+    convert(tmp_path, tmp_path / "ours", "didi")
+    ours = describe_source(str(tmp_path / "ours"))
+    told = [name for name in facts if name.startswith(("bytes_", "never_"))]
+    assert [ours[name] for name in told] == [facts[name] for name in told]
     (tmp_path / "tokenizer.json").unlink()
     assert "put the model's tokenizer.json there" in describe_source(str(tmp_path))["notes"][1]
