@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from didi_instruct.api.model import Model
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import load_model, save_model
+from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.masked_lm import load_masked_lm
 from didi_instruct.models.native import WeightFiles, load_transformers
 
@@ -295,3 +296,17 @@ def test_a_record_cannot_ask_for_causal_attention(tmp_path):
     path.write_text(json.dumps(content))
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path / "ours").model(text), loaded.model(text))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", BIDIRECTIONAL)
+@torch.no_grad()
+def test_a_discriminator_on_its_trunk_is_saved_and_read(tmp_path, family, tied):
+    """Shifted where the trunk is, and with its embeddings, though an output layer had them too."""
+    (tmp_path / "theirs").mkdir()
+    BIDIRECTIONAL[family](tmp_path / "theirs", tied)
+    loaded = load_masked_lm(tmp_path / "theirs")
+    critic = Discriminator.from_network(loaded.model).eval()
+    save_model(tmp_path / "ours", loaded.model, loaded.config, loaded.tokenizer, critic)
+    again, text = load_model(tmp_path / "ours").discriminator, some_text(2, 6)
+    assert torch.equal(again(text), critic(text))
