@@ -107,7 +107,8 @@ class Manifest:
         for name in ("storage", "network", "discriminator_network"):
             if content[name] is None:
                 del content[name]
-            elif not content[name].get("shifted", True):
+        for name in ("network", "discriminator_network"):
+            if name in content and not content[name]["shifted"]:
                 del content[name]["shifted"]
         return (json.dumps(content, indent=2) + "\n").encode()
 
