@@ -3,8 +3,10 @@
 import copy
 import itertools
 import math
+import os
 import random
 import signal
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 from tests.random_models import randomise
 from tests.training.small import STATE, Interrupted, logged
+from tests.training.test_processes import TORCHRUN
 
 import didi_instruct as didi
 from didi_instruct.api.convert import convert
@@ -200,6 +203,21 @@ def test_a_resumed_run_is_bit_exact(fasta, runs, tmp_path, kind):
     for file in (f"checkpoints/step-00000004/{STATE}", "model.safetensors"):
         whole, parts = load_file(tmp_path / "whole" / file), load_file(tmp_path / "parts" / file)
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_like_one(fasta, tmp_path, strategy):
+    """Rows are dealt by length, and passes are exchanged at the same time: same losses."""
+    settings = recipe(fasta, "esm", ema=0.0)
+    pretrain(settings, out=tmp_path / "one", device="cpu")
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "didi_instruct", "pretrain"]
+    command += [str(tmp_path / "one" / "recipe.yaml"), "--set", f"train.strategy={strategy}"]
+    command += ["--out", str(tmp_path / "two"), "--device", "cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert logged(tmp_path / "two") == pytest.approx(logged(tmp_path / "one"), rel=1e-4)
 
 
 def test_passes_may_change_on_the_way(fasta, tmp_path):
