@@ -1,7 +1,8 @@
 """Bytes that a bidirectional causal LM takes, by part: to sample from it, and to distil it.
 
 The formulas are in docs/large.md. They count what grows with the model, the texts and the adapters;
-buffers of libraries and what an allocator leaves between its blocks come on top.
+buffers of libraries and what an allocator leaves between its blocks come on top. Parts that are not
+there at once do not add up to the total.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 from didi_instruct.sampling.draw import LAW_ELEMENTS
 
 Parts = dict[str, int]
-"""Bytes by part, and their `total`."""
+"""Bytes by part, and `total`, the most that is there at once."""
 
 ROWS = 1024
 """Positions whose logits a loss holds at a time."""
@@ -64,15 +65,16 @@ def sampling(shape: CausalShape, *, batch: int, length: int, reads: int | None =
     """Bytes of a pass over texts (batch, length), with logits at `reads` positions (None: all)."""
     tokens, size = batch * length, shape.itemsize
     read = tokens if reads is None else reads
-    law = min(read * shape.vocab_size, LAW_ELEMENTS)
-    return _summed(
-        weights=shape.weights,
-        # Input, residual and normed states; gate, values and their product.
-        block=tokens * size * 3 * (shape.hidden + shape.inner),
-        states=tokens * shape.hidden * (4 + size),
-        logits=read * shape.vocab_size * size,
-        draws=2 * 8 * law,
-    )
+    parts = {
+        "weights": shape.weights,
+        # Embeddings, input, residual and normed states; gate, values and their product.
+        "block": tokens * size * (4 * shape.hidden + 3 * shape.inner),
+        "states": 4 * (tokens + read) * shape.hidden,  # in float32, and those that are read
+        "logits": read * shape.vocab_size * size,
+        "draws": 3 * 8 * min(read * shape.vocab_size, LAW_ELEMENTS),  # laws in float64
+    }
+    head = parts["logits"] + max(parts["states"], parts["draws"])
+    return parts | {"total": parts["weights"] + max(parts["block"], head)}
 
 
 def with_adapters(
@@ -83,38 +85,36 @@ def with_adapters(
     The teacher is the base. `roles` counts student and discriminator, and the auxiliary denoiser
     of a method that has one. Activations are checkpointed at blocks.
     """
-    return _summed(
-        base=shape.weights,
-        adapters=roles * ADAM * shape.adapter(rank),
-        discriminator_head=ADAM * (shape.hidden + 2) * shape.hidden,
-        **_activations(shape, batch * length, with_lora=True),
-    )
+    kept = {
+        "base": shape.weights,
+        "adapters": roles * ADAM * shape.adapter(rank),
+        "discriminator_head": ADAM * (shape.hidden + 2) * shape.hidden,
+    }
+    return _with_activations(kept, shape, batch * length, lora=True)
 
 
 def three_copies(shape: CausalShape, *, batch: int, length: int) -> Parts:
     """Bytes of a distillation with a network each for teacher, student and discriminator."""
-    return _summed(
-        weights=3 * shape.weights,
-        optimizers=2 * _KEPT_BY_ADAM * shape.parameters,
-        gradients=2 * shape.weights,
-        discriminator_head=ADAM * (shape.hidden + 2) * shape.hidden,
-        **_activations(shape, batch * length, with_lora=False),
-    )
+    kept = {
+        "weights": 3 * shape.weights,
+        "optimizers": 2 * _KEPT_BY_ADAM * shape.parameters,
+        "gradients": 2 * shape.weights,
+        "discriminator_head": ADAM * (shape.hidden + 2) * shape.hidden,
+    }
+    return _with_activations(kept, shape, batch * length, lora=False)
 
 
-def _activations(shape: CausalShape, tokens: int, *, with_lora: bool) -> Parts:
+def _with_activations(kept: Parts, shape: CausalShape, tokens: int, *, lora: bool) -> Parts:
+    """Add what a pass with gradients holds: checkpoints, then logits or a block computed anew."""
     d, k, f, size = shape.hidden, shape.keys, shape.inner, shape.itemsize
-    # Of the block that is computed anew: residuals, queries, keys, values, attention and its
-    # projection, gate, its activation, values, product; norms in float32.
+    # Residuals, queries, keys, values, attention and its projection, gate, its activation, values,
+    # product; norms in float32.
     block = size * (5 * d + 2 * k + 4 * f) + 4 * 4 * d
-    if with_lora:
+    if lora:
         block += 4 * (6 * d + f)  # what enters each adapter, in float32
-    return {
-        "checkpoints": shape.layers * tokens * d * size,
+    parts = kept | {"checkpoints": shape.layers * tokens * d * size}
+    passing = {
         "block": tokens * block,
         "logits": min(tokens, ROWS) * shape.vocab_size * (size + 4 + 4),
     }
-
-
-def _summed(**parts: int) -> Parts:
-    return {**parts, "total": sum(parts.values())}
+    return parts | passing | {"total": sum(parts.values()) + max(passing.values())}
