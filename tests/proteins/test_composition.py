@@ -64,3 +64,10 @@ def test_more_chains_have_a_lower_floor(tmp_path):
 def test_a_file_without_k_mers_is_refused(tmp_path):
     with pytest.raises(UserError, match="no chain of 3 residues"):
         divergence(["MKVL"], write(tmp_path, ["MK"]), 3)
+
+
+def test_a_floor_compares_a_chain_with_the_others_alone(tmp_path):
+    """Of two chains without a common residue, each is ln 2 from the other."""
+    real = write(tmp_path, ["A" * 20, "C" * 20])
+    assert floor([20], real, 1) == pytest.approx(math.log(2))
+    assert floor([7], write(tmp_path, ["AC" * 50], "b.fasta"), 1) < 0.02
