@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.open import fingerprint, open_source
+from didi_instruct.api.open import find, fingerprint, open_source
 from didi_instruct.api.pretrain import held_out_likelihood
 from didi_instruct.api.runs import (
     check_folder,
@@ -24,6 +24,7 @@ from didi_instruct.api.runs import (
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.errors import UserError
+from didi_instruct.models.bidirectional import load_bidirectional
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.tasks.finetune_data import FinetuneData, held_out_answers, open_finetune_data
 from didi_instruct.training.distributed import World, open_world
@@ -79,7 +80,7 @@ def finetune(
     config = configure(FinetuneConfig, recipe, overrides)
     verb = f"didi finetune RECIPE --model {source}"
     check_folder(folder, config, resume, verb=verb)
-    loaded = _open_model(source, tokenizer)
+    loaded = _open_model(source, tokenizer, config)
     with open_world(device) as world, only_run(folder, world):
         changes = check_held(folder, config, resume, world, verb=verb)
         shown = reporter if world.is_main and reporter else Reporter()
@@ -107,8 +108,12 @@ def finetune(
     return FinetuneResult(folder, outcome, world.is_main, source, held_out=found)
 
 
-def _open_model(source: str, tokenizer: str | Path | None) -> LoadedModel:
+def _open_model(source: str, tokenizer: str | Path | None, config: FinetuneConfig) -> LoadedModel:
     """The networks of a model in float32, with its tokenizer."""
+    if config.bidirectional:
+        if tokenizer is not None:
+            raise UserError(f"{source} has its own tokenizer: leave out `tokenizer`.")
+        return load_bidirectional(find(source).path, torch.float32, config.data.length)
     loaded = open_source(source, dtype=torch.float32, tokenizer=tokenizer)
     if loaded.tokenizer is None:
         raise UserError(f"{source} brings no tokenizer: name the one it was trained with.")

@@ -103,8 +103,8 @@ def test_fingerprints_of_foreign_models_tell_weights_and_settings_apart(tmp_path
 
 def test_code_is_refused_before_anything_is_drawn(tmp_path):
     (tmp_path / "config.json").write_text(
-        '{"model_type": "llada", "architectures": ["LLaDAModelLM"], "vocab_size": 7, "d_model": 4,'
-        '"n_layers": 1, "n_heads": 2, "max_sequence_length": 8, "auto_map": {"AutoModel": "c.M"}}'
+        '{"model_type": "sdar", "architectures": ["SDARForCausalLM"], "vocab_size": 7,'
+        '"hidden_size": 4, "auto_map": {"AutoModel": "c.M"}}'
     )
     with pytest.raises(UserError, match="brings code of its own"):
         candidates([str(tmp_path)])

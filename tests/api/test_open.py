@@ -252,9 +252,8 @@ def test_a_masked_lm_whose_settings_speak_of_another_is_no_source(tmp_path):
 
 def test_code_on_the_hub_is_not_run(cache):
     settings = {
-        "model_type": "llada", "architectures": ["LLaDAModelLM"], "vocab_size": 7, "d_model": 4,
-        "n_layers": 1, "n_heads": 2, "max_sequence_length": 8,
-        "auto_map": {"AutoModel": "code.LLaDAModelLM"},
+        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "vocab_size": 7,
+        "hidden_size": 4, "auto_map": {"AutoModel": "code.SDARModel"},
     }  # fmt: skip
     (cache / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="code of its own, which is never run"):

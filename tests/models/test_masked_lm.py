@@ -19,7 +19,8 @@ from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import nats_of_texts
-from didi_instruct.models.masked_lm import WeightFiles, load_masked_lm, recognise_masked_lm
+from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm
+from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.network import Mixture, logits_at
 from didi_instruct.training.objectives import make_objective
 
@@ -364,10 +365,10 @@ HUGE = 2 * 10**9
         (bert, {"auto_map": {"AutoModel": "code.A"}}, "brings code of its own, which is never run"),
         (
             bert,
-            {"model_type": "llada", "auto_map": {"AutoModel": "code.A"}},
-            "never run, and its family `llada` is not supported. Use one of bert, camembert,",
+            {"model_type": "sdar", "auto_map": {"AutoModel": "code.A"}},
+            "never run, and its family `sdar` is not supported. Use one of bert, camembert,",
         ),
-        (bert, {"model_type": "Dream"}, "its family `Dream` is not supported"),
+        (bert, {"model_type": "llada2_moe"}, "its family `llada2_moe` is not supported"),
         (bert, {"model_type": "deberta-v2"}, "its family `deberta-v2` is not supported"),
     ],
 )

@@ -48,7 +48,7 @@ def test_logits_and_tokenizer_are_the_same_afterwards(tmp_path, family, masks):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("settings", "model_type"), "llama", "model_type` is 'llama'.*use one of bert"),
+        (("settings", "model_type"), "gpt2", "model_type` is 'gpt2'.*use one of bert"),
         (("settings", "intermediate_size"), 10**9, "shape|tensors"),
         (("mask",), 99, "a special id of `network` lies outside the vocabulary"),
         (("more",), 1, "`network.more` is not a setting"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from didi_instruct.api.open import Origin, find
+from didi_instruct.api.open import Origin, find, refuse_causal
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
@@ -86,6 +86,7 @@ def _ours(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
 
 
 def _foreign(origin: Origin) -> tuple[ModelConfig, Tokenizer | None]:
+    refuse_causal(origin)
     config, folder = recognise(origin.path).config, locate(origin.path).tokenizer_folder
     tokenizer = None if folder is None else Tokenizer.load(folder)
     fits = tokenizer is not None and tokenizer.size <= config.num_tokens

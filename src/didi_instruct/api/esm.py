@@ -16,7 +16,8 @@ from didi_instruct.data.files import (
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, MODEL
 from didi_instruct.models.foreign.folders import new_folder
-from didi_instruct.models.masked_lm import WeightFiles, recognise_masked_lm
+from didi_instruct.models.masked_lm import recognise_masked_lm
+from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.tensor_files import save_tensors, shown
 
 PARTS = ("esm.", "lm_head.")

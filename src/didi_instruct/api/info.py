@@ -3,18 +3,20 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from didi_instruct.api import budget
 from didi_instruct.api.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.causal_lm import CAUSAL, is_causal
 from didi_instruct.models.checkpoint import CONFIG, load_model
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import count_parameters
@@ -23,20 +25,27 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
-from didi_instruct.models.masked_lm import WeightFiles, open_weights, recognise_masked_lm
+from didi_instruct.models.masked_lm import open_weights, read_tokenizer, recognise_masked_lm
+from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.tensor_files import shown
+
+if TYPE_CHECKING:
+    from didi_instruct.models.network import Network
 
 BUFFERS = ("rotary_emb.inv_freq", "weight_u", "weight_v")
 """Tensors of a discriminator that are no parameters."""
 
 
 FIXED = ("inv_freq", "position_ids")
-TIED = ("lm_head.decoder.weight", "predictions.decoder.weight", "vocab_projector.weight")
+TIED = ("lm_head", "lm_head.decoder", "predictions.decoder", "vocab_projector")
 """Tensors of a masked LM that are no parameters, and those that are the embedding once more."""
 
 
-CAUSAL = ("ForCausalLM", "LMHeadModel")
+LEFT_TO_RIGHT = ("ForCausalLM", "LMHeadModel")
 """How the names of classes end that read from left to right."""
+
+BATCH, TOKENS, RANK = 4, 512, 64
+"""Texts, their tokens at most, and the rank of adapters for which memory is told."""
 
 _SHAPE = ("vocab_size", "mask_id", "length", "discriminator_parameters")
 """What every answer has, though nothing is known."""
@@ -72,6 +81,10 @@ def describe_folder(folder: str) -> dict[str, Any]:
     network, critic = loaded.model, loaded.discriminator
     facts = _facts(loaded.config, _count(network), None if critic is None else _count(critic))
     facts = {"architecture": loaded.config.kind, **facts}
+    if (record := cast("Network", network).record) is not None:
+        facts["never_written"] = len(record.banned)
+        itemsize = max(network.parameters(), key=Tensor.numel).itemsize
+        facts |= _memory(record.settings, loaded.config, facts["parameters"], itemsize)
     facts["layout"] = "didi"
     facts["tokenizer_hash"] = loaded.tokenizer.hash if loaded.tokenizer else None
     facts["provenance"] = loaded.provenance
@@ -119,12 +132,15 @@ def _causal(path: Path) -> str | None:
         return None
     names = settings.get("architectures") if isinstance(settings, dict) else None
     known = (n for n in (names if isinstance(names, list) else []) if isinstance(n, str))
-    return next((name for name in known if name.endswith(CAUSAL)), None)
+    return next((name for name in known if name.endswith(LEFT_TO_RIGHT)), None)
 
 
 def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
     """What is no denoiser, but judges the texts of one."""
     headers = WeightFiles(origin.path).headers
+    notes = ["A causal language model: use it as --judge in didi eval."]
+    if is_causal(origin.path):
+        notes.append("didi finetune --set bidirectional=true makes a denoiser of it.")
     return {
         "architecture": shown(name),
         "parameters": sum(prod(h.shape) for h in headers.values() if h.is_weight),
@@ -133,7 +149,7 @@ def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
         "layout": None,
         "dtype": _common_type(headers.values()),
         "provenance": {"source": origin.name},
-        "notes": ["A causal language model: use it as --judge in didi eval."],
+        "notes": notes,
     }
 
 
@@ -164,21 +180,49 @@ def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
     assert found is not None
     headers = open_weights(found).headers
     tied = found.settings.get("tie_word_embeddings", True)
+    no_more = (*FIXED, *(f"{name}.weight" for name in TIED if tied))
     parameters = sum(
         prod(header.shape)
         for name, header in headers.items()
-        if header.is_weight and not name.endswith(FIXED) and not (tied and name.endswith(TIED))
+        if header.is_weight and not name.endswith(no_more)
     )
-    mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own."
+    widest = max(headers.values(), key=lambda header: prod(header.shape))
+    mask = f"Our mask is one more id, {found.config.mask_id}, which the network sees as its own"
+    try:
+        _, ids, _ = read_tokenizer(found)
+        written, notes = {"never_written": len(ids.banned)}, [f"{mask}, {ids.mask}."]
+    except UserError as error:
+        written, notes = {}, [f"{mask}.", str(error)]
     return {
         "architecture": shown(found.model_type),
         **_facts(found.config, parameters, None),
+        **written,
         "layout": found.layout,
         "description": found.description,
         "dtype": _common_type(headers.values()),
         "provenance": {"source": origin.name},
-        "notes": [mask],
+        **_memory(found.settings, found.config, parameters, widest.itemsize),
+        "notes": notes,
     }
+
+
+def _memory(
+    settings: Mapping[str, Any], config: ModelConfig, parameters: int, itemsize: int
+) -> dict[str, dict[str, int]]:
+    """Bytes of sampling and of distilling a bidirectional causal LM, by part.
+
+    `settings` is its config.json in the words of `transformers`.
+    """
+    if settings["model_type"] not in CAUSAL:
+        return {}
+    shape = budget.CausalShape.of(settings, parameters, itemsize)
+    texts = {"batch": BATCH, "length": min(TOKENS, config.length)}
+    parts = {
+        "bytes_sampling": budget.sampling(shape, **texts),
+        "bytes_adapters": budget.with_adapters(shape, **texts, rank=RANK) | {"rank": RANK},
+        "bytes_copies": budget.three_copies(shape, **texts),
+    }
+    return {name: part | texts for name, part in parts.items()}
 
 
 def _count(network: nn.Module) -> int:

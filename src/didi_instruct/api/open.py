@@ -15,6 +15,7 @@ from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.causal_lm import is_causal
 from didi_instruct.models.checkpoint import (
     CONFIG,
     MODEL,
@@ -102,6 +103,7 @@ def _load(
     family: Family | None,
 ) -> LoadedModel:
     if origin.form == "foreign":
+        refuse_causal(origin)
         return load_foreign(origin.path, device, dtype, weights, family)
     refuse_choices(origin, weights, family)
     if origin.form == "didi":
@@ -163,6 +165,16 @@ def refuse_choices(origin: Origin, weights: str, family: str | None) -> None:
         raise UserError(f"{origin.name} says itself what it is: leave out `family`.")
 
 
+def refuse_causal(origin: Origin) -> None:
+    """Refuse a causal LM where a denoiser is asked for."""
+    if is_causal(origin.path):
+        raise UserError(
+            f"{origin.name} is a causal LM, which reads from left to right: use it as --judge, or "
+            f"make a denoiser of it with `didi finetune finetune-text --model {origin.name} --set "
+            "bidirectional=true`."
+        )
+
+
 def _classify(name: str, path: Path) -> Origin:
     folder = path if path.is_dir() else path.parent
     # Weights that belong to a folder are told by the folder what they are.
@@ -202,7 +214,7 @@ def _elsewhere(source: str, is_path: bool) -> tuple[Path, str]:
 
 def _files(origin: Origin) -> Iterable[Path]:
     """Weights, settings and tokenizer of a model that is not ours."""
-    if origin.form == "masked-lm":
+    if origin.form == "masked-lm" or is_causal(origin.path):
         others = (p for p in origin.path.iterdir() if p.suffix in (".json", ".txt"))
         return [*weight_files(origin.path), *sorted(others)]
     place = locate(origin.path)

@@ -13,6 +13,9 @@ LISTED = 40
 WIDEST = 600
 """Characters of a line."""
 
+_GIVEN = ("batch", "length", "rank")
+"""For which memory is told."""
+
 _TOLD = ("source", "reproduces", "teacher", "step", "didi_instruct", "torch")
 """Of the provenance; the rest is long."""
 
@@ -54,6 +57,8 @@ def _lines(name: str, value: Any) -> list[str]:
         return _provenance(value)
     if name == "tensors":
         return [_tensor(tensor) for tensor in value]
+    if name.startswith("bytes_"):
+        return _bytes(value)
     if isinstance(value, list):
         return [str(item) for item in value] or ["-"]
     return [_text(value)]
@@ -85,6 +90,14 @@ def _provenance(value: dict[str, Any]) -> list[str]:
     if set(value) - set(_TOLD):
         lines.append("the rest: --json")
     return lines or ["-"]
+
+
+def _bytes(parts: dict[str, int]) -> list[str]:
+    """Memory by part; the total first, and what it is for."""
+    of = ", ".join(f"{name} {parts[name]}" for name in _GIVEN if name in parts)
+    rest = (name for name in parts if name not in (*_GIVEN, "total"))
+    lines = [f"{parts[name] / 1e9:8.2f} GB {name.replace('_', ' ')}" for name in rest]
+    return [f"{parts['total'] / 1e9:8.2f} GB ({of})", *lines]
 
 
 def _text(value: Any) -> str:

@@ -81,6 +81,10 @@ class FinetuneConfig:
     """The number to expect."""
     task: Task = "text"
     """Kind of data: text, prompts with answers, or the questions of MMLU."""
+    bidirectional: bool = False
+    """The model is a causal LM of transformers (llama, qwen2), which becomes a masked diffusion
+    model: its attention goes both ways, and a mask is added to its vocabulary. It reads
+    `data.length` tokens at once, 1024 by default."""
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)

@@ -103,13 +103,13 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for name in (
-            "storage",
-            "network",
-            "discriminator_network",
-        ):  # unknown to earlier versions of didi
+        # What earlier versions of didi do not know is written where there is something to say.
+        for name in ("storage", "network", "discriminator_network"):
             if content[name] is None:
                 del content[name]
+        for name in ("network", "discriminator_network"):
+            if name in content and not content[name]["shifted"]:
+                del content[name]["shifted"]
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -231,8 +231,10 @@ def load_model(
         _fill(network, weights, device, dtype)
     else:
         read = weights.read(device, dtype)
-        network = _recorded(folder, manifest.network).load(manifest.model, read, device)
-        if tokenizer is not None and manifest.model.end_id is None:
+        recorded = _recorded(folder, manifest.network)
+        network = recorded.load(manifest.model, read, device)
+        ends = recorded.family.ends or manifest.model.end_id is not None
+        if tokenizer is not None and not ends:
             tokenizer = tokenizer.endless()
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 

@@ -1,31 +1,35 @@
 """Masked LMs of `transformers` from local folders: BERT, RoBERTa, ModernBERT, ESM-2, DPLM.
 
-Nothing of a folder is run: weights are read by our own readers, also from pickles, and code is
-refused. config.json may ask for any amount of memory, or name kernels to fetch. So such settings
-are left out, and the network is built on the meta device and compared with the headers of the
-weights before a number is read.
+Also LLaDA and Dream, which are causal LMs made bidirectional (`causal_lm.py`). Nothing of a folder
+is run: weights are read by our own readers, also from pickles, and code is refused, or left alone
+in those two families. `native.py` builds the networks.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig, Order
 from didi_instruct.config.parse import parse
-from didi_instruct.data.tokenizer import Tokenizer, quiet
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.models.causal_lm import CAUSAL, FOREIGN, written_ids
 from didi_instruct.models.checkpoint import CONFIG, FORMAT, LoadedModel, read_object
-from didi_instruct.models.foreign.places import weight_files
-from didi_instruct.models.foreign.stores import Header, open_store
+from didi_instruct.models.foreign.settings import whole_number
 from didi_instruct.models.masked_network import Family, MaskedLM, SpecialIds, special_ids
-from didi_instruct.models.tensor_files import first_few, shown, shown_value
+from didi_instruct.models.native import (
+    WeightFiles,
+    build_network,
+    described,
+    explained,
+    load_transformers,
+    silence,
+)
+from didi_instruct.models.tensor_files import first_few, shown
 
 _ROBERTA = Family(trunk="roberta", head=("lm_head",), counts_from_padding=True)
 
@@ -48,8 +52,12 @@ FAMILIES = {  # by `model_type`
     "mpnet": Family(trunk="mpnet", head=("lm_head",), counts_from_padding=True),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    **{name: foreign.family for name, foreign in FOREIGN.items()},
 }
-_REMOTE = ("llada", "Dream")  # masked LMs that `transformers` does not have, by `model_type`
+RECORDED = {**{n: f for n, f in FAMILIES.items() if n not in FOREIGN}, **CAUSAL}
+"""Families by the `model_type` that `transformers` has for their networks."""
+# Denoisers that `transformers` does not have, by `model_type`.
+_REMOTE = ("sdar", "sdar_moe", "llada2_moe", "lladamoe", "Fast_dLLM_Qwen")
 
 _SHAPE = {  # our name, and theirs
     "layers": ("num_hidden_layers", "n_layers"),
@@ -60,24 +68,10 @@ _SHAPE = {  # our name, and theirs
 }
 OWN = "didi"
 """Key of a config.json for what a student has and transformers does not know."""
-_LARGEST = 1 << 40
 _FRAME = 2  # special tokens that usually surround a text
 
-# Settings that fetch or run something, or that are decided here.
-_NOT_THE_NETWORK = {
-    "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
-    "_attn_implementation_autoset", "experts_implementation", "_experts_implementation",
-    "quantization_config", "compression_config", "transformers_weights", "fusion_config",
-    "kernel_config", "use_kernels", "distributed_config", "dtype", "torch_dtype",
-    "chunk_size_feed_forward",
-}  # fmt: skip
-
-_DPLM = "model.net."  # before the names in checkpoints of DPLM's training
-_EMBEDDING = re.compile(r"embeddings\.(word|tok)_embeddings\.weight$")
+_EMBEDDING = re.compile(r"(embeddings\.(word|tok)_embeddings|embed_tokens)\.weight$")
 _LAYER = re.compile(r"\.(?:layer|layers)\.(\d{1,6})\.")
-# Tensors of other tasks than predicting tokens, and tables: files have them or not.
-_OTHER = re.compile(r"(^|\.)(pooler|seq_relationship|contact_head|position_ids|inv_freq)(\.|$)")
-
 # Files of tokenizers without tokenizer.json, of which `transformers` makes one.
 _VOCABULARIES = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
 
@@ -90,12 +84,19 @@ class FoundMaskedLM:
     model_type: str
     description: str
     config: ModelConfig  # `length` leaves room for two special tokens; the tokenizer may differ
-    settings: dict[str, Any]  # config.json
+    settings: dict[str, Any]  # config.json, in the words of transformers
 
     @property
     def layout(self) -> str:
         """The layout it is written back in."""
+        if self.model_type in FOREIGN:
+            return FOREIGN[self.model_type].layout
         return "esm" if self.model_type == "esm" else "masked-lm"
+
+    @property
+    def family(self) -> Family:
+        """The parts of its network."""
+        return FAMILIES[self.model_type]
 
 
 def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
@@ -115,7 +116,7 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
     if not named and model_type not in (*FAMILIES, *_REMOTE):
         return None
     reasons = []
-    if settings.get("auto_map"):
+    if settings.get("auto_map") and model_type not in FOREIGN:
         reasons.append("it brings code of its own, which is never run")
     if model_type not in FAMILIES:
         reasons.append(f"its family `{shown(model_type)}` is not supported")
@@ -124,7 +125,9 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
             f"{folder} is a masked LM that cannot be loaded: {', and '.join(reasons)}. Use one of "
             f"{', '.join(FAMILIES)} in the layout of transformers."
         )
-    config = _config(folder / CONFIG, FAMILIES[model_type], settings)
+    if model_type in FOREIGN:
+        settings = FOREIGN[model_type].settings(folder / CONFIG, settings)
+    config = model_config(folder / CONFIG, FAMILIES[model_type], settings)
     description = (
         f"{shown(next(iter(classes), 'masked LM'))} of the family {model_type}: {config.layers} "
         f"layers, hidden {config.hidden}, {config.num_tokens} tokens"
@@ -132,13 +135,17 @@ def recognise_masked_lm(folder: str | Path) -> FoundMaskedLM | None:
     return FoundMaskedLM(folder, model_type, description, config, settings)
 
 
-def _config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelConfig:
-    shape: dict[str, Any] = {n: _number(path, settings, *of) for n, of in _SHAPE.items()}
+def model_config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelConfig:
+    """Our settings for a config.json in the words of `transformers`, with one id more for a mask.
+
+    `length` leaves room for two special tokens, where the family frames its texts.
+    """
+    shape: dict[str, Any] = {n: whole_number(path, settings, *of) for n, of in _SHAPE.items()}
     positions = shape["length"]
-    shape["length"] -= _FRAME
+    shape["length"] -= 0 if family.ends else _FRAME
     if family.counts_from_padding and settings.get("position_embedding_type") != "rotary":
         padding = {"pad_token_id": 1, **settings}
-        shape["length"] -= 1 + _number(path, padding, "pad_token_id", least=0)
+        shape["length"] -= 1 + whole_number(path, padding, "pad_token_id", least=0)
     if shape["length"] < 1:
         raise UserError(
             f"{path}: `max_position_embeddings` is {positions}, which leaves no room for a text. "
@@ -149,18 +156,6 @@ def _config(path: Path, family: Family, settings: Mapping[str, Any]) -> ModelCon
         return ModelConfig(kind="mdlm", cond_dim=1, **shape)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def _number(path: Path, settings: Mapping[str, Any], *names: str, least: int = 1) -> int:
-    """Return the whole number that config.json has under one of several names."""
-    for name in names:
-        value = settings.get(name)
-        if type(value) is int and least <= value <= _LARGEST:
-            return value
-    raise UserError(
-        f"{path}: `{names[0]}` is {shown_value(settings.get(names[0]))}, and has to be a whole "
-        f"number of {least} or more. Fetch it again."
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,37 +185,10 @@ def _with_own(found: FoundMaskedLM, config: ModelConfig) -> ModelConfig:
         raise UserError(f"{path}: `{OWN}`: {error}") from error
 
 
-# Weights
-
-
-class WeightFiles:
-    """Weights of a folder by the names that `transformers` knows; numbers are read on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.stores = [open_store(path) for path in weight_files(folder)]
-        dplm = any(name.startswith(_DPLM) for store in self.stores for name in store.headers)
-        self._prefix = _DPLM if dplm else ""
-        self.headers: dict[str, Header] = {
-            name.removeprefix(self._prefix): header
-            for store in self.stores
-            for name, header in store.headers.items()
-            if name.startswith(self._prefix)
-        }
-
-    def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read all weights, memory-mapped; `dtype` casts all but rotary frequencies."""
-        weights = {}
-        for store in self.stores:
-            names = [name for name in store.headers if name.startswith(self._prefix)]
-            for name, tensor in store.read(names):
-                cast = tensor.is_floating_point() and not name.endswith("inv_freq")
-                weights[name.removeprefix(self._prefix)] = tensor.to(dtype if cast else None)
-        return weights
-
-
 def open_weights(found: FoundMaskedLM) -> WeightFiles:
     """Open the weights of a folder; refuse a config.json that describes another network."""
-    weights, config = WeightFiles(found.path), found.config
+    foreign, config = FOREIGN.get(found.model_type), found.config
+    weights = WeightFiles(found.path, str if foreign is None else foreign.rename)
     headers = weights.headers
     embedding = next((h.shape for name, h in headers.items() if _EMBEDDING.search(name)), (0, 0))
     layers = 1 + max((int(m[1]) for n in headers if (m := _LAYER.search(n))), default=-1)
@@ -241,27 +209,38 @@ def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelCo
 
     tokenizer.json and ESM's vocab.txt are read here, other forms by `transformers`.
     """
-    folder = found.path
-    if (folder / "tokenizer.json").is_file() or found.model_type == "esm":
+    folder, foreign = found.path, FOREIGN.get(found.model_type)
+    if found.model_type == "esm":
         tokenizer = Tokenizer.load(folder)
-    elif not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise UserError(f"{folder} has no tokenizer: put the model's tokenizer.json there.")
     else:
-        read = load_transformers().AutoTokenizer.from_pretrained
-        problem = f"{folder} has no tokenizer that can be read"
-        with explained(problem, "Put the model's tokenizer.json there."):
-            loaded = read(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer = Tokenizer.from_transformers(loaded, str(folder))
+        tokenizer = tokenizer_of(folder, foreign.tokenizer if foreign else "AutoTokenizer")
     if tokenizer.size > found.config.num_tokens:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.size} ids and the network "
             f"{found.config.num_tokens}: fetch both again."
         )
-    ids = special_ids(folder, found.settings, found.config.num_tokens, tokenizer)
+    size = found.config.num_tokens
+    if foreign is not None:
+        ids = written_ids(folder, found.settings, size, tokenizer, foreign)
+        return tokenizer, ids, found.config
+    ids = special_ids(folder, found.settings, size, tokenizer)
     length = found.config.length + _FRAME - len(ids.before) - len(ids.after)
     config = _with_own(found, replace(found.config, length=length))
     ends = None if config.end_id is None else tokenizer.ending(config.end_id)
     return ends or tokenizer.endless(), ids, config
+
+
+def tokenizer_of(folder: Path, reader: str = "AutoTokenizer") -> Tokenizer:
+    """Read a tokenizer; `reader` is the class of `transformers` where it is no tokenizer.json."""
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.load(folder)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"{folder} has no tokenizer: put the model's tokenizer.json there.")
+    read = getattr(load_transformers(), reader).from_pretrained
+    problem = f"{folder} has no tokenizer that can be read"
+    with explained(problem, "Put the model's tokenizer.json there."), silence():
+        loaded = read(folder, local_files_only=True, trust_remote_code=False)
+    return Tokenizer.from_transformers(loaded, str(folder))
 
 
 def load_masked_lm(
@@ -278,11 +257,9 @@ def load_masked_lm(
             f"{folder}: its config.json is not that of a masked LM of transformers. Give a folder "
             "with config.json, weights and tokenizer of a …ForMaskedLM."
         )
-    library = load_transformers()
     weights, (tokenizer, ids, config) = open_weights(found), read_tokenizer(found)
-    with silence():
-        network = _network(library, found, weights, dtype)
-    model = MaskedLM(network, config, ids, FAMILIES[found.model_type]).to(device).eval()
+    network = build_network(found.path, found.settings, weights, dtype)
+    model = MaskedLM(network, config, ids, found.family).to(device).eval()
     notes = [f"{len(ids.banned)} ids are never written: special tokens and no text."]
     if untouched := sorted({name for store in weights.stores for name in store.untouched}):
         notes.append(f"Pickled objects, not run: {first_few(untouched)}.")
@@ -322,118 +299,3 @@ def new_esm(config: ModelConfig, tokenizer: Tokenizer) -> MaskedLM:
     before, after = tokenizer.frame("<mask>")
     ids = SpecialIds(mask, pad, tuple(before), tuple(after), config.banned)
     return MaskedLM(network, config, ids, FAMILIES["esm"])
-
-
-def load_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            'A masked LM needs transformers, which is not here: pip install "transformers>=5.0".'
-        ) from error
-    return transformers
-
-
-def _network(
-    library: Any, found: FoundMaskedLM, files: WeightFiles, dtype: torch.dtype | None
-) -> nn.Module:
-    """Build the network on the meta device, compare it with the headers, and read its weights."""
-    problem = (
-        f"{found.path / CONFIG}: transformers {library.__version__} cannot build the network "
-        "that it describes",
-        "Fetch it again, or mend that setting.",
-    )
-    with explained(*problem):
-        build, config = described(library, found.model_type, found.settings)
-        with torch.device("meta"):
-            shapes = build(config)
-    _check_tensors(found, shapes, files.headers)
-    weights = files.read(dtype)
-    with explained(*problem):
-        largest = max((t for t in weights.values() if t.is_floating_point()), key=Tensor.numel)
-        network: nn.Module
-        network, report = build.from_pretrained(
-            None,
-            config=config,
-            state_dict=weights,
-            dtype=dtype or largest.dtype,
-            output_loading_info=True,
-            local_files_only=True,
-        )
-    _refuse_names(found, build.__name__, report["missing_keys"], report["unexpected_keys"])
-    return network
-
-
-def described(library: Any, model_type: str, settings: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Class and settings of transformers for a config.json, without what it must not decide."""
-    kind = library.CONFIG_MAPPING[model_type]
-    build = library.MODEL_FOR_MASKED_LM_MAPPING[kind]
-    config = kind.from_dict({n: v for n, v in settings.items() if n not in _NOT_THE_NETWORK})
-    config._attn_implementation = "sdpa" if build._supports_sdpa else "eager"
-    return build, config
-
-
-def _check_tensors(found: FoundMaskedLM, network: nn.Module, headers: dict[str, Header]) -> None:
-    """Refuse weights of other shapes or types than the network's.
-
-    Names may be old ones, which `transformers` translates. So tensors are missed here only if
-    there are not enough numbers for them, and memory could not be foreseen.
-    """
-    expected = {name: tuple(p.shape) for name, p in network.named_parameters()}
-    there = [name for name in expected if name in headers]
-    if wrong := [n for n in there if headers[n].shape != expected[n]]:
-        shapes = first_few(wrong, lambda n: f"{n} {headers[n].shape} for {expected[n]}")
-        raise UserError(
-            f"{found.path}: tensors do not have the shapes that config.json says ({shapes}). "
-            "Fetch both again."
-        )
-    if packed := [n for n in there if not headers[n].is_weight]:
-        # What would unpack them was left out of the settings.
-        types = first_few(packed, lambda n: f"{n} {headers[n].dtype}")
-        raise UserError(
-            f"{found.path}: tensors are not real numbers of 16 bits or more ({types}). Use the "
-            "checkpoint that is not quantised."
-        )
-    missing = [name for name in expected if name not in headers]
-    if sum(prod(expected[n]) for n in missing) > sum(prod(h.shape) for h in headers.values()):
-        _refuse_names(found, type(network).__name__, missing)
-
-
-def _refuse_names(
-    found: FoundMaskedLM, network: str, missing: Iterable[str], unknown: Iterable[str] = ()
-) -> None:
-    """Refuse tensors that are not there, or not the network's; those of other tasks do no harm."""
-    if lacks := sorted(name for name in missing if not _OTHER.search(name)):
-        raise UserError(
-            f"{found.path} lacks tensors of {network} ({first_few(lacks)}). A model without its "
-            "output layer cannot write: use the checkpoint that was trained to predict masked "
-            "tokens."
-        )
-    if more := sorted(name for name in unknown if not _OTHER.search(name)):
-        raise UserError(
-            f"{found.path} has tensors that {network} does not know ({first_few(more)})."
-        )
-
-
-@contextmanager
-def explained(problem: str, remedy: str) -> Iterator[None]:
-    """Turn any exception of `transformers` into a `UserError` of one line."""
-    try:
-        yield
-    except Exception as error:  # files in any state fail in any way
-        reason = shown(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-        raise UserError(f"{problem} ({reason}). {remedy}") from error
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Keep the library's reports and progress bars off the terminal."""
-    logging: Any = load_transformers().utils.logging
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with quiet("transformers"):
-            yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()

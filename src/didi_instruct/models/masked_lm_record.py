@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
-from didi_instruct.models.masked_lm import (
-    FAMILIES,
+from didi_instruct.models.masked_lm import RECORDED
+from didi_instruct.models.masked_network import Family, MaskedLM, SpecialIds
+from didi_instruct.models.native import (
     described,
     explained,
     load_transformers,
+    require_bidirectional,
     silence,
 )
-from didi_instruct.models.masked_network import MaskedLM, SpecialIds
 from didi_instruct.models.network import NetworkRecord
 from didi_instruct.models.tensor_files import shown_value
 
@@ -34,12 +35,18 @@ class RecordedMaskedLM:
     record: NetworkRecord
 
     def __post_init__(self) -> None:
-        """Refuse families that are not known."""
-        if self._model_type not in FAMILIES:
+        """Refuse families that are not known, or not to this `transformers`."""
+        if self._model_type not in RECORDED:
             raise UserError(
                 f"{self.path}: `network.settings.model_type` is {shown_value(self._model_type)}: "
-                f"use one of {', '.join(FAMILIES)}."
+                f"use one of {', '.join(RECORDED)}."
             )
+        require_bidirectional(self._model_type)
+
+    @property
+    def family(self) -> Family:
+        """The parts of the network."""
+        return replace(RECORDED[self._model_type], shifted=self.record.shifted)
 
     def build_trunk(self, config: ModelConfig) -> MaskedLM:
         """Build the network without head and weights; within `torch.device("meta")`."""
@@ -111,4 +118,4 @@ class RecordedMaskedLM:
                 f"{config.num_tokens}. {_REMEDY}"
             )
         ids = SpecialIds(record.mask, record.pad, record.before, record.after, record.banned)
-        return MaskedLM(network, config, ids, FAMILIES[self._model_type])
+        return MaskedLM(network, config, ids, self.family)

@@ -9,8 +9,9 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, read_object
 from didi_instruct.models.foreign.folders import new_folder
-from didi_instruct.models.masked_lm import OWN, OwnSettings, silence
+from didi_instruct.models.masked_lm import OWN, OwnSettings
 from didi_instruct.models.masked_network import MaskedLM
+from didi_instruct.models.native import silence
 
 _ESM_SPECIAL = {
     "cls_token": "<cls>",

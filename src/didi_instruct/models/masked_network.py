@@ -1,8 +1,9 @@
 """A masked LM of `transformers` as a network of masked diffusion.
 
 It predicts masked tokens from visible ones, which is all that masked diffusion without time
-conditioning asks for. The wrapper maps our masks, extra last ids, to the network's own, puts
-special tokens around each text, and gives probability 0 to what is never text.
+conditioning asks for. So does a causal LM whose attention is bidirectional (`causal_lm.py`), for
+the same position or for the next one. The wrapper maps our masks, extra last ids, to the network's
+own, puts special tokens around each text, and gives probability 0 to what is never text.
 """
 
 import copy
@@ -35,7 +36,7 @@ _UNUSED = re.compile(r"\[unused\d+\]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Parts of a `…ForMaskedLM`, by the names of its attributes."""
+    """Parts of a `…ForMaskedLM` or `…ForCausalLM`, by the names of its attributes."""
 
     trunk: str  # the transformer, without output layer
     head: tuple[str, ...]  # parts of the output layer, in order
@@ -43,6 +44,8 @@ class Family:
     unused: tuple[str, ...] = ()  # parts of the trunk that have no effect on logits
     counts_from_padding: bool = False  # positions start at the padding id + 1, as in fairseq
     embeds_apart: bool = False  # `inputs_embeds` lack the positions and norm of `embeddings`
+    ends: bool = False  # its texts end with a token, and do not fill their window
+    shifted: bool = False  # its outputs are for the next position, as those of a causal LM
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class MaskedLM(nn.Module):
             before=ids.before,
             after=ids.after,
             banned=ids.banned,
+            shifted=self.family.shifted,
         )
 
     @property
@@ -170,13 +174,16 @@ class MaskedLM(nn.Module):
         if self.family.counts_from_padding and not self.family.embeds_apart and seen is not None:
             arguments = {"position_ids": self._positions(seen)}
         states = self._trunk(inputs_embeds=x, attention_mask=seen, **arguments)[0]
+        if self.family.shifted:  # nothing comes before the first position, so it keeps its own
+            states = torch.cat([states[:, :1], states[:, :-1]], 1)
         return upcast(states[:, len(self.before) : x.shape[1] - len(self.after)])
 
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         logits = hidden.to(self.network.get_output_embeddings().weight.dtype)
         for name in self.family.head:
             logits = getattr(self.network, name)(logits)
-        logits = logits.index_fill(-1, self.banned, BANNED)
+        # In place: a large vocabulary's logits are the most that a pass holds, and no copy is kept.
+        logits.index_fill_(-1, self.banned, BANNED)
         extra = -logits.shape[-1] % self.align
         return F.pad(logits, (0, extra), value=BANNED) if extra else logits
 
@@ -252,7 +259,7 @@ def special_ids(
     folder: Path, settings: Mapping[str, Any], size: int, tokenizer: Tokenizer
 ) -> SpecialIds:
     """Derive special ids of a network with `size` ids from its config.json and tokenizer."""
-    known, names = tokenizer.vocabulary, _special_tokens(folder)
+    known, names = tokenizer.vocabulary, special_tokens(folder)
     mask = settings.get("mask_token_id")
     if type(mask) is not int:
         words = (names.get("mask_token", ""), *_MASKS)
@@ -283,7 +290,7 @@ def _no_text(vocabulary: Mapping[str, int]) -> set[int]:
     return spare
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Special tokens as the tokenizer's settings name them: `mask_token`, `cls_token`, ..."""
     names = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -39,7 +39,7 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkRecord:
-    """What config.json has to say of a masked LM of transformers beside its `ModelConfig`."""
+    """What config.json has to say of a network of transformers beside its `ModelConfig`."""
 
     settings: dict[str, Any]
     """Its config.json as transformers writes it."""
@@ -49,10 +49,12 @@ class NetworkRecord:
     after: tuple[int, ...]
     banned: tuple[int, ...]
     """Special ids, as `masked_network.SpecialIds` has them."""
+    shifted: bool = False
+    """Whether outputs are for the next position, as those of a causal LM."""
 
 
 class Network(Protocol):
-    """A denoiser network: a DiT, or a masked LM of transformers."""
+    """A denoiser network: a DiT, a masked LM of transformers, a bidirectional causal LM."""
 
     config: ModelConfig
     training: bool

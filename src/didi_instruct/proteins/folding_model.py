@@ -20,7 +20,7 @@ from didi_instruct.data.files import sha256_file
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, read_object
 from didi_instruct.models.foreign.hub import fetch
-from didi_instruct.models.masked_lm import WeightFiles, explained, load_transformers, silence
+from didi_instruct.models.native import WeightFiles, explained, load_transformers, silence
 from didi_instruct.models.tensor_files import check_shapes, first_few, shown, shown_value
 from didi_instruct.proteins.structures import RESIDUE_ORDER, Structure
 

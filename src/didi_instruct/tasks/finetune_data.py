@@ -71,7 +71,8 @@ def open_finetune_data(
         }[config.task]
         raise UserError(f"data.source is not set: give {what}, as --set data.source=...")
     record = cast("Network", loaded.model).record
-    if config.task == "text" and record is None:
+    framed = record is not None and (record.before or record.after)
+    if config.task == "text" and not framed:
         return _open_text(config, loaded, source, folder, world, progress)
     if config.task != "text":
         window, read = _window(config, loaded, source, record), _reader(config)

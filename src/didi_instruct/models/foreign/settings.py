@@ -1,5 +1,6 @@
 """config.json of a foreign model: the few settings that matter here, under their various names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
 
 _ABSURD = 1 << 63
 """No setting is a number of this size, and a message should not be one."""
+_LARGEST = 1 << 40
+"""Of a size of a network."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,28 @@ def read_settings(folder: Path | None) -> Settings:
                 found[name] = _typed(path, place, value, kind)
                 break
     return Settings(path, isinstance(content.get("model"), dict), **found)
+
+
+def whole_number(path: Path, settings: Mapping[str, Any], *names: str, least: int = 1) -> int:
+    """Return the whole number that config.json has under one of several names."""
+    for name in names:
+        value = settings.get(name)
+        if type(value) is int and least <= value <= _LARGEST:
+            return value
+    raise UserError(
+        f"{path}: `{names[0]}` is {shown_value(settings.get(names[0]))}, and has to be a whole "
+        f"number of {least} or more. Fetch it again."
+    )
+
+
+def positive_number(path: Path, settings: Mapping[str, Any], name: str) -> float:
+    """Return the finite number above 0 that config.json has under a name."""
+    value: Any = settings.get(name)
+    if type(value) in (int, float) and 0 < value <= _LARGEST:
+        return float(value)
+    raise UserError(
+        f"{path}: `{name}` is {shown_value(value)}, and has to be a number above 0. Fetch it again."
+    )
 
 
 def _look_up(content: dict[str, Any], place: str) -> Any:

@@ -23,6 +23,7 @@ SPARE = 64
 _POINTER = b"version https://git-lfs.github.com/"
 
 _FLOATS = {*DTYPES.values(), *DTYPES}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Header:
     def is_weight(self) -> bool:
         """Whether its type is one that weights have."""
         return self.dtype in _FLOATS
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number, of a weight."""
+        kind = self.dtype if isinstance(self.dtype, torch.dtype) else _BY_NAME[self.dtype]
+        return kind.itemsize
 
 
 class Store(Protocol):

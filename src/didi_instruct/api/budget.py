@@ -1,0 +1,120 @@
+"""Bytes that a bidirectional causal LM takes, by part: to sample from it, and to distil it.
+
+The formulas are in docs/large.md. They count what grows with the model, the texts and the adapters;
+buffers of libraries and what an allocator leaves between its blocks come on top. Parts that are not
+there at once do not add up to the total.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from didi_instruct.sampling.draw import LAW_ELEMENTS
+
+Parts = dict[str, int]
+"""Bytes by part, and `total`, the most that is there at once."""
+
+ROWS = 1024
+"""Positions whose logits a loss holds at a time."""
+ADAM = 16
+"""Bytes of a number that AdamW trains in float32: itself, its gradient, two moments."""
+_KEPT_BY_ADAM = 12  # beside weights in 16 bits: a float32 copy, two moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalShape:
+    """Sizes of a Llama or a Qwen2."""
+
+    layers: int
+    hidden: int
+    inner: int
+    """Width of the MLP."""
+    keys: int
+    """Width of all keys."""
+    vocab_size: int
+    parameters: int
+    itemsize: int = 2
+    """Bytes of a weight."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], parameters: int, itemsize: int) -> "CausalShape":
+        """Sizes that a config.json in the words of `transformers` says."""
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        return cls(
+            layers=settings["num_hidden_layers"],
+            hidden=hidden,
+            inner=settings["intermediate_size"],
+            keys=hidden // heads * settings["num_key_value_heads"],
+            vocab_size=settings["vocab_size"],
+            parameters=parameters,
+            itemsize=itemsize,
+        )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.itemsize
+
+    def adapter(self, rank: int) -> int:
+        """Numbers of a LoRA adapter on the seven linear layers of each block."""
+        d, k, f = self.hidden, self.keys, self.inner
+        return self.layers * rank * (2 * (d + d) + 2 * (d + k) + 3 * (d + f))
+
+
+def sampling(shape: CausalShape, *, batch: int, length: int, reads: int | None = None) -> Parts:
+    """Bytes of a pass over texts (batch, length), with logits at `reads` positions (None: all)."""
+    tokens, size = batch * length, shape.itemsize
+    read = tokens if reads is None else reads
+    parts = {
+        "weights": shape.weights,
+        # Embeddings, input, residual and normed states; gate, values and their product.
+        "block": tokens * size * (4 * shape.hidden + 3 * shape.inner),
+        "states": 4 * (tokens + read) * shape.hidden,  # in float32, and those that are read
+        "logits": read * shape.vocab_size * size,
+        "draws": 3 * 8 * min(read * shape.vocab_size, LAW_ELEMENTS),  # laws in float64
+    }
+    head = parts["logits"] + max(parts["states"], parts["draws"])
+    return parts | {"total": parts["weights"] + max(parts["block"], head)}
+
+
+def with_adapters(
+    shape: CausalShape, *, batch: int, length: int, rank: int, roles: int = 2
+) -> Parts:
+    """Bytes of a distillation whose roles are adapters on one frozen base.
+
+    The teacher is the base. `roles` counts student and discriminator, and the auxiliary denoiser
+    of a method that has one. Activations are checkpointed at blocks.
+    """
+    kept = {
+        "base": shape.weights,
+        "adapters": roles * ADAM * shape.adapter(rank),
+        "discriminator_head": ADAM * (shape.hidden + 2) * shape.hidden,
+    }
+    return _with_activations(kept, shape, batch * length, lora=True)
+
+
+def three_copies(shape: CausalShape, *, batch: int, length: int) -> Parts:
+    """Bytes of a distillation with a network each for teacher, student and discriminator."""
+    kept = {
+        "weights": 3 * shape.weights,
+        "optimizers": 2 * _KEPT_BY_ADAM * shape.parameters,
+        "gradients": 2 * shape.weights,
+        "discriminator_head": ADAM * (shape.hidden + 2) * shape.hidden,
+    }
+    return _with_activations(kept, shape, batch * length, lora=False)
+
+
+def _with_activations(kept: Parts, shape: CausalShape, tokens: int, *, lora: bool) -> Parts:
+    """Add what a pass with gradients holds: checkpoints, then logits or a block computed anew."""
+    d, k, f, size = shape.hidden, shape.keys, shape.inner, shape.itemsize
+    # Residuals, queries, keys, values, attention and its projection, gate, its activation, values,
+    # product; norms in float32.
+    block = size * (5 * d + 2 * k + 4 * f) + 4 * 4 * d
+    if lora:
+        block += 4 * (6 * d + f)  # what enters each adapter, in float32
+    parts = kept | {"checkpoints": shape.layers * tokens * d * size}
+    passing = {
+        "block": tokens * block,
+        "logits": min(tokens, ROWS) * shape.vocab_size * (size + 4 + 4),
+    }
+    return parts | passing | {"total": sum(parts.values()) + max(passing.values())}
