@@ -40,6 +40,7 @@ NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_e
 up has no result to keep."""
 ADDED = {
     "warmup_on_top": False,
+    "bidirectional": False,
     "model.family": "dit",
     "train.ema_warmup": True,
     "lengths": "",

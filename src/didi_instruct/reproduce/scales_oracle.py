@@ -1,6 +1,7 @@
 """The scales on the oracle language: `toy`, and `small` where the data is `oracle`."""
 
 from dataclasses import replace
+from shutil import which
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
@@ -143,6 +144,7 @@ def toy_scale(given: Given) -> Scale:
         latency={"ar": 32, "teacher": 16, "sdtt": 8, "didi": 4},
         tasks={name: toy_data(name) for name in NAMES},
         proteins=toy_proteins(),
+        apart=() if which("mmseqs") else ("protein-diversity",),
         finetuning={
             "mmlu": (*TOY_FINETUNING, f"answers.share={SHARE}"),
             "pubmed": (*TOY_FINETUNING, "data.documents=line"),
