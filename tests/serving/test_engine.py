@@ -1,5 +1,6 @@
 """The engine without HTTP: texts of `Model.generate`, whatever runs beside them."""
 
+import itertools
 import random
 import threading
 import time
@@ -19,6 +20,9 @@ from didi_instruct.serving.jobs import ExpiredError, FullError, RefusedError
 
 NAMES = ["plain", "timed", "streams", "windows", "codes", "coded-windows", "duo", "ar", "ar-ends"]
 MASKED_LMS = ["bert", "esm"]
+EXACT = [name for name in NAMES if name not in ("timed", "duo")]
+"""Models whose passes are the same bits in any company: packed, or never joined. The others' linear
+layers round otherwise where they have fewer than four rows (a time of each text, say)."""
 SAMPLERS = ["ancestral", "rgas", "confidence", "entropy", "margin", "remasking", "blocks"]
 SAMPLERS += ["first-hitting", "dimo"]
 PATIENCE = 120  # seconds until a test that hangs fails
@@ -49,35 +53,39 @@ def random_request(rng, model):
     config = model.config
     wish = {"num": rng.choice([1, 1, 1, 2, 3]), "seed": rng.randrange(1000)}
     wish |= rng.choice([{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}, {"temperature": 0}])
-    word = "w1" if config.length == tiny.WINDOW else "every"
-    sampler = None
     if config.kind == "mdlm":
-        sampler = wish["sampler"] = rng.choice(SAMPLERS)
-        if sampler == "dimo" and (config.masks > 1 or model.discriminator is None):
-            sampler = wish["sampler"] = "ancestral"
-        if sampler == "rgas" and model.discriminator is None:
-            sampler = wish["sampler"] = "ancestral"
-        if sampler == "rgas":
-            wish["options"] = {"h_start": 2.0, "h_end": 3.0, "split": rng.choice([0.0, 0.5, 1.0])}
-        if sampler == "blocks":
-            wish["options"] = {"block_length": 8, "inner": rng.choice(["ancestral", "confidence"])}
-        if sampler in ("ancestral", "remasking") and rng.random() < 0.3:
-            wish["options"] = {"greedy_tail": True}
-    if sampler != "first-hitting" and config.kind != "ar":
+        wish |= random_sampler(rng, model)
+    if wish.get("sampler") != "first-hitting" and config.kind != "ar":
         wish["steps"] = rng.choice([1, 2, 3, 5, 8])
-    given = rng.choice(["nothing", "prompt", "prompts", "length", "infill"])
-    if model.tokenizer is None or word not in model.tokenizer:
-        given = rng.choice(["nothing", "length"])
-    if given == "prompt":
-        wish["prompt"] = f"{word} {word}"
-    if given == "prompts":
-        wish["prompt"] = [word, f"{word} {word}"]
-    if given == "length":
-        wish["length"] = rng.choice([5, 9, 12])
-    if given == "infill" and config.kind != "ar":
-        gap = rng.choice(["3", "2-4"] if config.kind == "duo" else ["3", "2-4", "auto:2-5"])
-        wish |= {"infill": f"{word} ___ {word}", "gap": gap}
-    return Request(**wish)
+    return Request(**wish, **random_givens(rng, model))
+
+
+def random_sampler(rng, model):
+    """A sampler of masked models, and options."""
+    sampler = rng.choice(SAMPLERS)
+    if sampler == "rgas" and model.discriminator is not None:
+        options = {"h_start": 2.0, "h_end": 3.0, "split": rng.choice([0.0, 0.5, 1.0])}
+    elif sampler == "blocks":
+        options = {"block_length": 8, "inner": rng.choice(["ancestral", "confidence"])}
+    elif sampler in ("ancestral", "remasking"):
+        options = {"greedy_tail": rng.random() < 0.3}
+    else:
+        options = {}
+    if (sampler == "rgas" and not options) or (sampler == "dimo" and model.config.masks > 1):
+        sampler = "ancestral"
+    return {"sampler": sampler, "options": options}
+
+
+def random_givens(rng, model):
+    """What is given: nothing, prompts, a length, or a text with a gap."""
+    kind = model.config.kind
+    word = "w1" if "w1" in model.tokenizer else "every"
+    choices = [{}, {"length": rng.choice([5, 9, 12])}]
+    if word in model.tokenizer:
+        choices += [{"prompt": f"{word} {word}"}, {"prompt": [word, f"{word} {word}"]}]
+        gap = rng.choice(["3", "2-4"] if kind == "duo" else ["3", "2-4", "auto:2-5"])
+        choices += [{}] if kind == "ar" else [{"infill": f"{word} ___ {word}", "gap": gap}]
+    return rng.choice(choices)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -101,7 +109,8 @@ def test_any_mix_gives_the_texts_of_each_request_alone(models, start, seed):
         assert done.nfe == alone.samples.nfe
         assert done.passes == pytest.approx(alone.samples.passes)
         if alone.samples.log_prob is not None:
-            assert done.log_prob == alone.samples.log_prob.tolist()
+            rounding = 0 if name in EXACT else 1e-3
+            assert done.log_prob == pytest.approx(alone.samples.log_prob.tolist(), abs=rounding)
 
 
 class Recorder:
@@ -207,7 +216,7 @@ def test_a_request_cancelled_while_it_waits_is_never_begun(gated):
 
 def test_a_long_request_starves_nobody_and_is_not_starved(gated):
     """Room for one text a pass: short ones overtake the long one until it is due."""
-    engine, gate, recorder = gated(positions=32)
+    engine, gate, _ = gated(positions=32)
     gate.open.clear()
     order = []
 
@@ -236,10 +245,8 @@ def test_a_long_request_starves_nobody_and_is_not_starved(gated):
 
 def test_an_error_is_told_to_its_request_alone(gated, models):
     engine, gate, recorder = gated()
-    word = models["plain"].tokenizer.encode(["Anna"])[0][0]
-    wrong = models["plain"].tokenizer.encode(["yonder" if False else "Boris"])[0][0]
     gate.open.clear()
-    gate.bad = wrong
+    gate.bad = models["plain"].tokenizer.encode(["Boris"])[0][0]
     good = [Request(steps=3, seed=i, prompt="Anna", top_k=1) for i in range(3)]
     jobs = [engine.submit("plain", r) for r in good]
     bad = engine.submit("plain", Request(steps=3, prompt="Boris"))
@@ -249,14 +256,10 @@ def test_an_error_is_told_to_its_request_alone(gated, models):
         bad.future.result(PATIENCE)
     with pytest.raises(UserError, match="vocabulary has no `unknown`"):
         refused.future.result(PATIENCE)
-    gate.bad = None
     for request, job in zip(good, jobs, strict=True):
-        try:
-            assert job.future.result(PATIENCE).texts == models["plain"].generate(
-                steps=3, seed=request.seed, prompt="Anna", top_k=1
-            )
-        except RuntimeError:  # it has written the word itself
-            assert word != wrong
+        own = models["plain"].request(request).samples.tokens
+        assert gate.bad not in own.flatten().tolist(), "choose another seed: it writes the word"
+        assert job.future.result(PATIENCE).tokens == own.tolist()
     assert {"failed", "refused"} <= set(recorder.ends)
 
 
@@ -309,7 +312,7 @@ def test_closing_finishes_what_is_there(gated):
 
 
 def test_closing_gives_up_what_takes_too_long(gated):
-    engine, gate, _ = gated()
+    engine, _, _ = gated()
     slow = engine.submit("plain", Request(steps=30), watch=lambda canvas: time.sleep(0.05))
     while not slow.begun:
         time.sleep(0.001)
@@ -334,7 +337,7 @@ def test_canvases_go_from_what_is_given_to_the_text(models, start, name):
     assert seen[-1].steps == len(seen) - 1
     assert seen[-1].passes == pytest.approx(done.passes)
     if name != "duo":  # what is written stays
-        for before, after in zip(seen, seen[1:], strict=False):
+        for before, after in itertools.pairwise(seen):
             for old, new in zip(before.tokens, after.tokens, strict=True):
                 assert all(a is None or a == b for a, b in zip(old, new, strict=True))
 

@@ -203,7 +203,6 @@ class BatchEngine:
                 alone.append(job)
         self._clock += (work + spent) / self.limits.positions
         self._live = [job for job in self._live if not job.over]
-        self._count = len(self._live) + len(self._arrived)
 
     def _drop(self) -> None:
         """End what nobody waits for any more, and what has taken too long."""
@@ -216,20 +215,18 @@ class BatchEngine:
             else:
                 kept.append(job)
         self._live = kept
-        self._count = len(self._live) + len(self._arrived)
 
     def _end(self, job: Job, error: Exception | None, outcome: str) -> None:
         if job.work is not None:
             job.work.throw(greenlet.GreenletExit)
+        self._leave(job, outcome)
         if error is not None:
             job.fail(error)
-        self._tell_end(job, outcome)
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:
             self._live.extend(self._arrived)
             self._arrived.clear()
-            self._count = 0
         for job in self._live:
             if not job.over:
                 self._end(job, error, "failed")
@@ -287,14 +284,13 @@ class BatchEngine:
             user = isinstance(error, UserError)
             if not user and not is_out_of_memory(error):
                 log.error("A request for %s failed.", job.name, exc_info=error)
+            self._leave(job, "refused" if user else "failed")
             job.fail(error)
-            self._tell_end(job, "refused" if user else "failed")
             return
-        if job.future.set_running_or_notify_cancel():
+        taken = job.future.set_running_or_notify_cancel()
+        self._leave(job, "done" if taken else "cancelled", done)
+        if taken:
             job.future.set_result(done)
-            self._tell_end(job, "done", done)
-        else:
-            self._tell_end(job, "cancelled")
 
     def _draw(self, job: Job) -> Done:
         model, brings = self.models[job.name], self._brings[job.name]
@@ -344,7 +340,10 @@ class BatchEngine:
             self.observer.began(job.name, time.monotonic() - job.submitted)
         job.told = True
 
-    def _tell_end(self, job: Job, outcome: str, done: Done | None = None) -> None:
+    def _leave(self, job: Job, outcome: str, done: Done | None = None) -> None:
+        """Make room for another request, before anybody learns that this one is over."""
+        with self._changed:
+            self._count -= 1
         if self.observer is not None:
             self.observer.ended(job.name, outcome, time.monotonic() - job.submitted, done)
 

@@ -4,10 +4,11 @@ Each request runs the sampler that `Model.generate` runs, in a greenlet of its o
 a `SharedDenoiser`: wherever the sampler asks for a pass, the greenlet pauses and hands the pass to
 the worker, which runs it together with those of others. So every sampler joins, and none knows.
 
-Texts of one length are put side by side. Every row of a pass is computed from itself, by the same
-operations in the same order whatever stands beside it: in float32 on a CPU the results are those of
-the pass alone, bit for bit. Padding to a common length would add up attention in another order (and
-measured no faster), so texts of different lengths take passes of their own.
+Texts of one length are put side by side, and every row of a pass is computed from itself. By the
+packed layout (`sampling.engines.cpu`) the results are those of the pass alone, bit for bit. For
+networks as they are torch multiplies fewer than four rows by another kernel (float32, CPU), so
+there results differ by rounding, and tokens are the same. Padding to a common length would add up
+attention in another order, and measured no faster: other lengths take passes of their own.
 """
 
 import itertools
@@ -173,9 +174,8 @@ def _logits(denoiser: Denoiser, passes: Sequence[Pass]) -> Sequence[Tensor]:
     if not passes:
         return []
     reads, t = _side_by_side(passes)
-    return _kept(denoiser, denoiser.logits(reads, t, _at(passes))).split(
-        [len(p.at) for p in passes]
-    )
+    logits = _kept(denoiser, denoiser.logits(reads, t, _at(passes)))
+    return list(torch.split(logits, [len(p.at) for p in passes]))
 
 
 def _draw(denoiser: Denoiser, passes: Sequence[Pass]) -> list[tuple[Tensor, Tensor]]:
