@@ -77,13 +77,14 @@ export async function countTokens(model, text, signal) {
 
 /** Split a stream of server-sent events into their data. */
 async function* eventData(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = stream.getReader();
+  const decoder = new TextDecoder();
   let pending = "";
   while (true) {
     const { value, done } = await reader.read();
     if (done) return;
     // A CR at the end may be half of a CR LF: it waits for the next piece.
-    pending = (pending + value).replace(/\r\n/g, "\n");
+    pending = (pending + decoder.decode(value, { stream: true })).replace(/\r\n/g, "\n");
     const blocks = pending.split("\n\n");
     pending = blocks.pop();
     for (const block of blocks) {

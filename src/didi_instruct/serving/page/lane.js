@@ -18,7 +18,7 @@ export const inSeconds = (s) => `${s < 10 ? s.toFixed(2) : s.toFixed(1)} s`;
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-/** One lane of the race. States: waiting, writing, done, stopped, failed. */
+/** One lane of the race. States: waiting, writing, done, stopped, failed, out. */
 export class Lane {
   /** `rewrite(text, selection)` is called when the reader wants to rewrite a sample; `moved()` after a scrub. */
   constructor(choice, settings, number, { rewrite, moved }) {
@@ -68,7 +68,7 @@ export class Lane {
     const view = new SampleView(this.choice.model.proteins);
     const box = element("div", "sample");
     if (this.samples > 1) box.append(element("h4", "", `Sample ${i + 1}`));
-    const again = element("button", "quiet", "Rewrite words of this");
+    const again = element("button", "quiet", "Rewrite part of this");
     again.type = "button";
     again.hidden = true;
     // The click itself may clear the selection, so it is read when the button is pressed.
@@ -163,7 +163,7 @@ export class Lane {
   }
 
   /** Take the final completion: numbers of the whole text. */
-  finish(completion, judge) {
+  finish(completion) {
     this.completion = completion;
     this.#end("done");
     const { usage = {}, didi = {} } = completion;
@@ -174,10 +174,7 @@ export class Lane {
       this.numbers.rate.textContent = Math.round(usage.completion_tokens / seconds).toLocaleString("en");
     }
     const perplexities = [didi.perplexity].flat().filter((value) => Number.isFinite(value));
-    if (perplexities.length) {
-      this.numbers.perplexity.textContent = mean(perplexities).toFixed(1);
-      this.numbers.perplexity.title = `Under ${judge}`;
-    }
+    if (perplexities.length) this.numbers.perplexity.textContent = mean(perplexities).toFixed(1);
     if (this.samples > 1) {
       const { shared, only } = markVariety(this.views);
       this.variety.textContent =
@@ -194,10 +191,16 @@ export class Lane {
     this.#say(this.frames.length ? `Stopped at step ${this.frames.at(-1).step} of ${this.frames.at(-1).steps}.` : "Stopped before it began.");
   }
 
-  /** Say in the lane what went wrong, or why it does not run. */
+  /** Say in the lane what went wrong. */
   fail(message) {
     this.#end("failed");
     this.#say(message);
+  }
+
+  /** Say in the lane why its model does not take part. */
+  sitOut(reason) {
+    this.#end("out");
+    this.#say(reason);
   }
 
   #say(message) {
@@ -208,6 +211,7 @@ export class Lane {
   #end(state) {
     this.state = state;
     this.element.dataset.state = state;
+    this.element.classList.toggle("empty", !this.frames.length);
     if (this.waiting) cancelAnimationFrame(this.waiting);
     this.waiting = null;
     this.#draw();

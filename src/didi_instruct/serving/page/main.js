@@ -36,22 +36,28 @@ function keepLink() {
   history.replaceState(null, "", link);
 }
 
-function showLegend(settings) {
-  const entries = [["blank mask", "", "not yet written"], ["fresh", "word", "written in this step"]];
-  if (settings.mode === "infill" || settings.prompt) entries.push(["given", "word", "given"]);
+function showLegend(settings, judge) {
+  const entries = [["blank mask", "", "not yet written"], ["fresh", "abc", "written in this step"]];
+  if (settings.mode === "infill" || settings.prompt) entries.push(["given", "abc", "given"]);
   if (settings.samples > 1) entries.push(["shared", "words", "in a phrase samples share"], ["only", "word", "in one sample only"]);
   if (lanes.some((lane) => lane.choice.model.proteins)) {
     const names = { oily: "hydrophobic", ring: "aromatic", polar: "polar", positive: "positive", negative: "negative", special: "special" };
     for (const [name, letters] of residueClasses) entries.push([`${name} residue`, letters, names[name]]);
   }
-  by("legend").replaceChildren(...entries.map(([kind, sample, meaning]) => {
+  const items = entries.map(([kind, sample, meaning]) => {
     const item = document.createElement("li");
     const mark = document.createElement("span");
     mark.className = `t ${kind}`;
     mark.textContent = sample;
     item.append(mark, ` ${meaning}`);
     return item;
-  }));
+  });
+  if (judge !== null) {
+    items.push(document.createElement("li"));
+    items.at(-1).textContent = `Perplexity: under ${judge}`;
+  }
+  by("legend").classList.toggle("protein", lanes.some((lane) => lane.choice.model.proteins));
+  by("legend").replaceChildren(...items);
 }
 
 function busy(on) {
@@ -69,13 +75,13 @@ async function gapFor(model, settings, signal) {
 /** Let one lane write, to its end or its trouble. */
 async function write(lane, settings, judge, signal) {
   const reason = refusal(lane.choice, settings);
-  if (reason !== null) return lane.fail(reason);
+  if (reason !== null) return lane.sitOut(reason);
   try {
     const gap = await gapFor(lane.choice.model.id, settings, signal);
     const { path, body } = requestOf(lane.choice, settings, judge, gap);
     for await (const event of diffuse(path, body, signal)) {
       if (event.object === "text_completion.canvas") lane.take(event);
-      else lane.finish(event, judge);
+      else lane.finish(event);
     }
     if (lane.state === "done") say(`${lane.choice.title}: done after ${inSeconds(lane.completion.didi?.seconds ?? lane.seconds)}.`);
     else lane.fail("The server ended without a text. Press Write to try again.");
@@ -103,12 +109,12 @@ async function race(settings) {
   written = settings;
   lanes = chosen.map((choice, i) => new Lane(choice, settings, i, { rewrite, moved: keepLink }));
   by("lanes").replaceChildren(...lanes.map((lane) => lane.element));
-  showLegend(settings);
+  const judge = judgeOf(models);
+  showLegend(settings, judge);
   replay.offer([]);
   keepLink();
   busy(true);
   say(`${lanes.length === 1 ? "One lane writes" : `${lanes.length} lanes write`}.`);
-  const judge = judgeOf(models);
   if (settings.turns === "apart") {
     for (const lane of lanes) await write(lane, settings, judge, own.signal);
   } else {
