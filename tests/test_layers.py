@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
-ORDER += ["evaluation", "benchmarking", "api", "tasks", "finetune", "reproduce", "cli"]
+ORDER += ["evaluation", "benchmarking", "api", "tasks", "finetune", "serving", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
 ENTRANCES = {"__init__", "__main__"}  # lead to all the rest
 

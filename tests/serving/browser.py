@@ -50,10 +50,15 @@ class Visit:
         self.status("All done.")
 
     def rows(self, lane: int) -> list[list[str | None]]:
-        """Read the canvases of a lane as they stand: pieces, None for masks; end marks are empty."""
-        return self.page.locator(".lane").nth(lane).locator(".canvas").evaluate_all(
-            """canvases => canvases.map(c => [...c.children].map(
+        """Read the canvases of a lane: pieces, None for masks; end marks are empty."""
+        return (
+            self.page.locator(".lane")
+            .nth(lane)
+            .locator(".canvas")
+            .evaluate_all(
+                """canvases => canvases.map(c => [...c.children].map(
                 s => s.classList.contains("mask") ? null : s.textContent))"""
+            )
         )
 
     def texts(self) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from tests.serving.browser import Visit
 from tests.serving.stub_server import Stub
 

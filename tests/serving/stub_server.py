@@ -15,9 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from didi_instruct.serving.page import HEADERS, page_files
 
-WORDS = """a the dog cat girl boy bird tree sun sea ran sang saw found loved wanted was big small red
-happy sad very little and then but so his her they it friend ball park home day mom said smiled
-laughed together went up down under over again""".split()
+TALE = """a the dog cat girl boy bird tree sun sea ran sang saw found loved wanted was big small
+red happy sad very little and then but so his her they it friend ball park home day mom said smiled
+laughed together went up down under over again"""
+WORDS = TALE.split()
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 END = "<|endoftext|>"
 
@@ -69,7 +70,9 @@ def diffusion(entry: dict, body: dict) -> Diffusion:
     proteins = bool(entry["proteins"])
     found = Diffusion([], [], body.get("steps") or 16)
     for sample in range(body.get("n", 1)):
-        key = json.dumps([entry["id"], body["seed"], sample, body.get("steps"), body["temperature"]])
+        key = json.dumps(
+            [entry["id"], body["seed"], sample, body.get("steps"), body["temperature"]]
+        )
         rng = random.Random(key)
         given = canvas(entry, body, proteins)
         masked = [i for i, piece in enumerate(given) if piece is None]

@@ -13,13 +13,17 @@ SCRIPTS = {path: text for path, text in TEXTS.items() if path.endswith(".js")}
 
 
 def test_every_file_of_the_folder_is_sent_with_its_type():
-    assert {"" if p.name == "index.html" else f"page/{p.name}" for p in FOLDER.iterdir()} == set(TEXTS)
+    assert {"" if p.name == "index.html" else f"page/{p.name}" for p in FOLDER.iterdir()} == set(
+        TEXTS
+    )
     assert page_files()[""].media_type == MEDIA_TYPES[".html"]
     assert page_files()["page/main.js"].media_type.startswith("text/javascript")
 
 
 def test_the_policy_allows_this_server_alone():
-    rules = dict(rule.strip().split(" ", 1) for rule in HEADERS["Content-Security-Policy"].split(";"))
+    rules = dict(
+        rule.strip().split(" ", 1) for rule in HEADERS["Content-Security-Policy"].split(";")
+    )
     assert rules["default-src"] == "'self'"
     assert not {"script-src", "style-src", "connect-src"} & set(rules)
     assert "unsafe" not in " ".join(rules.values())

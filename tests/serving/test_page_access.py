@@ -1,7 +1,6 @@
 """The page in Chromium: errors in plain words, keyboard, screen reader, phone and dark."""
 
 import pytest
-
 from tests.serving.browser import PHONE
 from tests.serving.stub_server import PROTEIN_MODELS, Stub
 
@@ -114,7 +113,18 @@ def test_all_by_keyboard(stub, visit):
         seen.append(focus[0])
         if focus[0] == "run":
             break
-    order = ["skip", "mode", "prompt", "steps", "many", "temperature", "samples", "seed", "lane", "run"]
+    order = [
+        "skip",
+        "mode",
+        "prompt",
+        "steps",
+        "many",
+        "temperature",
+        "samples",
+        "seed",
+        "lane",
+        "run",
+    ]
     assert [seen.index(name) for name in order] == sorted(seen.index(name) for name in order)
     here.page.keyboard.press("Enter")
     here.status("All done.")
@@ -135,8 +145,8 @@ def test_a_screen_reader_hears_ends_and_not_each_step(stub, visit):
     here.page.evaluate(
         """() => {
             window.heard = [];
-            const live = document.querySelectorAll("[aria-live], [role=status], [role=alert], output");
-            for (const region of live) {
+            const live = "[aria-live], [role=status], [role=alert], output";
+            for (const region of document.querySelectorAll(live)) {
                 new MutationObserver(() => window.heard.push(region.textContent))
                     .observe(region, { childList: true, characterData: true, subtree: true });
             }

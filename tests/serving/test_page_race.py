@@ -3,7 +3,6 @@
 import time
 
 import pytest
-
 from tests.serving.browser import PHONE
 from tests.serving.stub_server import END, PROTEIN_MODELS, TEXT_MODELS, Stub, diffusion
 
@@ -63,7 +62,8 @@ def test_selected_words_are_rewritten(stub, visit):
         assert shown_text.startswith("Tom had a ")
         assert shown_text.endswith(" ball. He was glad.")
     assert here.troubles() == [
-        "A left-to-right model sees only what comes before, so it cannot rewrite the middle of a text."
+        "A left-to-right model sees only what comes before, "
+        "so it cannot rewrite the middle of a text."
     ]
 
 

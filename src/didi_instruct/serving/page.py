@@ -9,7 +9,7 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Known here, not asked of the machine: browsers refuse modules that some machines call plain text."""
+"""Known here, not asked of the machine, which may call modules plain text: browsers refuse that."""
 
 HEADERS = {
     "Content-Security-Policy": (

@@ -16,6 +16,9 @@ function element(tag, className = "", text = "") {
 /** Seconds as they are shown: two digits below ten. */
 export const inSeconds = (s) => `${s < 10 ? s.toFixed(2) : s.toFixed(1)} s`;
 
+/** Passes per text, which samplers that differ between texts make a mean. */
+const inPasses = (passes) => (Number.isInteger(passes) ? String(passes) : passes.toFixed(1));
+
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 /** One lane of the race. States: waiting, writing, done, stopped, failed, out. */
@@ -24,6 +27,7 @@ export class Lane {
   constructor(choice, settings, number, { rewrite, moved }) {
     this.choice = choice;
     this.samples = settings.samples;
+    this.infill = settings.mode === "infill";
     this.state = "waiting";
     this.frames = [];
     this.completion = null;
@@ -66,6 +70,7 @@ export class Lane {
 
   #addSample(i) {
     const view = new SampleView(this.choice.model.proteins);
+    if (this.infill) view.element.classList.add("infill");
     const box = element("div", "sample");
     if (this.samples > 1) box.append(element("h4", "", `Sample ${i + 1}`));
     const again = element("button", "quiet", "Rewrite part of this");
@@ -155,10 +160,10 @@ export class Lane {
       view.draw(frame.rows[i], at > 0 ? this.frames[at - 1].rows[i] : null, finished);
     });
     this.range.value = at;
-    this.range.setAttribute("aria-valuetext", `step ${frame.step} of ${frame.steps}, ${frame.passes} passes`);
+    this.range.setAttribute("aria-valuetext", `step ${frame.step} of ${frame.steps}, ${inPasses(frame.passes)} passes`);
     this.stepShown.textContent = `${frame.step} of ${frame.steps}`;
     this.bar.style.transform = `scaleX(${frame.steps ? frame.step / frame.steps : 0})`;
-    this.numbers.passes.textContent = frame.passes;
+    this.numbers.passes.textContent = inPasses(frame.passes);
     this.numbers.seconds.textContent = inSeconds(frame.seconds).replace(" s", "");
   }
 
@@ -168,7 +173,7 @@ export class Lane {
     this.#end("done");
     const { usage = {}, didi = {} } = completion;
     const seconds = didi.seconds ?? this.seconds;
-    this.numbers.passes.textContent = didi.passes ?? usage.passes ?? this.frames.at(-1)?.passes ?? "–";
+    this.numbers.passes.textContent = inPasses(didi.passes ?? this.frames.at(-1)?.passes ?? 0);
     this.numbers.seconds.textContent = inSeconds(seconds).replace(" s", "");
     if (usage.completion_tokens && seconds > 0) {
       this.numbers.rate.textContent = Math.round(usage.completion_tokens / seconds).toLocaleString("en");

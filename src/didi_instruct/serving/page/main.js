@@ -63,6 +63,14 @@ function showLegend(settings, judge) {
 function busy(on) {
   by("run").setAttribute("aria-disabled", String(on));
   by("stop").setAttribute("aria-disabled", String(!on));
+  const focused = document.activeElement === by("stop-here");
+  by("stop-here").hidden = !on;
+  if (focused && !on) by("race").focus(); // a hidden button would lose it
+}
+
+/** On a small screen the texts begin below its end: bring them up. */
+function bringUp() {
+  if (by("race-title").getBoundingClientRect().bottom > innerHeight * 0.8) by("race").scrollIntoView({ block: "start" });
 }
 
 /** The length of the gap as the server reads it, to one model. */
@@ -114,6 +122,7 @@ async function race(settings) {
   replay.offer([]);
   keepLink();
   busy(true);
+  bringUp();
   say(`${lanes.length === 1 ? "One lane writes" : `${lanes.length} lanes write`}.`);
   if (settings.turns === "apart") {
     for (const lane of lanes) await write(lane, settings, judge, own.signal);
@@ -214,7 +223,7 @@ by("wish").addEventListener("submit", (event) => {
 by("wish").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) by("wish").requestSubmit();
 });
-by("stop").addEventListener("click", () => running?.abort());
+for (const id of ["stop", "stop-here"]) by(id).addEventListener("click", () => running?.abort());
 by("share").addEventListener("click", copyLink);
 by("reseed").addEventListener("click", () => { by("seed").value = Math.floor(Math.random() * 2 ** 31); });
 by("key-form").addEventListener("submit", (event) => {
