@@ -92,7 +92,10 @@ def test_words_of_a_sample_become_the_selection(stub, visit):
     whole = text.input_value()
     assert whole[begin:end].strip() == chosen
     assert begin == len("".join(here.rows(0)[0][:12])) + 1
-    assert "end" not in whole.split()[-1], "the end mark is no part of the text"
+    view.locator(".canvas").evaluate("e => getSelection().selectAllChildren(e)")
+    view.locator("button").click()
+    assert text.evaluate("e => [e.selectionStart, e.selectionEnd]") == [0, len(whole)]
+    assert whole == "".join(here.rows(0)[0][:-5]), "what stands behind the end is no part of it"
 
 
 def test_steps_can_be_looked_at_again(stub, visit):
@@ -145,6 +148,8 @@ def test_a_link_shows_the_same(stub, visit):
     texts, link = here.texts(), here.page.url
     assert steps.input_value() == "20"
     before = [body for _, body in stub.bodies]
+    asked = {(b["seed"], b["temperature"], b["n"], b["steps"]) for b in before}
+    assert asked == {(41, 0.7, 3, 5), (41, 0.7, 3, 33)}
     stub.bodies.clear()
     there = visit(link)
     there.status("All done.")
