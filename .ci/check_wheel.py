@@ -68,6 +68,11 @@ def main() -> None:
         run(python, "-c", code, **outside)
         print(f"imported {len(names)} modules with the core dependencies alone")
 
+        page = ROOT / "src" / "didi_instruct" / "serving" / "page"
+        code = "from didi_instruct.serving.page import page_files; print(len(page_files()))"
+        if int(run(python, "-c", code, **outside)) != len(list(page.iterdir())):
+            sys.exit(f"the wheel does not hold what {page} does")
+
         run(didi, "--help", **outside)
         seconds = min(timed(didi, outside) for _ in range(5))
         print(f"didi --help: {seconds:.2f} s of processor time, warm")
