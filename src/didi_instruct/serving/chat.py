@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from didi_instruct.errors import UserError
-from didi_instruct.serving.faults import wrong
+from didi_instruct.serving.api_errors import wrong
 from didi_instruct.serving.schemas import Message
 
 FILE = "chat_template.jinja"
@@ -34,9 +34,7 @@ class ChatTemplate:
         """The prompt that a conversation is."""
         said = [message.model_dump(exclude_none=True) for message in messages]
         try:
-            text = self._template.render(
-                messages=said, add_generation_prompt=True, **self._tokens
-            )
+            text = self._template.render(messages=said, add_generation_prompt=True, **self._tokens)
         except (TemplateError, TypeError, ValueError) as error:
             message = f"The model's chat template does not take these messages ({error})."
             raise wrong(message, "messages") from error

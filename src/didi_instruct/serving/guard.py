@@ -9,7 +9,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from didi_instruct.serving.faults import Fault
+from didi_instruct.serving.api_errors import ApiError
 from didi_instruct.serving.metrics import Metrics
 
 access = logging.getLogger("didi_instruct.serving.access")
@@ -75,18 +75,18 @@ class Guard:
             self.metrics.responses.labels(str(status)).inc()
             self._log(scope, status, time.monotonic() - begun)
 
-    def _refusal(self, scope: Scope) -> Fault | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.most_bytes:
-            return Fault(413, f"The body has more than {self.most_bytes} bytes.")
+            return ApiError(413, f"The body has more than {self.most_bytes} bytes.")
         if self._key is None or not scope["path"].startswith(PROTECTED):
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key):
             return None
         challenge = {"WWW-Authenticate": "Bearer"}
-        return Fault(401, "The key is missing or wrong.", None, "invalid_api_key", challenge)
+        return ApiError(401, "The key is missing or wrong.", None, "invalid_api_key", challenge)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         """One line, without what was asked for: neither body nor query."""

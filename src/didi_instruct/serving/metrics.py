@@ -34,9 +34,9 @@ class Metrics:
         self.pass_tokens = histogram("pass_tokens", "Tokens drawn from a pass.", (0, *_POWERS))
         self.pass_seconds = histogram("pass_seconds", "Time of a pass.", _SECONDS)
         self.nfe = histogram("request_nfe", "Steps of the denoiser of a request.", _POWERS)
-        self.first = histogram("first_canvas_seconds", "From a request to its first step.", _SECONDS)
-        self.last = histogram("last_canvas_seconds", "From a request to its texts.", _SECONDS)
-        self.waiting = Gauge("didi_requests_waiting", "Requests that wait or run.", registry=registry)
+        self.first = histogram("first_canvas_seconds", "Until a request's first step.", _SECONDS)
+        self.last = histogram("last_canvas_seconds", "Until a request's texts.", _SECONDS)
+        self.waiting = Gauge("didi_requests_waiting", "Requests here.", registry=registry)
         self.responses = Counter(
             "didi_http_responses", "Answers by status.", ["status"], registry=registry
         )

@@ -1,7 +1,7 @@
 """The models of a server: what is told about them, and requests for them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +13,8 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.sampling.infill import parse_gap, split_infill
 from didi_instruct.sampling.trace import token_texts
-from didi_instruct.serving.faults import Fault, wrong
+from didi_instruct.serving.api_errors import ApiError, wrong
+from didi_instruct.serving.chat import ChatTemplate
 from didi_instruct.serving.schemas import Completion, Infill, Sampling
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
@@ -29,7 +30,7 @@ class Served:
     name: str
     model: Model
     role: Role
-    chat: str | None = None
+    chat: ChatTemplate | None = None
     """Template of conversations."""
 
     @cached_property
@@ -133,7 +134,7 @@ class Catalogue:
         if name not in self.served:
             known = ", ".join(f"`{other}`" for other in self.served)
             message = f"There is no such model here. Served: {known}."
-            raise Fault(404, message, param, "model_not_found")
+            raise ApiError(404, message, param, "model_not_found")
         return self.served[name]
 
     def completion(self, served: Served, body: Completion) -> Request:
@@ -163,11 +164,8 @@ class Catalogue:
         self._check(served, body, 1)
         if served.model.config.kind == "ar":
             raise wrong("An AR model writes from left to right and cannot fill gaps.", "model")
-        for param, check in (("text", lambda: split_infill(body.text)), ("gap", lambda: parse_gap(body.gap or "auto"))):
-            try:
-                check()
-            except UserError as error:
-                raise wrong(str(error).removeprefix("--"), param) from error
+        _check_as("text", lambda: split_infill(body.text))
+        _check_as("gap", lambda: parse_gap(body.gap or "auto"))
         return Request(infill=body.text, gap=body.gap, **_shared(body))
 
     def _check(self, served: Served, body: Sampling, prompts: int) -> None:
@@ -198,6 +196,14 @@ class Catalogue:
                 f"`{judge.name}` cannot judge `{served.name}`: it reads other tokens, or fewer.",
                 "judge",
             )
+
+
+def _check_as(param: str, check: Callable[[], object]) -> None:
+    """Name the parameter that a check is about."""
+    try:
+        check()
+    except UserError as error:
+        raise wrong(str(error).removeprefix("--"), param) from error
 
 
 def _shared(body: Sampling) -> dict[str, Any]:

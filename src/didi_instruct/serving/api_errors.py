@@ -15,7 +15,7 @@ RETRY_SECONDS = 2
 
 
 @dataclass(eq=False)
-class Fault(Exception):
+class ApiError(Exception):
     """An error for one client."""
 
     status: int
@@ -38,34 +38,34 @@ class Fault(Exception):
         return JSONResponse(self.detail, self.status, dict(self.headers))
 
 
-def wrong(message: str, param: str | None = None, code: str | None = None) -> Fault:
+def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that its sender can mend."""
-    return Fault(400, message, param, code)
+    return ApiError(400, message, param, code)
 
 
-def fault_of(error: BaseException) -> Fault:
+def api_error(error: BaseException) -> ApiError:
     """What a client is told about an error of the engine."""
     retry = {"Retry-After": str(RETRY_SECONDS)}
     match error:
-        case Fault():
+        case ApiError():
             return error
         case UserError():
             return wrong(str(error))
         case FullError():
             message = "The queue is full: try again later."
-            return Fault(429, message, code="queue_full", headers=retry)
+            return ApiError(429, message, code="queue_full", headers=retry)
         case RefusedError():
-            return Fault(503, "The server is stopping.", code="stopping", headers=retry)
+            return ApiError(503, "The server is stopping.", code="stopping", headers=retry)
         case ExpiredError():
             message = "The request took longer than requests may: ask for less, or try again later."
-            return Fault(503, message, code="timeout", headers=retry)
+            return ApiError(503, message, code="timeout", headers=retry)
     if is_out_of_memory(error):
-        message = "The request does not fit into the server's memory: ask for fewer or shorter texts."
-        return Fault(503, message, code="out_of_memory")
-    return Fault(500, "The model failed on this request.", code="failed")
+        message = "The request does not fit into memory: ask for fewer or shorter texts."
+        return ApiError(503, message, code="out_of_memory")
+    return ApiError(500, "The model failed on this request.", code="failed")
 
 
-def fault_of_validation(errors: Sequence[Mapping[str, Any]]) -> Fault:
+def error_of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Say which parameter is wrong, and why, without repeating its value."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
