@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -222,10 +223,11 @@ def _add_page(app: FastAPI) -> None:
     for path, file in page.page_files().items():
         answer = Response(file.content, media_type=file.media_type, headers=page.HEADERS)
 
-        async def send(answer: Response = answer) -> Response:
-            return answer
+        app.add_route(f"/{path}", partial(_send, answer), include_in_schema=False)
 
-        app.add_api_route(f"/{path}", send, methods=["GET", "HEAD"], include_in_schema=False)
+
+async def _send(answer: Response, http: HttpRequest) -> Response:
+    return answer
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -236,9 +238,8 @@ def _add_errors(app: FastAPI) -> None:
         return error_of_validation(error.errors()).response()
 
     async def no_such(http: HttpRequest, error: StarletteHTTPException) -> Response:
-        return ApiError(
-            error.status_code, str(error.detail), headers=error.headers or {}
-        ).response()
+        said, headers = str(error.detail), error.headers or {}
+        return ApiError(error.status_code, said, headers=headers).response()
 
     async def gone(http: HttpRequest, error: GoneError) -> Response:
         return Response(status_code=499)  # nobody reads it; the log does

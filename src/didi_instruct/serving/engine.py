@@ -297,7 +297,7 @@ class BatchEngine:
         if brings.denoiser is not None:
             brings = replace(brings, denoiser=SharedDenoiser(brings.denoiser))
         config, tokenizer = model.config, model.tokenizer
-        callback = _callback(job, model.mask_symbol)
+        callback = _callback(job, model.mask_symbol, config.end_id)
         whole = generate(
             job.request, config, tokenizer, brings, device=model.device, callback=callback
         )
@@ -348,7 +348,7 @@ class BatchEngine:
             self.observer.ended(job.name, outcome, time.monotonic() - job.submitted, done)
 
 
-def _callback(job: Job, mask_id: int) -> Callback | None:
+def _callback(job: Job, mask_id: int, end_id: int | None) -> Callback | None:
     """What sees the steps of a request: who watches it, and the engine where it takes turns."""
     if job.watch is None and not job.turn:
         return None
@@ -357,7 +357,8 @@ def _callback(job: Job, mask_id: int) -> Callback | None:
         if job.turn:
             job.passes += 1
         if job.watch is not None and not job.future.cancelled():
-            for canvas in canvases(snapshot, mask_id, job.passes, time.monotonic() - job.begun):
+            seconds = time.monotonic() - job.begun
+            for canvas in canvases(snapshot, mask_id, end_id, job.passes, seconds):
                 job.watch(canvas)
         if job.turn:
             pause(None)

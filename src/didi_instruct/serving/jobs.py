@@ -145,9 +145,17 @@ class Size:
         return cls(texts, texts * length, 0 if joins else own, steps)
 
 
-def canvases(snapshot: Snapshot, mask_id: int, passes: float, seconds: float) -> Iterator[Canvas]:
-    """Yield the texts after a step; before those of the first, what a request starts from."""
-    rows, open_ = snapshot.tokens.tolist(), snapshot.open.tolist()
+def canvases(
+    snapshot: Snapshot, mask_id: int, end_id: int | None, passes: float, seconds: float
+) -> Iterator[Canvas]:
+    """Yield the texts after a step; before those of the first, what a request starts from.
+
+    The ends that fill a window behind a text are left out.
+    """
+    end_id = PAD if end_id is None else end_id
+    own = snapshot.open | ((snapshot.tokens != PAD) & (snapshot.tokens != end_id))
+    own = own.flip(1).cumsum(1).flip(1) > 0
+    rows, open_ = snapshot.tokens.masked_fill(~own, PAD).tolist(), snapshot.open.tolist()
     if snapshot.index == 0:
         start = [
             [None if free else token for token, free in zip(row, opens, strict=True)]

@@ -2,7 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MOST_STEPS = 1024
@@ -32,8 +39,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """OpenAI's parameters that are not supported, with the values that ask for nothing."""
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Option = bool | int | float | str | None | Annotated[list[float], Field(max_length=MOST_STEPS + 1)]
+
+def _encodable(text: str) -> str:
+    """Refuse half a character, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("half_a_character", "it holds half a character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Stop = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
+Option = bool | int | float | Text | None | Annotated[list[float], Field(max_length=MOST_STEPS + 1)]
 
 
 class Body(BaseModel):
@@ -63,7 +81,7 @@ class StreamOptions(Body):
 class Sampling(Body):
     """How texts are drawn; the names are those of `didi generate` where OpenAI has none."""
 
-    model: str | None = Field(None, description="Id of a served model; the first if not said.")
+    model: Text | None = Field(None, description="Id of a served model; the first if not said.")
     n: int = Field(1, ge=1, le=MOST_TEXTS, description="Texts (of each prompt).")
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="The same seed gives the same text.")
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
@@ -75,11 +93,11 @@ class Sampling(Body):
     stream: bool = Field(False, description="Server-sent events, ended by `[DONE]`.")
     stream_options: StreamOptions | None = None
     steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="Denoising steps; 16.")
-    sampler: str | None = Field(None, description="By default the plain one of the model's kind.")
-    options: Annotated[dict[str, Option], Field(max_length=32)] = Field(
+    sampler: Text | None = Field(None, description="By default the plain one of the model's kind.")
+    options: Annotated[dict[Text, Option], Field(max_length=32)] = Field(
         default_factory=dict, description="Settings of the sampler."
     )
-    judge: str | None = Field(None, description="A served model that measures the perplexity.")
+    judge: Text | None = Field(None, description="A served model that measures the perplexity.")
 
     @property
     def stops(self) -> list[str]:
@@ -95,10 +113,10 @@ class Sampling(Body):
 class Completion(Sampling):
     """Body of `/v1/completions`."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS)] = Field(
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)] = Field(
         "", description="Text to continue, or several."
     )
-    suffix: str | None = Field(None, description="Text to end with.")
+    suffix: Text | None = Field(None, description="Text to end with.")
     max_tokens: int | None = Field(
         None, ge=1, description="Tokens to write, at most as many as the model's window has room."
     )
@@ -109,8 +127,8 @@ class Completion(Sampling):
 class Infill(Sampling):
     """Body of `/v1/infill`."""
 
-    text: str = Field(description="Text with `___` where something is to be written.")
-    gap: str | None = Field(
+    text: Text = Field(description="Text with `___` where something is to be written.")
+    gap: Text | None = Field(
         None, description="Tokens of a gap: `8`, `4-12`, `auto` (the default) or `auto:4-12`."
     )
     diffusing: bool = Field(False, description="With `stream`: an event for each step.")
@@ -120,8 +138,8 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
-    name: str | None = None
+    content: Text
+    name: Text | None = None
 
 
 class Chat(Sampling):
@@ -135,8 +153,8 @@ class Chat(Sampling):
 class Tokenize(Body):
     """Body of `/tokenize`."""
 
-    model: str | None = None
-    text: str
+    model: Text | None = None
+    text: Text
 
 
 class ErrorDetail(BaseModel):

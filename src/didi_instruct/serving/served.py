@@ -12,6 +12,7 @@ from didi_instruct.api.samplers import SAMPLERS, USUAL_STEPS, find_sampler
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.sampling.infill import parse_gap, split_infill
+from didi_instruct.sampling.state import PAD
 from didi_instruct.sampling.trace import token_texts
 from didi_instruct.serving.api_errors import ApiError, wrong
 from didi_instruct.serving.chat import ChatTemplate
@@ -79,18 +80,22 @@ class Pieces:
     """Texts of the tokens of a canvas."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode, self._known = tokenizer.decode, dict[int, str]()
+        self._decode, self._eot_id = tokenizer.decode, tokenizer.eot_id
+        self._known: dict[int, str] = {}
 
     def of(self, tokens: Sequence[int | None]) -> list[str | None]:
-        """Text of each position, None for None; joined, they are the text of the tokens."""
-        shown = [token for token in tokens if token is not None]
+        """Text of each position, None for None and "" for an end of text.
+
+        Joined, they are the text of the tokens.
+        """
+        shown = [token for token in tokens if token is not None and token != self._eot_id]
         texts = [self._text(token) for token in shown]
         if "".join(texts) != self._decode(shown):  # a character of several tokens, say
-            filled = [-1 if token is None else token for token in tokens]
+            filled = [PAD if t is None or t == self._eot_id else t for t in tokens]
             found = token_texts(filled, self._decode)
             return [None if t is None else piece for t, piece in zip(tokens, found, strict=True)]
         each = iter(texts)
-        return [None if token is None else next(each) for token in tokens]
+        return [None if t is None else "" if t == self._eot_id else next(each) for t in tokens]
 
     def _text(self, token: int) -> str:
         if token not in self._known:
