@@ -38,7 +38,7 @@ def command(
     ] = 30.0,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(help="Canvas positions of one pass; by default 4096, on a GPU 65536."),
+        typer.Option(help="Canvas positions of one pass; by default 2048, on a GPU 65536."),
     ] = None,
     max_texts: Annotated[int, typer.Option(help="Texts of one request.")] = 16,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,

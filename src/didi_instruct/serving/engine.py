@@ -57,7 +57,7 @@ log = logging.getLogger("didi_instruct.serving")
 class Limits:
     """How much the engine takes on."""
 
-    positions: int = 4096
+    positions: int = 2048
     """Canvas positions of one pass; a request alone may have more."""
     queue: int = 256
     """Requests that wait or run."""

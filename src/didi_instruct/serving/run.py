@@ -18,7 +18,7 @@ from didi_instruct.serving.engine import BatchEngine, Limits
 from didi_instruct.serving.metrics import Metrics
 from didi_instruct.serving.served import Catalogue, Served, role_of
 
-CPU_POSITIONS, GPU_POSITIONS = 4096, 1 << 16
+CPU_POSITIONS, GPU_POSITIONS = 2048, 1 << 16
 """Canvas positions of a pass: on a CPU more only makes everybody wait."""
 
 BACKLOG = 2048
