@@ -16,7 +16,7 @@ from didi_instruct.cli.judging import (
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from didi_instruct.reproduce.items import Item
     from didi_instruct.reproduce.making import Outcome
@@ -76,6 +76,13 @@ def command(
         typer.Option(
             metavar="DIR",
             help="Files of the downstream tasks, at small and paper: mmlu/, mrpc/, pubmed.jsonl.",
+        ),
+    ] = None,
+    folding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Folds proteins, at small and paper (default at paper: facebook/esmfold_v1).",
         ),
     ] = None,
     seeds: Annotated[
@@ -141,13 +148,14 @@ def command(
         teacher=teacher,
         corpora=corpora,
         tasks=tasks,
+        folding=folding,
         seeds=seeds,
         mauve=mauve,
     )
     check_given(given)
-    chosen = find_scale(scale, given)
-    wanted = [i for i in ITEMS.values() if not i.planned and i.name not in chosen.apart]
     asked = dict.fromkeys(name.strip() for name in item.split(","))
+    chosen = find_scale(scale, given, proteins=_of_proteins(scale, asked))
+    wanted = [i for i in ITEMS.values() if not i.planned and i.name not in chosen.apart]
     items = wanted if item == "all" else [find_item(name, ITEMS) for name in asked]
     if item == "all" and chosen.apart:
         apart = ", ".join(chosen.apart)
@@ -167,6 +175,18 @@ def command(
     if at_once > 1:
         items = _shared(items, item, device)
     sys.exit(_run(items, chosen, folder, device, at_once, minutes))
+
+
+def _of_proteins(scale: str, asked: "Iterable[str]") -> bool:
+    """Whether the items have the models and data of proteins, apart from those of text."""
+    from didi_instruct.reproduce.proteins import ITEMS
+
+    of_proteins = {name in ITEMS for name in asked}
+    if len(of_proteins) > 1 and scale != "toy":
+        raise UserError(
+            f"{' and '.join(ITEMS)} have data and a teacher of their own: ask for them apart."
+        )
+    return True in of_proteins
 
 
 def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]":

@@ -1,4 +1,4 @@
-"""All items: what is made, and what is planned."""
+"""All items."""
 
 from collections.abc import Mapping
 
@@ -9,17 +9,8 @@ from didi_instruct.reproduce.items_downstream import DOWNSTREAM_ITEMS
 from didi_instruct.reproduce.items_generation import GENERATION_ITEMS
 from didi_instruct.reproduce.items_guidance import GUIDANCE_ITEMS
 from didi_instruct.reproduce.items_measures import MEASURE_ITEMS
+from didi_instruct.reproduce.items_proteins import PROTEIN_ITEMS
 from didi_instruct.reproduce.items_reference import REFERENCE_ITEMS
-
-PLANNED = (
-    Item(
-        name="proteins",
-        title="Protein sequences: pLDDT and diversity",
-        where="Section 4.5 and its appendix",
-        planned="pLDDT needs a structure predictor (ESMFold) and clusters need MMseqs2: neither is "
-        "part of didi.",
-    ),
-)
 
 ITEMS: Mapping[str, Item] = {
     item.name: item
@@ -31,6 +22,6 @@ ITEMS: Mapping[str, Item] = {
         *GUIDANCE_ITEMS,
         *BASELINE_ITEMS,
         *DOWNSTREAM_ITEMS,
-        *PLANNED,
+        *PROTEIN_ITEMS,
     )
 }

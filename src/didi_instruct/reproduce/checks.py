@@ -117,7 +117,7 @@ def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
 
 def check_given(given: Given) -> None:
     """Refuse files that are not there, before any job fails for the want of them."""
-    for flag in ("data", "judge", "teacher", "corpora", "tasks"):
+    for flag in ("data", "judge", "teacher", "corpora", "tasks", "folding"):
         value = getattr(given, flag)
         if value is None or value == "oracle" or Path(value).exists() or value in shipped():
             continue
@@ -234,6 +234,8 @@ def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[
         ("nltk", "eval", "Self-BLEU of words", "diversity" in names),
         ("datasets", "data", "data of the hub", any(s.startswith("hf:") for s in sources)),
     ]
+    if "protein-diversity" in names:
+        yield Check("mmseqs", shutil.which("mmseqs") is not None, "apt install mmseqs2")
     for package, extra, use, needed in wanted:
         if needed:
             remedy = f'pip install "didi-instruct[{extra}]"'

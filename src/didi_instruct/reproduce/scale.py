@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
+
+if TYPE_CHECKING:
+    from didi_instruct.reproduce.proteins import Proteins
 
 ScaleName = Literal["toy", "small", "paper"]
 NAMES: tuple[ScaleName, ...] = get_args(ScaleName)
@@ -42,6 +45,8 @@ class Given:
     corpora: str | None = None
     tasks: str | None = None
     """Folder of the downstream tasks' files."""
+    folding: str | None = None
+    """Model that folds proteins."""
     seeds: int | None = None
     mauve: bool = True
     """Whether MAUVE is measured, where the judge can."""
@@ -114,6 +119,8 @@ class Scale:
     """What is changed of the recipes that fine-tune, by task."""
     task_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of the tasks where they are not the defaults."""
+    proteins: "Proteins | None" = None
+    """Models and data of the items on proteins."""
     batch_size: int = 64
     """Samples that are drawn together."""
     parts: int = 1
@@ -137,6 +144,11 @@ class Scale:
     latency: Mapping[str, int] = field(default_factory=dict)
     """NFE of each model in the table of latency."""
     latency_batch: int = 16
+
+    @property
+    def is_of_proteins(self) -> bool:
+        """Whether its models are those of the items on proteins alone."""
+        return self.proteins is not None and self.teacher == self.proteins.teacher
 
     @property
     def measures_mauve(self) -> bool:

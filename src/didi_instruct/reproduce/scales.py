@@ -14,7 +14,9 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.reproduce.adopting import adopted
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.scale import Given, Scale, Training
+from didi_instruct.reproduce.proteins import ITEMS as PROTEIN_ITEMS
+from didi_instruct.reproduce.proteins import Proteins, paper_proteins, small_proteins
+from didi_instruct.reproduce.scale import Given, Scale, ScaleName, Training
 from didi_instruct.reproduce.scales_oracle import oracle_scale, toy_scale
 from didi_instruct.reproduce.task_files import (
     NAMES,
@@ -25,17 +27,56 @@ from didi_instruct.reproduce.task_files import (
 )
 
 
-def find_scale(name: str, given: Given) -> Scale:
-    """The scale of that name, with what the user brings."""
+def find_scale(name: str, given: Given, *, proteins: bool = False) -> Scale:
+    """The scale of that name, with what the user brings; of the items on proteins alone if told."""
     if given.seeds is not None and given.seeds < 1:
         raise UserError(f"--seeds {given.seeds}: use 1 or more.")
     makers = {"toy": toy_scale, "small": _small, "paper": _paper}
+    if proteins:
+        makers |= {"small": _small_on_proteins, "paper": _paper_on_proteins}
     if name not in makers:
         raise UserError(f"--scale {name}: choose one of {', '.join(makers)}.")
     scale = replace(makers[name](given), judge_options=given.judge_options)
     if given.seeds is not None:
         scale = replace(scale, seeds=tuple(range(given.seeds)))
     return scale
+
+
+def _small_on_proteins(given: Given) -> Scale:
+    if given.data in (None, "oracle"):
+        raise UserError(
+            "--scale small needs chains for the items on proteins: give a FASTA file with --data."
+        )
+    says = (
+        "Small scale: chains of --data, a teacher of the shape of DPLM and of about 20M parameters "
+        "if none is given, and a shortened schedule. Directions may be compared with the paper's, "
+        "values may not."
+    )
+    return _on_proteins("small", says, small_proteins(given), given)
+
+
+def _paper_on_proteins(given: Given) -> Scale:
+    says = "Paper scale: DPLM-150M, the paper's distillation to the letter, and ESMFold."
+    return _on_proteins("paper", says, paper_proteins(given), given)
+
+
+def _on_proteins(name: ScaleName, says: str, proteins: Proteins, given: Given) -> Scale:
+    """A scale without text: what it has to say of other items is empty."""
+    return Scale(
+        name=name,
+        says=says,
+        teacher=proteins.teacher,
+        judge=proteins.folding or "none",
+        judge_name="ESMFold",
+        data=given.data,
+        models={},
+        ablation=(),
+        budgets=(),
+        most_steps=0,
+        samples=proteins.num,
+        seeds=(0,),
+        proteins=proteins,
+    )
 
 
 SMALL_STUDENT = ("train.eval_every=0", "watch.budgets=[]")
@@ -127,7 +168,7 @@ def _small(given: Given) -> Scale:
         most_steps=128,
         samples=512,
         seeds=(0, 1),
-        apart=("scaling", *(name for name in NAMES if name not in tasks)),
+        apart=("scaling", *PROTEIN_ITEMS, *(name for name in NAMES if name not in tasks)),
         until_eot=True,
         mauve=given.mauve,
         causal_judge=given.judge is not None and _reads_text(given.judge),
@@ -260,7 +301,7 @@ def _paper(given: Given) -> Scale:
         guidance={"reward": "mean", "score": "mean"},
         parts=8,
         latency={"ar": 1024, "teacher": 512, "sdtt": 64, "didi": 16},
-        apart=tuple(name for name in NAMES if name not in tasks),
+        apart=(*PROTEIN_ITEMS, *(name for name in NAMES if name not in tasks)),
         tasks=tasks,
         finetuning={"mmlu": learning_share(tasks)},
         task_options={"mmlu": scored_share(tasks), "mrpc": printed_split(tasks)},

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
+from didi_instruct.reproduce.proteins import ITEMS as PROTEIN_ITEMS
+from didi_instruct.reproduce.proteins import toy_proteins
 from didi_instruct.reproduce.scale import Given, Scale, Training
 from didi_instruct.reproduce.task_files import NAMES, SHARE, toy_data
 
@@ -140,6 +142,7 @@ def toy_scale(given: Given) -> Scale:
         parts=2,
         latency={"ar": 32, "teacher": 16, "sdtt": 8, "didi": 4},
         tasks={name: toy_data(name) for name in NAMES},
+        proteins=toy_proteins(),
         finetuning={
             "mmlu": (*TOY_FINETUNING, f"answers.share={SHARE}"),
             "pubmed": (*TOY_FINETUNING, "data.documents=line"),
@@ -214,6 +217,8 @@ def oracle_scale(given: Given) -> Scale:
             "paper's, which has another language, another judge and models a thousand times larger."
         ),
         teacher=given.teacher or teacher,
+        proteins=None,
+        apart=PROTEIN_ITEMS,
         ablation=ORACLE_ABLATION,
         budgets=(4, 8, 16),
         most_steps=64,

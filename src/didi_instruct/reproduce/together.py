@@ -20,6 +20,8 @@ def check_together(scale: Scale) -> None:
 
     What is trained here has the teacher's tokenizer; prepared texts have one of their own.
     """
+    if scale.is_of_proteins:  # whose residues are letters in every tokenizer
+        return
     teacher = scale.teacher if isinstance(scale.teacher, str) else None
     own = _hash(teacher) if teacher else None
     if teacher and own is None:

@@ -129,11 +129,9 @@ class Size:
     def of(cls, request: Request, model: Model) -> "Size":
         """Return the size of a request for a model."""
         config, sampler = model.config, find_sampler(request.sampler, model.config.kind)
-        texts, length = request.num, config.length
+        texts, length = request.total, config.length
         if request.tokens is not None and request.tokens.ndim == 2:
-            texts *= len(request.tokens)
-        elif request.prompt is not None and not isinstance(request.prompt, str):
-            texts *= max(1, len(request.prompt))
+            texts = request.num * len(request.tokens)
         if request.length is not None and config.end_id is None:
             length = min(request.length, length)
         steps = length if sampler.counts_tokens else request.steps or USUAL_STEPS

@@ -133,8 +133,10 @@ class Infill(Sampling):
     """Body of `/v1/infill`."""
 
     text: Text = Field(description="Text with `___` where something is to be written.")
-    gap: Text | None = Field(
-        None, description="Tokens of a gap: `8`, `4-12`, `auto` (the default) or `auto:4-12`."
+    gap: Annotated[Text, StringConstraints(max_length=200)] | None = Field(
+        None,
+        description="Tokens of a gap: `8`, `4-12`, `auto` (the default) or `auto:4-12`; "
+        "`20,30-40` for the first and the second.",
     )
     diffusing: bool = Field(False, description="With `stream`: an event for each step.")
 

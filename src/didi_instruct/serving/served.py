@@ -4,20 +4,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from didi_instruct.api.generation import Request
 from didi_instruct.api.model import Model
 from didi_instruct.api.samplers import SAMPLERS, USUAL_STEPS, find_sampler
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.infill import parse_gap, split_infill
+from didi_instruct.sampling.infill import parse_gaps, split_infill
 from didi_instruct.sampling.state import PAD
 from didi_instruct.sampling.trace import token_texts
 from didi_instruct.serving.api_errors import ApiError, wrong
 from didi_instruct.serving.chat import ChatTemplate
 from didi_instruct.serving.schemas import Completion, Infill, Sampling
 
+T = TypeVar("T")
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 MASK_SHOWN = "░"
 
@@ -169,8 +170,8 @@ class Catalogue:
         self._check(served, body, 1)
         if served.model.config.kind == "ar":
             raise wrong("An AR model writes from left to right and cannot fill gaps.", "model")
-        _check_as("text", lambda: split_infill(body.text))
-        _check_as("gap", lambda: parse_gap(body.gap or "auto"))
+        pieces = _check_as("text", lambda: split_infill(body.text))
+        _check_as("gap", lambda: parse_gaps(body.gap or "auto", len(pieces) - 1))
         return Request(infill=body.text, gap=body.gap, **_shared(body))
 
     def _check(self, served: Served, body: Sampling, prompts: int) -> None:
@@ -206,10 +207,10 @@ class Catalogue:
             )
 
 
-def _check_as(param: str, check: Callable[[], object]) -> None:
+def _check_as(param: str, check: Callable[[], T]) -> T:
     """Name the parameter that a check is about."""
     try:
-        check()
+        return check()
     except UserError as error:
         raise wrong(str(error).removeprefix("--"), param) from error
 

@@ -1,0 +1,211 @@
+"""Items on proteins (Section 4.5): confidence of structures, and diversity of sequences."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from didi_instruct.errors import UserError
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.items import Item, Results
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.proteins import HERE, STRUCTURES, Proteins
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import PASSES, Row, Shown, Table
+
+WHERE = 'Section 4.5 and appendix "Protein Sequence Generation"'
+
+
+class Way(NamedTuple):
+    """A line of a table: which model, and how it is sampled."""
+
+    label: str
+    role: str
+    sampler: str
+
+
+WAYS = (
+    Way("Teacher, ancestral", "teacher", "ancestral"),
+    Way("Teacher, DPLM's decoder", "teacher", "dplm"),
+    Way("DiDi-Instruct", "didi", "ancestral"),
+)
+PRINTED = {"teacher": "DPLM-150M", "didi": "DiDi-Instruct (150M)"}
+BY = (
+    "The paper does not say which sampler drew its teacher, so both are here: `ancestral` keeps "
+    "what it has written, DPLM's decoder may write it again in each step."
+)
+TWICE = "Repeats and copies fold with confidence too: read pLDDT beside the item protein-diversity."
+RANDOM_FOLDS = (
+    "At toy scale the folding model has random weights, chains are short and made up, and models "
+    "are trained for seconds: the table shows that all of it runs."
+)
+CEILING = (
+    "Entropy of n chains is ln n at most, where no two share a cluster (ln 40 = 3.689, which the "
+    "paper prints as 3.68): random chains have that too. At 30% identity MMseqs2 sees no likeness "
+    "below about 40 to 50%; chains of low complexity are clustered a second time without masks."
+)
+
+
+def _proteins(scale: Scale) -> Proteins:
+    assert scale.proteins is not None
+    return scale.proteins
+
+
+def _cells(
+    scale: Scale, name: str, steps: Sequence[int], metrics: Sequence[str], **more: Job | str
+) -> Iterator[tuple[Way, Job]]:
+    proteins = _proteins(scale)
+    for seed in scale.seeds:
+        for way in WAYS:
+            model = proteins.teacher if way.role == "teacher" else proteins.distilled(seed)
+            job = Job(
+                name=f"{name}-{way.role}-{way.sampler}-seed{seed}",
+                does=f"{HERE}:cells",
+                inputs={"model": model, **more},
+                options={
+                    "label": way.label if seed == scale.seeds[0] else f"{way.label}, seed {seed}",
+                    "lengths": list(proteins.lengths),
+                    "steps": list(steps),
+                    "num": proteins.num,
+                    "seed": seed,
+                    "sampler": way.sampler,
+                    "metrics": list(metrics),
+                    "batch_size": proteins.batch_size,
+                },
+            )
+            yield way, job
+
+
+def _plddt(scale: Scale) -> list[tuple[Way, Job]]:
+    proteins = _proteins(scale)
+    if proteins.folding is None:
+        raise UserError(
+            "protein-plddt folds chains: name a folding model with --folding SOURCE, such as "
+            "facebook/esmfold_v1 or its folder."
+        )
+    steps = proteins.plddt_steps
+    return list(_cells(scale, "plddt", steps, ["plddt"], folding=proteins.folding))
+
+
+def _diversity(scale: Scale) -> list[tuple[Way, Job]]:
+    proteins = _proteins(scale)
+    chains: dict[str, Job | str] = {} if proteins.chains is None else {"chains": proteins.chains}
+    metrics = ["clusters", "repeats"]
+    return list(_cells(scale, "diversity", proteins.diversity_steps, metrics, **chains))
+
+
+def _rows(asked: Sequence[tuple[Way, Job]], results: Results) -> list[Row]:
+    return [
+        row | {"method": way.label, "role": way.role, "model": None}
+        for way, job in asked
+        if job.key in results
+        for row in results[job.key]["rows"]
+    ]
+
+
+def _by_length(scale: Scale, column: str, title: str, form: str) -> tuple[Shown, ...]:
+    return tuple(
+        Shown(f"{column}_{length}", f"{title}, L = {length}", form)
+        for length in _proteins(scale).lengths
+    )
+
+
+def _plddt_table(scale: Scale, results: Results) -> Table:
+    asked = _plddt(scale)
+    known = ", ".join(f"{plddt} at {length}" for length, plddt in paper.DPLM_PLDDT.items())
+    galleries = f"Structures: {STRUCTURES}/ beside this table's folder, a gallery for each line."
+    return Table(
+        rows=_rows(asked, results),
+        shown=(
+            *_by_length(scale, "plddt", "pLDDT", ".1f"),
+            Shown("plddt_above_70", "above 70", ".0%"),
+            PASSES,
+        ),
+        over="chains",
+        notes=[
+            "Mean pLDDT over the atoms of a chain, then over chains; `above 70` is a share of the "
+            "chains of all lengths.",
+            f"The paper has a figure alone. The README of DPLM says of 150M, 500 iterations of its "
+            f"own decoder: {known}.",
+            BY,
+            TWICE,
+            galleries,
+            *([RANDOM_FOLDS] if scale.name == "toy" else []),
+        ],
+    )
+
+
+def _draw_plddt(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    caption = f"{scale.name} scale; seeds {scale.seed_list}"
+    draw_lines(table, path, _by_length(scale, "plddt", "pLDDT", ".1f"), caption=caption)
+
+
+def _diversity_table(scale: Scale, results: Results) -> Table:
+    asked = _diversity(scale)
+    printed = [
+        {"method": PRINTED[role], "nfe": nfe, "cluster_size": size}
+        | {
+            f"cluster_entropy_{length}": entropy
+            for length, entropy in zip(paper.PROTEIN_LENGTHS, entropies, strict=True)
+        }
+        for role, cells in paper.PROTEIN_DIVERSITY.items()
+        for nfe, (entropies, size) in cells.items()
+    ]
+    return Table(
+        rows=_rows(asked, results),
+        shown=(
+            *_by_length(scale, "cluster_entropy", "entropy", ".2f"),
+            Shown("cluster_size", "cluster size", ".2f"),
+            Shown("commonest_residue", "commonest residue", ".1%"),
+            Shown("low_complexity", "low complexity", ".0%"),
+            PASSES,
+        ),
+        paper=printed,
+        over="chains",
+        notes=[
+            *_controls(scale, asked, results),
+            CEILING,
+            "Cluster size, the share of a chain's commonest residue and of chains of low "
+            "complexity are means over lengths; the last two see collapse into repeats, which "
+            "clusters do not.",
+            BY,
+            *([RANDOM_FOLDS] if scale.name == "toy" else []),
+        ],
+    )
+
+
+def _controls(scale: Scale, asked: Sequence[tuple[Way, Job]], results: Results) -> Iterator[str]:
+    """A sentence on real and on shuffled chains, which are the same beside every model."""
+    found: list[Mapping[str, Any]] = next(
+        (results[job.key]["controls"] for _, job in asked if job.key in results), []
+    )
+    for row in found:
+        entropies = ", ".join(
+            f"{row[f'cluster_entropy_{length}']:.2f} at {length}"
+            for length in _proteins(scale).lengths
+            if row[f"cluster_entropy_{length}"] is not None
+        )
+        if entropies:
+            yield (
+                f"As many {row['model']} chains: entropy {entropies}; commonest residue "
+                f"{row['commonest_residue']:.1%}, low complexity {row['low_complexity']:.0%}."
+            )
+
+
+PROTEIN_ITEMS = (
+    Item(
+        name="protein-plddt",
+        title="Proteins: confidence of structures (pLDDT) against NFE",
+        where=f"{WHERE}, figure",
+        jobs=lambda scale: [job for _, job in _plddt(scale)],
+        table=_plddt_table,
+        figure=_draw_plddt,
+    ),
+    Item(
+        name="protein-diversity",
+        title="Proteins: diversity by MMseqs2 clusters",
+        where=f"{WHERE}, table",
+        jobs=lambda scale: [job for _, job in _diversity(scale)],
+        table=_diversity_table,
+    ),
+)

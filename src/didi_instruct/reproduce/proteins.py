@@ -1,0 +1,281 @@
+"""Proteins at each scale, and the functions that jobs call for them (Section 4.5).
+
+Proteins have a teacher, data and measures of their own, so they stand beside the other models of a
+scale. A cell of their tables is a number of steps and a length; samples of a cell are drawn,
+measured and kept as `didi eval --lengths` does it.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from didi_instruct.api.plan import Plan
+from didi_instruct.api.quality import Quality, evaluate_quality
+from didi_instruct.api.yardstick import open_folding
+from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.files import write_atomic
+from didi_instruct.evaluation.measuring import Progress
+from didi_instruct.evaluation.rows import METRICS
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.proteins.folding import Predictor
+from didi_instruct.proteins.folding_model import write_random_folding
+from didi_instruct.proteins.gallery import Chain, write_structures
+from didi_instruct.reproduce.jobs import DATA, Context, Job
+from didi_instruct.reproduce.measuring import EVALS
+from didi_instruct.reproduce.running import RUN
+from didi_instruct.reproduce.scale import Given, Training
+
+HERE = "didi_instruct.reproduce.proteins"
+ITEMS = ("protein-plddt", "protein-diversity")
+"""Items whose models are those of proteins."""
+DPLM, ESMFOLD = "airkingbd/dplm_150m", "facebook/esmfold_v1"
+FASTA = "chains.fasta"
+FOLDS, STRUCTURES = "folds", "structures"
+"""Folders of folds by sequence, and of galleries, in that of the grid."""
+LENGTHS = (100, 200, 300, 400, 500)
+SMALL_STUDENT = (
+    "train.steps=1000",
+    "train.batch_size=32",
+    "train.ema=0.99",
+    "train.eval_every=0",
+    "train.save_every=250",
+    "optim.lr=1e-4",
+    "optim.warmup=50",
+    "discriminator.lr=3e-5",
+    "discriminator.lr_warmup=50",
+    "discriminator.trainable_blocks=4",
+    "reference.source=bank",
+    "reference.rows=4096",
+    "reference.steps=64",
+    "watch.budgets=[]",
+)
+"""Ten and six times the paper's rates, for a model of a seventh of its size and a tenth of the
+updates; clean samples of the teacher as reference."""
+TOY_SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=2", "model.length=48")
+TOY_TEACHER = (
+    *TOY_SHAPE,
+    "train.steps=60",
+    "train.batch_size=16",
+    "train.pass_tokens=512",
+    "train.ema=0.9",
+    "train.eval_every=0",
+    "train.eval_sequences=8",
+    "train.keep=1",
+    "optim.warmup=5",
+)
+TOY_STUDENT = (
+    "lengths=24,40",
+    "train.steps=12",
+    "train.batch_size=8",
+    "train.ema=0.9",
+    "train.ema_warmup=true",
+    "train.eval_every=0",
+    "train.keep=1",
+    "optim.warmup=2",
+    "optim.lr=1e-4",
+    "discriminator.lr_warmup=2",
+    "discriminator.warmup=4",
+    "discriminator.trainable_blocks=1",
+    "watch.budgets=[]",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proteins:
+    """Models, data and cells of the tables on proteins."""
+
+    teacher: Job | str
+    student: Training
+    chains: Job | str | None
+    """FASTA of real chains, for rows of real and of shuffled ones."""
+    folding: Job | str | None
+    """Folding model; None: structures are not measured."""
+    lengths: tuple[int, ...] = LENGTHS
+    plddt_steps: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
+    diversity_steps: tuple[int, ...] = (32, 64, 128, 256, 512)
+    num: int = 40
+    """Chains of a cell; the paper has 40."""
+    batch_size: int = 40
+
+    def distilled(self, seed: int) -> Job:
+        """The student of the paper's algorithm."""
+        return Job(
+            name=f"protein-didi-seed{seed}",
+            does="distill",
+            recipe=self.student.recipe,
+            overrides=(*self.student.overrides, f"train.seed={seed}"),
+            inputs={"teacher": self.teacher},
+        )
+
+
+def toy_proteins() -> Proteins:
+    """Short chains of three made-up families, and a folding model of random weights."""
+    chains = _written("chains")
+    return Proteins(
+        teacher=Job(
+            name="protein-teacher",
+            does="pretrain",
+            recipe="protein-teacher",
+            overrides=TOY_TEACHER,
+            inputs={DATA: chains},
+        ),
+        student=Training("protein-didi", TOY_STUDENT),
+        chains=chains,
+        folding=_written("folding"),
+        lengths=(24, 40),
+        plddt_steps=(2, 8),
+        diversity_steps=(4, 8),
+        num=4,
+    )
+
+
+def small_proteins(given: Given) -> Proteins:
+    """Chains that the user brings, and a teacher that is trained on them if none is given."""
+    teacher = Job(
+        name="protein-teacher",
+        does="pretrain",
+        recipe="protein-teacher",
+        overrides=(f"data.source={given.data}", "train.steps=10000"),
+    )
+    return Proteins(
+        teacher=given.teacher or teacher,
+        student=Training("protein-didi", SMALL_STUDENT),
+        chains=given.data,
+        folding=given.folding,
+    )
+
+
+def paper_proteins(given: Given) -> Proteins:
+    """DPLM-150M, the paper's distillation to the letter, and ESMFold."""
+    return Proteins(
+        teacher=given.teacher or DPLM,
+        student=Training("protein-didi"),
+        chains=given.data,
+        folding=given.folding or ESMFOLD,
+    )
+
+
+def cells(
+    context: Context,
+    *,
+    label: str,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+    num: int,
+    seed: int,
+    sampler: str,
+    metrics: Sequence[str],
+    batch_size: int,
+) -> dict[str, list[dict[str, Any]]]:
+    """A row for each number of steps, with every number by length and as a mean over lengths.
+
+    Where there are real chains, rows of as many of them, and of the same shuffled. The structures
+    of the first chain of each cell are written to a gallery.
+    """
+    folding = None
+    if "folding" in context.inputs:
+        folds = context.shared / FOLDS
+        folding = open_folding(context.inputs["folding"], folds, context.device)
+    found: dict[int, Quality] = {}
+    for length in lengths:
+        plan = Plan(
+            steps=tuple(steps),
+            num=num,
+            length=length,
+            sampler=sampler,
+            seed=seed,
+            batch_size=batch_size,
+        )
+        found[length] = evaluate_quality(
+            [context.inputs["model"]],
+            plan,
+            metrics,
+            out=context.shared / EVALS,
+            reference=_fasta(context.inputs.get("chains")),
+            folding=folding,
+            device=context.device,
+            progress=_telling(context, length),
+        )
+    if folding is not None:
+        samples = [s for quality in found.values() for s in quality.samples]
+        _write_gallery(context.shared / STRUCTURES, label, samples, folding)
+    columns = [column.field for name in metrics for column in METRICS[name].columns]
+    return {
+        "rows": [
+            _across({n: quality.rows[place] for n, quality in found.items()}, columns)
+            for place in range(len(steps))
+        ],
+        "controls": [
+            _across({n: quality.controls[place] for n, quality in found.items()}, columns)
+            for place in range(min(len(quality.controls) for quality in found.values()))
+        ],
+    }
+
+
+def _telling(context: Context, length: int) -> Progress:
+    return lambda stage, done, total: context.tell(f"length {length}: {stage} {done} of {total}")
+
+
+def _across(rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
+    """Rows of several lengths as one, their numbers apart (`…_100`) and as means."""
+    first = next(iter(rows.values()))
+    row = {name: first[name] for name in ("model", "nfe", "passes", "num_samples", "seed")}
+    row["passes"] = None if row["passes"] is None else fmean(r["passes"] for r in rows.values())
+    for name in columns:
+        row |= {f"{name}_{length}": r[name] for length, r in rows.items()}
+        known = [r[name] for r in rows.values()]
+        row[name] = None if None in known else fmean(known)
+    return row
+
+
+def _write_gallery(
+    folder: Path, label: str, samples: Sequence[SampleSet], folding: Predictor
+) -> None:
+    """Structures of the first chain of each set of samples."""
+    firsts = [("".join(s.texts[0].split()), s.origin) for s in samples]
+    folds = folding.fold([sequence for sequence, _ in firsts])
+    name = "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split())
+    chains = [
+        Chain(f"{name}-L{origin.length}-{origin.nfe}", fold, {"NFE": origin.nfe})
+        for (_, origin), fold in zip(firsts, folds, strict=True)
+    ]
+    write_structures(chains, folder / name, title=label)
+
+
+def _fasta(source: str | None) -> str | None:
+    """The file of real chains; one that was written here lies in a folder."""
+    return str(Path(source) / FASTA) if source and Path(source).is_dir() else source
+
+
+# Toy files
+
+
+def _written(what: str) -> Job:
+    """The job that writes `chains` or the `folding` model."""
+    return Job(name=f"toy-{what}", does=f"{HERE}:write", options={"what": what})
+
+
+def write(context: Context, *, what: str) -> dict[str, int]:
+    """Write made-up chains as FASTA, or a folding model of random weights; return how many."""
+    folder = context.folder / RUN
+    folder.mkdir(parents=True, exist_ok=True)
+    if what == "folding":
+        write_random_folding(folder)
+        return {"models": 1}
+    chains = _made_up(240)
+    text = "".join(f">made_up_{n}\n{chain}\n" for n, chain in enumerate(chains))
+    write_atomic(folder / FASTA, text.encode())
+    return {"chains": len(chains)}
+
+
+def _made_up(count: int) -> list[str]:
+    """Chains of 20 to 46 residues of three families: a parent with a fifth of it changed."""
+    draw = random.Random(0)
+    parents = ["".join(draw.choices(AMINO_ACIDS, k=46)) for _ in range(3)]
+    return [
+        "".join(c if draw.random() < 0.8 else draw.choice(AMINO_ACIDS) for c in parent[:length])
+        for parent, length in ((draw.choice(parents), draw.randint(20, 46)) for _ in range(count))
+    ]
