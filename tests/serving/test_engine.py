@@ -334,7 +334,9 @@ def test_canvases_go_from_what_is_given_to_the_text(models, start, name):
     assert [canvas.step for canvas in seen] == list(range(len(seen)))
     if name != "windows":
         assert seen[0].tokens == [given + free] * 2
-    assert seen[-1].tokens == done.tokens
+    ends = {tiny.END_ID} if name == "windows" else set()  # which fill a window, left out here
+    texts = [[token for token in row if token not in ends] for row in done.tokens]
+    assert [[t for t in row if t not in ends] for row in seen[-1].tokens] == texts
     assert seen[-1].steps == len(seen) - 1
     assert seen[-1].passes == pytest.approx(done.passes)
     if name != "duo":  # what is written stays
