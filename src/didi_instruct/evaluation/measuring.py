@@ -32,9 +32,13 @@ Recall = Callable[[str, Callable[[], Scores]], Scores]
 class Folding(Protocol):
     """A folding model that knows how confident it is."""
 
-    name: str
-    fingerprint: str
-    """Of its weights and of the settings that decide what comes out."""
+    @property
+    def name(self) -> str:
+        """The source as it was written."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its weights and of the settings that decide what comes out."""
 
     def plddt(
         self, sequences: Sequence[str], progress: Callable[[int, int], None]

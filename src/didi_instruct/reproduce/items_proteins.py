@@ -1,6 +1,7 @@
 """Items on proteins (Section 4.5): confidence of structures, and diversity of sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,27 +54,40 @@ def _proteins(scale: Scale) -> Proteins:
 
 def _cells(
     scale: Scale, name: str, steps: Sequence[int], metrics: Sequence[str], **more: Job | str
-) -> Iterator[tuple[Way, Job]]:
+) -> list[tuple[Way, Job]]:
+    return [
+        (way, _cell(scale, name, way, seed, steps, metrics, more))
+        for seed in scale.seeds
+        for way in WAYS
+    ]
+
+
+def _cell(
+    scale: Scale,
+    name: str,
+    way: Way,
+    seed: int,
+    steps: Sequence[int],
+    metrics: Sequence[str],
+    more: Mapping[str, Job | str],
+) -> Job:
     proteins = _proteins(scale)
-    for seed in scale.seeds:
-        for way in WAYS:
-            model = proteins.teacher if way.role == "teacher" else proteins.distilled(seed)
-            job = Job(
-                name=f"{name}-{way.role}-{way.sampler}-seed{seed}",
-                does=f"{HERE}:cells",
-                inputs={"model": model, **more},
-                options={
-                    "label": way.label if seed == scale.seeds[0] else f"{way.label}, seed {seed}",
-                    "lengths": list(proteins.lengths),
-                    "steps": list(steps),
-                    "num": proteins.num,
-                    "seed": seed,
-                    "sampler": way.sampler,
-                    "metrics": list(metrics),
-                    "batch_size": proteins.batch_size,
-                },
-            )
-            yield way, job
+    model = proteins.teacher if way.role == "teacher" else proteins.distilled(seed)
+    return Job(
+        name=f"{name}-{way.role}-{way.sampler}-seed{seed}",
+        does=f"{HERE}:cells",
+        inputs={"model": model, **more},
+        options={
+            "label": way.label if seed == scale.seeds[0] else f"{way.label}, seed {seed}",
+            "lengths": list(proteins.lengths),
+            "steps": list(steps),
+            "num": proteins.num,
+            "seed": seed,
+            "sampler": way.sampler,
+            "metrics": list(metrics),
+            "batch_size": proteins.batch_size,
+        },
+    )
 
 
 def _plddt(scale: Scale) -> list[tuple[Way, Job]]:
@@ -84,14 +98,18 @@ def _plddt(scale: Scale) -> list[tuple[Way, Job]]:
             "facebook/esmfold_v1 or its folder."
         )
     steps = proteins.plddt_steps
-    return list(_cells(scale, "plddt", steps, ["plddt"], folding=proteins.folding))
+    return _cells(scale, "plddt", steps, ["plddt"], folding=proteins.folding)
 
 
 def _diversity(scale: Scale) -> list[tuple[Way, Job]]:
-    proteins = _proteins(scale)
-    chains: dict[str, Job | str] = {} if proteins.chains is None else {"chains": proteins.chains}
+    """Cells of all lines; the first measures real and shuffled chains too, the same for all."""
+    proteins, steps = _proteins(scale), _proteins(scale).diversity_steps
     metrics = ["clusters", "repeats"]
-    return list(_cells(scale, "diversity", proteins.diversity_steps, metrics, **chains))
+    asked = _cells(scale, "diversity", steps, metrics)
+    if proteins.chains is not None:
+        way, job = asked[0]
+        asked[0] = way, replace(job, inputs={**job.inputs, "chains": proteins.chains})
+    return asked
 
 
 def _rows(asked: Sequence[tuple[Way, Job]], results: Results) -> list[Row]:
@@ -163,7 +181,7 @@ def _diversity_table(scale: Scale, results: Results) -> Table:
         paper=printed,
         over="chains",
         notes=[
-            *_controls(scale, asked, results),
+            *_controls(scale, asked[0][1], results),
             CEILING,
             "Cluster size, the share of a chain's commonest residue and of chains of low "
             "complexity are means over lengths; the last two see collapse into repeats, which "
@@ -174,11 +192,9 @@ def _diversity_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _controls(scale: Scale, asked: Sequence[tuple[Way, Job]], results: Results) -> Iterator[str]:
-    """A sentence on real and on shuffled chains, which are the same beside every model."""
-    found: list[Mapping[str, Any]] = next(
-        (results[job.key]["controls"] for _, job in asked if job.key in results), []
-    )
+def _controls(scale: Scale, job: Job, results: Results) -> Iterator[str]:
+    """A sentence on real chains and one on shuffled ones."""
+    found: list[Mapping[str, Any]] = results[job.key]["controls"] if job.key in results else []
     for row in found:
         entropies = ", ".join(
             f"{row[f'cluster_entropy_{length}']:.2f} at {length}"

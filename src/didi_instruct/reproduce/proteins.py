@@ -200,8 +200,8 @@ def cells(
             progress=_telling(context, length),
         )
     if folding is not None:
-        samples = [s for quality in found.values() for s in quality.samples]
-        _write_gallery(context.shared / STRUCTURES, label, samples, folding)
+        drawn = [(n, s) for n, quality in found.items() for s in quality.samples]
+        _write_gallery(context.shared / STRUCTURES, label, drawn, folding)
     columns = [column.field for name in metrics for column in METRICS[name].columns]
     return {
         "rows": [
@@ -232,15 +232,14 @@ def _across(rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str]) -> di
 
 
 def _write_gallery(
-    folder: Path, label: str, samples: Sequence[SampleSet], folding: Predictor
+    folder: Path, label: str, drawn: Sequence[tuple[int, SampleSet]], folding: Predictor
 ) -> None:
-    """Structures of the first chain of each set of samples."""
-    firsts = [("".join(s.texts[0].split()), s.origin) for s in samples]
-    folds = folding.fold([sequence for sequence, _ in firsts])
+    """Structures of the first chain of each set of samples, which have a length each."""
+    folds = folding.fold(["".join(samples.texts[0].split()) for _, samples in drawn])
     name = "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split())
     chains = [
-        Chain(f"{name}-L{origin.length}-{origin.nfe}", fold, {"NFE": origin.nfe})
-        for (_, origin), fold in zip(firsts, folds, strict=True)
+        Chain(f"{name}-{length}-in-{samples.origin.nfe}", fold, {"NFE": samples.origin.nfe})
+        for (length, samples), fold in zip(drawn, folds, strict=True)
     ]
     write_structures(chains, folder / name, title=label)
 
