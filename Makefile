@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo animation test quick harness reproduce lint types wheel setup clean
+.PHONY: demo animation test quick browser harness reproduce lint types wheel setup clean
 
 setup: $(VENV)/ready
 
@@ -32,6 +32,13 @@ quick: setup
 harness: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[tasks]"
 	$(BIN)/python -m pytest tests/tasks/test_harness.py
+
+# The page of `didi serve` in Debian's Chromium; axe-core, which looks for what keeps people out, is
+# fetched where npm is. What is absent is named as the reason of a skipped test.
+browser: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[serve,browser]"
+	command -v npm > /dev/null && npm install --silent --prefix out/axe axe-core@4.14.1 || true
+	$(BIN)/python -m pytest -rs tests/serving
 
 # Every table and figure of the paper, tiny: that they can be made, not what they say.
 reproduce: setup

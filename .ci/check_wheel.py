@@ -4,17 +4,22 @@ Times are the processor's, of all threads: on an idle machine more than one wait
 one not what others take.
 """
 
+import json
 import os
 import pkgutil
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HELP_SECONDS = 0.5
+SERVING = "didi_instruct.serving."
+PAGE = "didi_instruct.serving.page"
+"""Modules that need the extra `serve`, and the one of them that does not."""
 SHIPPED = "didi_instruct/shipped/"
 SHIPPED_BYTES, LOAD_SECONDS = 24 << 20, 1.0
 LOAD = """
@@ -63,10 +68,16 @@ def main() -> None:
         run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch", wheel)
 
         outside = {"cwd": scratch, "env": {**os.environ, "PYTHONPATH": ""}}
-        names = modules()
+        served = [name for name in modules() if name.startswith(SERVING) and name != PAGE]
+        names = [name for name in modules() if name not in served]
         code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\n"
         run(python, "-c", code, **outside)
         print(f"imported {len(names)} modules with the core dependencies alone")
+
+        page = ROOT / "src" / "didi_instruct" / "serving" / "page"
+        code = "from didi_instruct.serving.page import page_files; print(len(page_files()))"
+        if int(run(python, "-c", code, **outside)) != len(list(page.iterdir())):
+            sys.exit(f"the wheel does not hold what {page} does")
 
         run(didi, "--help", **outside)
         seconds = min(timed(didi, outside) for _ in range(5))
@@ -86,7 +97,32 @@ def main() -> None:
             sys.exit(f"shipped models take more than {LOAD_SECONDS} s to load")
         offline = {**outside, "env": {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}}
         print(run(didi, "generate", "--steps", "8", **offline))
+        run(python, "-m", "pip", "install", "--quiet", "-c", constraints, f"{wheel}[serve]")
+        code = f"import importlib\nfor name in {served!r}: importlib.import_module(name)\n"
+        run(python, "-c", code, **outside)
+        check_server(didi, offline)
         shutil.rmtree(clean)
+
+
+def check_server(didi: Path, offline: dict[str, object]) -> None:
+    """`didi serve` as installed: the page, a text, and the end it is asked for."""
+    command = [didi, "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **offline) as process:
+        try:
+            line = process.stdout.readline()
+            address = next((word for word in line.split() if word.startswith("http")), None)
+            if address is None:
+                sys.exit(f"didi serve does not say where it listens: {line!r}")
+            page = urllib.request.urlopen(address, timeout=60).read()
+            body, form = b'{"steps": 8}', {"Content-Type": "application/json"}
+            asked = urllib.request.Request(f"{address}/v1/completions", body, form)
+            answer = json.load(urllib.request.urlopen(asked, timeout=60))
+            print(f"served a page of {len(page)} bytes and {answer['choices'][0]['text'][:60]!r}")
+            process.terminate()
+            if process.wait(60):
+                sys.exit(f"didi serve ends with exit code {process.returncode}")
+        finally:
+            process.kill()
 
 
 def check_shipped(wheel: Path) -> None:

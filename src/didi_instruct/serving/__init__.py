@@ -1,0 +1,1 @@
+"""HTTP server and web page."""
