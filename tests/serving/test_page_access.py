@@ -37,6 +37,17 @@ def test_what_goes_wrong_is_said_in_the_lane(stub, visit, word, said):
     assert here.troubles() == []
 
 
+def test_a_judge_of_other_tokens_is_left_out(stub, visit):
+    here = visit(stub.url)
+    here.ready()
+    here.page.fill("#prompt", "STRANGER")
+    here.race()
+    assert here.troubles() == []
+    assert here.page.locator(".lane dd:last-child").nth(3).inner_text() == "–"
+    assert [f for f in here.faults if "400" not in f] == []
+    here.faults.clear()
+
+
 def test_a_server_that_is_gone_is_named(visit):
     with Stub() as stub:
         here = visit(stub.url)

@@ -2,10 +2,10 @@
 
 /** What went wrong, in words for the reader, and what to do about it. */
 export class Trouble extends Error {
-  constructor(message, { status = 0, retryAfter = null } = {}) {
+  constructor(message, { status = 0, param = null } = {}) {
     super(message);
     this.status = status;
-    this.retryAfter = retryAfter;
+    this.param = param;
   }
 }
 
@@ -37,16 +37,16 @@ async function troubleOf(response) {
     const seconds = Number(response.headers.get("Retry-After")) || null;
     const when = seconds ? `in ${seconds} second${seconds === 1 ? "" : "s"}` : "in a moment";
     return new Trouble(`The server is busy: its queue is full. Press Write again ${when}.`,
-      { status, retryAfter: seconds });
+      { status });
   }
   if (status === 401) return new Trouble("The server wants its key. Type it above.", { status });
   if (status === 413) return new Trouble(`That is too much text for this server. Shorten it. (${detail})`, { status });
   if (status === 503) {
-    return new Trouble(`The server cannot write now: it is starting or stopping. Try again in a moment. (${detail})`, { status });
+    return new Trouble(`The server cannot write this now: ${detail} Try again in a moment.`, { status });
   }
   if (status >= 500) return new Trouble(`The server failed. Try again; its log says more. (${detail})`, { status });
   const where = named ? `${named}: ` : "";
-  return new Trouble(`The server refused this. ${where}${detail} Change it and press Write.`, { status });
+  return new Trouble(`The server refused this. ${where}${detail} Change it and press Write.`, { status, param: said.param });
 }
 
 /** Call a path of the server; anything but success is Trouble. */

@@ -19,7 +19,9 @@ export const inSeconds = (s) => `${s < 10 ? s.toFixed(2) : s.toFixed(1)} s`;
 /** Passes per text, which samplers that differ between texts make a mean. */
 const inPasses = (passes) => (Number.isInteger(passes) ? String(passes) : passes.toFixed(1));
 
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+/** Perplexity of several texts of one weight: surprise adds up in logarithms. */
+const together = (perplexities) =>
+  Math.exp(perplexities.reduce((sum, value) => sum + Math.log(value), 0) / perplexities.length);
 
 /** One lane of the race. States: waiting, writing, done, stopped, failed, out. */
 export class Lane {
@@ -179,7 +181,7 @@ export class Lane {
       this.numbers.rate.textContent = Math.round(usage.completion_tokens / seconds).toLocaleString("en");
     }
     const perplexities = [didi.perplexity].flat().filter((value) => Number.isFinite(value));
-    if (perplexities.length) this.numbers.perplexity.textContent = mean(perplexities).toFixed(1);
+    if (perplexities.length) this.numbers.perplexity.textContent = together(perplexities).toFixed(1);
     if (this.samples > 1) {
       const { shared, only } = markVariety(this.views);
       this.variety.textContent =

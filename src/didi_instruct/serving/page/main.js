@@ -80,16 +80,26 @@ async function gapFor(model, settings, signal) {
   return String(Math.max(1, await countTokens(model, replaced, signal)));
 }
 
+/** Show in a lane what the server tells of its text. */
+async function follow(lane, { path, body }, signal) {
+  for await (const event of diffuse(path, body, signal)) {
+    if (event.object === "text_completion.canvas") lane.take(event);
+    else lane.finish(event);
+  }
+}
+
 /** Let one lane write, to its end or its trouble. */
 async function write(lane, settings, judge, signal) {
   const reason = refusal(lane.choice, settings);
   if (reason !== null) return lane.sitOut(reason);
   try {
     const gap = await gapFor(lane.choice.model.id, settings, signal);
-    const { path, body } = requestOf(lane.choice, settings, judge, gap);
-    for await (const event of diffuse(path, body, signal)) {
-      if (event.object === "text_completion.canvas") lane.take(event);
-      else lane.finish(event);
+    try {
+      await follow(lane, requestOf(lane.choice, settings, judge, gap), signal);
+    } catch (error) {
+      // A judge reads the texts of models with its own tokens alone: without it, no perplexity.
+      if (error.param !== "judge") throw error;
+      await follow(lane, requestOf(lane.choice, settings, null, gap), signal);
     }
     if (lane.state === "done") say(`${lane.choice.title}: done after ${inSeconds(lane.completion.didi?.seconds ?? lane.seconds)}.`);
     else lane.fail("The server ended without a text. Press Write to try again.");

@@ -26,8 +26,16 @@ export function judgeOf(models) {
   return judge?.id ?? null;
 }
 
+const TOKEN_BY_TOKEN = "first-hitting"; // the sampler of masked models that takes as many steps as tokens
+
+/** The sampler to ask for, or null for the model's own. */
+function samplerOf(lane, settings) {
+  return lane.model.samplers.includes(settings.sampler) ? settings.sampler : null;
+}
+
 /** Steps of a lane; null where the text's length says them. */
 export function stepsOf(lane, settings) {
+  if (samplerOf(lane, settings) === TOKEN_BY_TOKEN) return null;
   return { few: settings.steps, many: settings.many, tokens: null }[lane.pace];
 }
 
@@ -65,7 +73,8 @@ export function requestOf(lane, settings, judge, gap) {
   };
   const steps = stepsOf(lane, settings);
   if (steps !== null) body.steps = steps;
-  if (settings.sampler && model.samplers.includes(settings.sampler)) body.sampler = settings.sampler;
+  const sampler = samplerOf(lane, settings);
+  if (sampler !== null) body.sampler = sampler;
   if (judge !== null) body.judge = judge;
   if (settings.mode === "infill") {
     return { path: "v1/infill", body: { ...body, text: cut(settings).text, gap } };

@@ -103,11 +103,9 @@ export class Form {
   offer(lanes) {
     const models = lanes.map((lane) => lane.model);
     const longest = Math.max(...models.map((model) => model.length));
-    const usual = models.find((model) => model.steps)?.steps ?? 8;
     for (const name of ["many", "length"]) this.by(name).max = longest;
     this.by("steps").max = Math.min(64, longest);
-    this.by("steps").value = usual;
-    this.by("many").value = Math.min(longest, Math.max(128, 2 * usual));
+    this.by("many").value = Math.min(longest, 128);
     this.by("length").value = longest;
     const samplers = new Set(models.filter((model) => model.kind !== "ar").flatMap((model) => model.samplers));
     const select = this.by("sampler");
