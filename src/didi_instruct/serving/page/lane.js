@@ -45,8 +45,6 @@ export class Lane {
     this.element.setAttribute("aria-labelledby", `${id}-name`);
     const name = element("h3", "", this.choice.title);
     name.id = `${id}-name`;
-    this.progress = element("div", "progress");
-    this.bar = this.progress.appendChild(element("div"));
     const list = element("dl", "numbers");
     this.numbers = {};
     for (const [key, label] of [
@@ -64,7 +62,7 @@ export class Lane {
     this.texts.setAttribute("aria-labelledby", `${id}-name`);
     this.variety = element("p", "variety hint");
     this.element.append(
-      name, element("p", "how", how), this.progress, list, this.trouble, this.texts, this.variety, this.#scrubber(id),
+      name, element("p", "how", how), this.#scrubber(id), list, this.trouble, this.variety, this.texts,
     );
     this.views = [];
     for (let i = 0; i < this.samples; i++) this.#addSample(i);
@@ -113,7 +111,8 @@ export class Lane {
     for (const choice of event.choices) rows[choice.index] = choice.tokens.map((piece) => this.#one(piece));
     this.frames.push({ step: event.step, steps: event.steps, passes: event.passes, seconds: event.seconds, rows });
     this.state = "writing";
-    this.range.max = this.frames.length - 1;
+    // The slider is as long as the lane will be, so that it shows how far it is.
+    this.range.max = Math.max(event.steps, this.frames.length - 1);
     this.range.disabled = this.frames.length < 2;
     this.#schedule();
   }
@@ -164,7 +163,6 @@ export class Lane {
     this.range.value = at;
     this.range.setAttribute("aria-valuetext", `step ${frame.step} of ${frame.steps}, ${inPasses(frame.passes)} passes`);
     this.stepShown.textContent = `${frame.step} of ${frame.steps}`;
-    this.bar.style.transform = `scaleX(${frame.steps ? frame.step / frame.steps : 0})`;
     this.numbers.passes.textContent = inPasses(frame.passes);
     this.numbers.seconds.textContent = inSeconds(frame.seconds).replace(" s", "");
   }
@@ -217,6 +215,7 @@ export class Lane {
 
   #end(state) {
     this.state = state;
+    this.range.max = Math.max(0, this.frames.length - 1);
     this.element.dataset.state = state;
     this.element.classList.toggle("empty", !this.frames.length);
     if (this.waiting) cancelAnimationFrame(this.waiting);
