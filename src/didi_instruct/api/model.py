@@ -179,10 +179,21 @@ class Model:
 
     def request(self, request: Request, *, callback: Callback | None = None) -> Generated:
         """Draw what a request asks for; the callback sees every step."""
+        return generate(
+            request,
+            self.config,
+            self.tokenizer,
+            self.engine(),
+            device=self.device,
+            callback=callback,
+        )
+
+    def engine(self) -> Engine:
+        """What it brings to a sampler, with its weights as they are now."""
         eot_id = self.config.end_id
         if eot_id is None and self.tokenizer is not None:
             eot_id = self.tokenizer.eot_id
-        engine = Engine(
+        return Engine(
             self.network,
             self.schedule,
             None if self._denoiser is None else self._denoiser.current(),
@@ -190,9 +201,6 @@ class Model:
             eot_id,
             self.config.order,
             self._decoders,
-        )
-        return generate(
-            request, self.config, self.tokenizer, engine, device=self.device, callback=callback
         )
 
     def texts(self, tokens: Tensor, written: Tensor | None = None) -> list[str]:

@@ -19,6 +19,7 @@ from didi_instruct.cli import (
     info,
     pretrain,
     reproduce,
+    serve,
 )
 from didi_instruct.errors import TrainingError, UserError, first_line
 
@@ -50,6 +51,7 @@ app.command("distill")(distill.command)
 app.command("finetune")(finetune.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
+app.command("serve")(serve.command)
 app.command("bench")(bench.command)
 app.command("reproduce")(reproduce.command)
 app.command("convert")(convert.command)
