@@ -2,7 +2,7 @@
 
 A text is a function of (model, seed, sample, settings). Words in the prompt or the text make
 trouble: BUSY, REFUSED, STRANGER (the judge is), LOST (the connection breaks after two canvases),
-INSIDE (an error event), SLOW (steps take 0.2 s).
+INSIDE (an error event), SLOW (steps take 0.2 s), SKIP (the last half of the steps is).
 """
 
 import json
@@ -203,6 +203,8 @@ class Handler(BaseHTTPRequestHandler):
         found = diffusion(entry, body)
         began = time.monotonic()
         for step in range(found.steps + 1):
+            if "SKIP" in wish and step > found.steps // 2:
+                break
             if "LOST" in wish and step == 2:
                 time.sleep(0.2)  # what a browser has not read when a connection breaks is lost
                 return False

@@ -17,7 +17,7 @@ LOOKS = {
         ("BUSY", "The server is busy: its queue is full. Press Write again in 7 seconds."),
         ("REFUSED", "The server refused this. Steps: steps is 8: use 1 to 4. Change it and press"),
         ("LOST", "The connection broke off. What was written until then is kept; press Write"),
-        ("INSIDE", "The server gave up on this text: out of memory Try again."),
+        ("INSIDE", "The server gave up on this text: out of memory. Try again."),
     ],
 )
 def test_what_goes_wrong_is_said_in_the_lane(stub, visit, word, said):

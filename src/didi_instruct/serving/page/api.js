@@ -22,6 +22,12 @@ const SETTINGS = {
   seed: "Seed", sampler: "Sampler", gap: "How long the new part is", text: "The text", prompt: "How it begins",
 };
 
+/** A message as a sentence, short enough for a lane. */
+function sentence(message) {
+  const short = message.length > 240 ? `${message.slice(0, 230)} …` : message;
+  return /[.!?…]$/.test(short) ? short : `${short}.`;
+}
+
 /** Say what an answer that is no success means. */
 async function troubleOf(response) {
   let said = {};
@@ -31,7 +37,7 @@ async function troubleOf(response) {
     // A proxy's answer, say, which is not JSON: the status has to do.
   }
   const status = response.status;
-  const detail = said.message ?? `Status ${status}.`;
+  const detail = sentence(said.message ?? `Status ${status}`);
   const named = SETTINGS[said.param] ?? said.param;
   if (status === 429) {
     const seconds = Number(response.headers.get("Retry-After")) || null;
@@ -104,7 +110,7 @@ export async function* diffuse(path, body, signal) {
     for await (const data of eventData(response.body)) {
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new Trouble(`The server gave up on this text: ${event.error.message} Try again.`);
+      if (event.error) throw new Trouble(`The server gave up on this text: ${sentence(event.error.message)} Try again.`);
       yield event;
     }
   } catch (error) {

@@ -160,9 +160,11 @@ export class Lane {
       const finished = over ? this.frames[last].rows[i] : null;
       view.draw(frame.rows[i], at > 0 ? this.frames[at - 1].rows[i] : null, finished);
     });
+    // Steps that write nothing are skipped, the last ones too.
+    const step = at === last && this.state === "done" ? frame.steps : frame.step;
     this.range.value = at;
-    this.range.setAttribute("aria-valuetext", `step ${frame.step} of ${frame.steps}, ${inPasses(frame.passes)} passes`);
-    this.stepShown.textContent = `${frame.step} of ${frame.steps}`;
+    this.range.setAttribute("aria-valuetext", `step ${step} of ${frame.steps}, ${inPasses(frame.passes)} passes`);
+    this.stepShown.textContent = `${step} of ${frame.steps}`;
     this.numbers.passes.textContent = inPasses(frame.passes);
     this.numbers.seconds.textContent = inSeconds(frame.seconds).replace(" s", "");
   }
@@ -193,7 +195,8 @@ export class Lane {
   stop() {
     if (this.state !== "waiting" && this.state !== "writing") return;
     this.#end("stopped");
-    this.#say(this.frames.length ? `Stopped at step ${this.frames.at(-1).step} of ${this.frames.at(-1).steps}.` : "Stopped before it began.");
+    const last = this.frames.at(-1);
+    this.#say(last ? `Stopped at step ${last.step} of ${last.steps}.` : "Stopped before it began.");
   }
 
   /** Say in the lane what went wrong. */

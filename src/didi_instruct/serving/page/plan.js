@@ -48,8 +48,14 @@ export function describe(lane, settings) {
 
 /** The reason why a lane cannot do what is asked, or null. */
 export function refusal(lane, settings) {
-  if (settings.mode === "infill" && lane.model.kind === "ar") {
+  if (settings.mode !== "infill") return null;
+  if (lane.model.kind === "ar") {
     return "A left-to-right model sees only what comes before, so it cannot rewrite the middle of a text.";
+  }
+  const chosen = settings.gap === "auto" || settings.to <= settings.from;
+  if (lane.model.kind === "duo" && chosen) {
+    return "A uniform-state model cannot choose how long the new part is: select words, and let it be as many " +
+      "tokens as now.";
   }
   return null;
 }

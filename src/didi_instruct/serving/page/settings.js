@@ -4,6 +4,9 @@ const TEXTS = ["mode", "prompt", "text", "gap", "sampler", "turns"];
 const NUMBERS = ["from", "to", "steps", "many", "temperature", "samples", "length", "top_p", "seed"];
 const RANGES = ["steps", "many", "temperature", "samples", "length", "top_p"];
 const MODES = ["prompt", "infill"];
+const NOTHING =
+  "Nothing is selected. Select words above, by pointer or with Shift and the arrow keys; " +
+  "or type ___ where words are to be found.";
 
 /** The part of a link behind `#`: all that decides what is seen. `at`: steps looked at, by lane. */
 export function toHash(settings, at = []) {
@@ -76,7 +79,7 @@ export class Form {
       mark.textContent = chosen.length > 160 ? `${chosen.slice(0, 150)} …` : chosen;
       said.append("Will be rewritten: ", mark);
     } else {
-      said.append(gaps ? "The gaps marked ___ will be filled." : "Nothing is selected. Select words above, by pointer or with Shift and the arrow keys; or type ___ where words are to be found.");
+      said.append(gaps ? "The gaps marked ___ will be filled." : NOTHING);
     }
   }
 
