@@ -1,6 +1,6 @@
-"""What few steps cost when the denoiser is exact: the oracle language, ancestral sampling.
+"""What few steps cost when the denoiser is exact: the oracle language, by one of two samplers.
 
-python experiments/exact_denoiser_steps.py [--samples 4096] [--seed 0]
+python experiments/exact_denoiser_steps.py [--sampler dplm] [--samples 4096] [--seed 0]
 """
 
 import argparse
@@ -11,6 +11,7 @@ from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import function_denoiser
+from didi_instruct.sampling.dplm import dplm
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import Canvas, State
 
@@ -20,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sampler", choices=["ancestral", "dplm"], default="ancestral")
     arguments = parser.parse_args()
     language = OracleLanguage.default()
     true = language.sample(arguments.samples, torch.Generator().manual_seed(arguments.seed))
@@ -28,9 +30,14 @@ def main() -> None:
         canvas = Canvas.blank(arguments.samples, language.length, language.mask_id)
         state = State(canvas, DrawOptions(seed=arguments.seed))
         denoiser = function_denoiser(language.denoiser, language.num_tokens)
-        drawn = ancestral(denoiser, LogLinear(0.0), state, steps=steps)
+        if arguments.sampler == "dplm":
+            drawn = dplm(denoiser, state, steps=steps)
+        else:
+            drawn = ancestral(denoiser, LogLinear(0.0), state, steps=steps)
         log_p = language.log_prob(drawn.tokens)
-        show(language, str(steps), drawn.tokens, -log_p, drawn.log_prob - log_p)
+        # Without an exact path there is nothing to compare with.
+        path = torch.nan if drawn.log_prob is None else drawn.log_prob
+        show(language, str(steps), drawn.tokens, -log_p, path - log_p)
     show(language, "truth", true, -language.log_prob(true), torch.zeros(len(true)))
 
 

@@ -9,6 +9,8 @@ import torch
 from tests.random_models import save_random
 
 import didi_instruct as didi
+from didi_instruct.api.plan import Plan
+from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.config.distill import (
     DiscriminatorConfig,
@@ -21,6 +23,8 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
 from didi_instruct.distillation.methods import METHODS, make_task
 from didi_instruct.distillation.run import Teacher
+from didi_instruct.evaluation.report import Content, render_terminal
+from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
@@ -45,9 +49,9 @@ def example(name):
 @pytest.fixture(autouse=True)
 def _registries():
     """Entries of an example are gone after its test."""
-    kept = dict(SAMPLERS), dict(METHODS), dict(TASKS)
+    kept = dict(SAMPLERS), dict(METHODS), dict(TASKS), dict(METRICS)
     yield
-    for registry, before in zip((SAMPLERS, METHODS, TASKS), kept, strict=True):
+    for registry, before in zip((SAMPLERS, METHODS, TASKS, METRICS), kept, strict=True):
         registry.clear()
         registry.update(before)
 
@@ -117,3 +121,16 @@ def test_a_task(tmp_path):
     report = evaluate_task("last-word", [str(tmp_path / "model")], tmp_path / "lines.txt", {})
     law = model.denoiser(torch.tensor([[3, model.mask_id]]), 1.0)[0, 1].log_softmax(-1)
     assert report.rows[0]["nll"] == pytest.approx(-float(law[5]), abs=1e-5)
+
+
+def test_a_metric_is_measured_and_shown(tmp_path):
+    example("metric")
+    model = str(save_random(tmp_path / "model", length=1))  # 64 words, so 96 texts repeat some
+    plan = Plan(steps=(1,), num=96)
+    found = evaluate_quality([model], plan, ["duplicates"], out=tmp_path / "out")
+    (samples,) = found.samples
+    alone = sum(samples.texts.count(text) == 1 for text in samples.texts)
+    (row,) = found.rows
+    assert 0 < row["duplicates"] == pytest.approx(1 - alone / 96)
+    lines = render_terminal(Content(title="", rows=found.rows), 100)
+    assert "copies" in "".join(lines)

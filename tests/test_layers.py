@@ -9,7 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
-ORDER += ["evaluation", "benchmarking", "api", "tasks", "finetune", "serving", "reproduce", "cli"]
+ORDER += ["proteins", "evaluation", "benchmarking", "api", "tasks", "finetune", "serving"]
+ORDER += ["reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
 ENTRANCES = {"__init__", "__main__"}  # lead to all the rest
 

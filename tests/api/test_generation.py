@@ -36,7 +36,9 @@ def make(tokenizer, kind="mdlm", discriminator=False):
     return didi.Model(network, config, tokenizer, guide)
 
 
-MASKED = ["ancestral", "confidence", "entropy", "margin", "remasking", "blocks", "first-hitting"]
+MASKED = [
+    "ancestral", "confidence", "entropy", "margin", "remasking", "blocks", "first-hitting", "dplm",
+]  # fmt: skip
 
 
 def steps_of(sampler):

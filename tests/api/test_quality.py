@@ -21,8 +21,8 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.evaluation.measuring import Yardstick
 from didi_instruct.evaluation.rows import METRICS as KNOWN
-from didi_instruct.evaluation.rows import Yardstick
 from didi_instruct.evaluation.samples import read_samples, write_samples
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tests.models.masked_folders import esm
 
 from didi_instruct.api import shipped
 from didi_instruct.config.pretrain import (
@@ -11,7 +12,7 @@ from didi_instruct.config.pretrain import (
     ModelRecipe,
     OptimConfig,
     PretrainConfig,
-    TrainConfig,
+    PretrainTrainConfig,
 )
 
 
@@ -28,7 +29,7 @@ def model(tmp_path_factory):
             model=ModelRecipe(layers=1, hidden=32, heads=2, cond_dim=8, length=24),
             data=DataConfig(source=str(corpus), tokenizer="bpe:300", documents="line"),
             optim=OptimConfig(lr=3e-3),
-            train=TrainConfig(steps=20, batch_size=16, ema=0.5, eval_sequences=8),
+            train=PretrainTrainConfig(steps=20, batch_size=16, ema=0.5, eval_sequences=8),
         ),
         out=folder / "run",
     )
@@ -79,6 +80,61 @@ def test_a_length_is_that_of_the_tokens(didi):
     assert [len(sample["tokens"]) for sample in json.loads(out)["samples"]] == [16, 16]
 
 
+@pytest.fixture(scope="module")
+def proteins(tmp_path_factory):
+    """A random ESM for chains of up to 28 residues."""
+    folder = tmp_path_factory.mktemp("esm")
+    esm(folder, max_position_embeddings=30)
+    return folder
+
+
+def test_proteins_of_several_lengths_go_to_a_fasta(didi, proteins, tmp_path):
+    """The chains that would be printed, with length, seed and number; `-` prints the file."""
+    wish = (proteins, "--lengths", "5,28", "--num", 2, "--steps", 3, "--seed", 4)
+    code, out, err = didi(*wish)
+    assert code == 0, err
+    chains = out.split()
+    assert [len(chain) for chain in chains] == [5, 5, 28, 28]
+    file = tmp_path / "chains.fasta"
+    code, out, err = didi(*wish, "--fasta", file)
+    assert (code, out) == (0, "")
+    assert f"Wrote {file}: 4 chains" in err
+    lines = file.read_text().split()
+    assert [line for line in lines if line.isalpha()] == chains
+    assert lines[:4] == [">L5_S4_0", "length=5", "seed=4", "index=0"]
+    assert didi(*wish, "--fasta", "-")[1] == file.read_text()
+
+
+def test_a_motif_is_scaffolded(didi, proteins):
+    code, out, err = didi(
+        proteins, "--infill", "___MKTAYIAK___", "--gap", "10,4", "--sampler", "dplm",
+        "--option", "guard=0.25", "--steps", 4,
+    )  # fmt: skip
+    assert code == 0, err
+    chain = out.strip()
+    assert (len(chain), chain[10:18]) == (22, "MKTAYIAK")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "0"], "lengths is '0'"),
+        (["--lengths", "5,29"], "length is 29: this model writes 1 to 28 tokens."),
+        (["--prompt", "MJ"], "`J`, letter 2 of the given `MJ`, is no residue"),
+        (["--fasta", "no/such/folder/x"], "--fasta no/such/folder/x"),
+        (["--fasta", "-", "--json"], "--fasta - and --json both print"),
+        (["--sampler", "dplm", "--option", "guard=2"], "guard is 2"),
+        (["--sampler", "dplm", "--option", "draw=best"], "draw"),
+    ],
+)
+def test_a_mistake_about_proteins_is_one_line(didi, proteins, arguments, message):
+    code, out, err = didi(proteins, *arguments)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+
+
 def test_gaps_are_filled(didi, model):
     code, out, _ = didi(model, "--infill", "once ___ time ___ garden", "--gap", "2-4")
     assert code == 0
@@ -114,6 +170,7 @@ def test_a_trace_is_written(didi, model, tmp_path, suffix):
         (["--option", "grid"], "--option grid: write it as key=value."),
         (["--top-p", "0"], "top_p is 0"),
         (["--trace", "x.mp4"], "x.mp4"),
+        (["--fasta", "x.fasta"], "writes text, not proteins"),
         (["--trace", "no/such/folder/x.html"], "no/such/folder"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
+from didi_instruct.config.lengths import read_lengths
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import find_recipe, load_recipe, recipe_names
@@ -152,6 +153,19 @@ def test_the_larger_recipe_differs_in_its_discriminator_alone():
     assert small.discriminator.dropout == 0
     larger = replace(small.discriminator, trainable_blocks=8, dropout=0.1)
     assert same_training(medium, replace(small, discriminator=larger))
+
+
+def test_the_recipe_for_proteins_is_the_papers():
+    """Rates, warm-ups and at most 4,096 tokens a batch; all else is the text task's."""
+    text, own = (load_recipe(DistillConfig, name) for name in ("owt-169m-didi", "protein-didi"))
+    assert (own.optim.lr, own.optim.warmup) == (1e-5, 1000)
+    assert (own.discriminator.lr, own.discriminator.lr_warmup) == (5e-6, 1000)
+    longest = max(read_lengths(own.lengths))
+    assert 4000 <= own.train.batch_size * (longest + 2) <= 4096
+    optim = replace(text.optim, lr=1e-5, warmup=1000)
+    critic = replace(text.discriminator, lr=5e-6, lr_warmup=1000, trainable_blocks=10)
+    expected = replace(text, lengths="100-500", optim=optim, discriminator=critic, data=own.data)
+    assert same_training(own, expected)
 
 
 def test_the_settings_that_a_comment_names_are_settings():

@@ -3,20 +3,25 @@
 That every method teaches them is shown in `test_methods.py`.
 """
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.models.masked_folders import esm
+from tests.models.masked_folders import dplm, esm
 
 import didi_instruct as didi
 from didi_instruct.api.convert import convert
 from didi_instruct.api.model import Model
+from didi_instruct.config.lengths import law_of_lengths
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
-from didi_instruct.models.masked_lm import load_masked_lm, save_masked_lm
-from didi_instruct.models.network import Mixture
+from didi_instruct.models.masked_lm import load_masked_lm
+from didi_instruct.models.masked_lm_writing import save_masked_lm
+from didi_instruct.models.network import Mixture, all_logits
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.guide import DiscriminatorGuide
 from didi_instruct.sampling.state import Reads
@@ -124,6 +129,43 @@ def test_tilting_sees_what_tokens_would_get(folder):
     (critic.log_ratio(hidden) * counted).sum().backward()
     assert soft.grad.abs().sum(-1).min() > 1e-6
     torch.testing.assert_close(found, soft.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_soft_tokens_in_a_window_are_scaled_as_their_text_alone(tmp_path):
+    """Logits of a student in windows beside those of `transformers`, ESM's rescaling by hand.
+
+    Texts of 6 and 4 tokens in windows of 8: what is behind counts neither as text nor as visible.
+    Dropout of 0.1 in config.json is off.
+    """
+    dplm(tmp_path / "dplm")
+    network = load_masked_lm(tmp_path / "dplm", dtype=torch.float64).model
+    network.config = replace(network.config, end_id=2, lengths=law_of_lengths("4-8", 32))
+    task = make_task("didi", CHANGES, teacher=network, student=copy.deepcopy(network))
+    student = task.distillation.student.network
+    assert student.network.config.hidden_dropout_prob == 0.1
+    theirs = transformers.EsmForMaskedLM.from_pretrained(tmp_path / "dplm", dtype=torch.float64)
+    z = torch.tensor([[5, 33, 20, 33, 33, 9, 2, 2], [33, 33, 7, 8, 2, 2, 2, 2]])
+    at = torch.tensor([1, 4, 9])
+    torch.manual_seed(0)
+    vectors = torch.randn(3, 32, dtype=torch.float64)
+    with torch.no_grad():
+        hard, soft = all_logits(student, z), all_logits(student, z, mixture=Mixture(at, vectors))
+    words = theirs.esm.embeddings.word_embeddings.weight.detach()
+    for row, size in ((0, 6), (1, 4)):
+        ids = z[row, :size].masked_fill(z[row, :size] == 33, 32)
+        framed = torch.cat([torch.tensor([0]), ids, torch.tensor([2])])
+        with torch.no_grad():
+            expected = theirs.eval()(input_ids=framed[None]).logits[0, 1:-1, 4:24]
+        torch.testing.assert_close(hard[row, :size, 4:24], expected, atol=1e-10, rtol=0)
+        shown = words[framed].masked_fill((framed == 32)[:, None], 0.0)
+        mine = at[at // 8 == row] % 8
+        shown[1 + mine] = vectors[at // 8 == row]
+        masks = int((framed == 32).sum()) - len(mine)
+        shown = shown * (1 - 0.15 * 0.8) / (1 - masks / len(framed))
+        with torch.no_grad():
+            expected = theirs(inputs_embeds=shown[None]).logits[0, 1:-1, 4:24]
+        torch.testing.assert_close(soft[row, :size, 4:24], expected, atol=1e-6, rtol=0)
+        assert (soft[row, :size, 4:24] - hard[row, :size, 4:24]).abs().min() > 1e-6
 
 
 def test_guided_samples_are_text(folder):

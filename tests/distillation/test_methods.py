@@ -1,12 +1,14 @@
 """What every method of `METHODS` must do, whatever it learns."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.models.masked_folders import esm
 from tests.random_models import randomise
 
+from didi_instruct.config.lengths import law_of_lengths
 from didi_instruct.distillation import run as runs
 from didi_instruct.distillation.methods import METHODS, check_fit
 from didi_instruct.distillation.methods import make_task as assemble
@@ -108,16 +110,20 @@ def folder(tmp_path_factory):
     return path
 
 
-def esm_task(method, folder, seed=3):
-    """A task of two masked LMs of transformers."""
+def esm_task(method, folder, seed=3, lengths=()):
+    """A task of two masked LMs of transformers; with `lengths` texts have windows of their own."""
     teacher = load_masked_lm(folder).model
+    if lengths:
+        teacher.config = replace(teacher.config, end_id=2, lengths=lengths)
     student = randomise(copy.deepcopy(teacher), seed)
     return make_task(method, WHOLE, teacher=teacher, student=student)
 
 
+@pytest.mark.parametrize("lengths", [(), law_of_lengths("3-9", 12)], ids=["whole", "windows"])
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "duo"])
-def test_a_masked_lm_of_transformers_is_distilled(method, folder):
-    task = esm_task(method, folder)
+def test_a_masked_lm_of_transformers_is_distilled(method, folder, lengths):
+    task = esm_task(method, folder, lengths=lengths)
+    assert task.distillation.length == (9 if lengths else 12)
     if "auxiliary" in task.parts:
         randomise(task.parts["auxiliary"].network, 5)
     check_learning(task, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from didi_instruct.evaluation.comparison import OTHER_ORDER, compare
 from didi_instruct.evaluation.intervals import Noise, Resampling, reflected
-from didi_instruct.evaluation.rows import Measured
+from didi_instruct.evaluation.measuring import Measured
 
 TOKENS = 10.0
 

@@ -25,7 +25,7 @@ from tokenizers import models, pre_tokenizers
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.judges import open_judge
-from didi_instruct.evaluation.rows import Measuring, Yardstick
+from didi_instruct.evaluation.measuring import Measuring, Yardstick
 
 LONG = " ".join(TEXTS)
 

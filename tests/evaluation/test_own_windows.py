@@ -15,7 +15,8 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import open_judge
-from didi_instruct.evaluation.rows import Measuring, Yardstick, measure
+from didi_instruct.evaluation.measuring import Measuring, Yardstick
+from didi_instruct.evaluation.rows import measure
 from didi_instruct.evaluation.samples import SampleSet, text_lengths
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model

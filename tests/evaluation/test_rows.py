@@ -12,14 +12,8 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation import rows
 from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.judges import CausalJudge, Scores
-from didi_instruct.evaluation.rows import (
-    METRICS,
-    Measuring,
-    Reference,
-    Yardstick,
-    measure,
-    plain,
-)
+from didi_instruct.evaluation.measuring import Measuring, Reference, Yardstick, plain
+from didi_instruct.evaluation.rows import METRICS, measure
 from didi_instruct.evaluation.samples import (
     Origin,
     SampleSet,

@@ -5,6 +5,7 @@ import os
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = [f"w{n}" for n in range(9)]
@@ -82,6 +83,24 @@ def esm(folder, **changes):
     network.save_pretrained(folder, save_original_format=False)  # names as in public files
     (folder / "vocab.txt").write_text("\n".join(ESM.split()))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
+    return network
+
+
+def dplm(folder, **changes):
+    """As DPLM's weights lie in public: frequencies per layer, a table without use, other class."""
+    folder.mkdir(exist_ok=True)
+    given = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 34}
+    network = esm(folder, hidden_dropout_prob=0.1, **given, **changes)
+    tensors, width = load_file(folder / "model.safetensors"), 32 // SIZE["num_attention_heads"]
+    for layer in range(SIZE["num_hidden_layers"]):
+        name = f"esm.encoder.layer.{layer}.attention.self.rotary_embeddings.inv_freq"
+        tensors[name] = 1 / 10_000 ** (torch.arange(0, width, 2) / width)
+    tensors["esm.embeddings.position_embeddings.weight"] = torch.zeros(34, 32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["EsmForDPLM"], "dplm_type": "dplm_esm"}
+    settings["transformers_version"] = "4.39.3"
+    (folder / "config.json").write_text(json.dumps(settings))
     return network
 
 

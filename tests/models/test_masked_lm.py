@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from didi_instruct.api.model import Model
+from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import nats_of_texts
@@ -211,11 +212,11 @@ def test_esm_s_vocabulary_reads_like_the_library_s_tokenizer(tmp_path, text):
 
 
 def test_what_is_written(tmp_path):
-    """Of proteins residues; [SEP] is not, so it must not pass for the end of a text (or a gap)."""
+    """Of proteins the 20 amino acids; not [SEP], which must not pass for the end of a text."""
     esm(tmp_path / "esm")
     loaded = load_masked_lm(tmp_path / "esm")
     words = {index: word for word, index in loaded.tokenizer.vocabulary.items()}
-    assert "".join(sorted(words[n] for n in open_ids(loaded))) == "ACDEFGHIKLMNOPQRSTUVWY"
+    assert "".join(sorted(words[n] for n in open_ids(loaded))) == AMINO_ACIDS
     bert(tmp_path / "bert")
     own, loaded = Tokenizer.load(tmp_path / "bert"), load_masked_lm(tmp_path / "bert").tokenizer
     assert (own.eot, loaded.eot_id, loaded.hash) == ("[SEP]", None, own.hash)

@@ -13,7 +13,7 @@ import yaml
 from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
-from didi_instruct.evaluation.rows import Measured
+from didi_instruct.evaluation.measuring import Measured
 from didi_instruct.reproduce import baselines, calls, items_baselines
 from didi_instruct.reproduce.baselines import ABOVE, METRICS, WAYS, settings_of, way_rows
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, compared, with_values

@@ -9,7 +9,8 @@ from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
-from didi_instruct.evaluation.rows import METRICS, Measured, Metric
+from didi_instruct.evaluation.measuring import Measured, Metric
+from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 
 from .small_models import LANGUAGE, config_of, save, save_letters

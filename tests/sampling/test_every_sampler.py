@@ -15,6 +15,7 @@ from didi_instruct.process.schedule import Cosine
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.confidence import by_confidence
+from didi_instruct.sampling.dplm import dplm
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.guide import Guidance
 from didi_instruct.sampling.guided import rgas
@@ -72,6 +73,8 @@ SAMPLERS = {
     ),
     "confidence": lambda d, g, s: by_confidence(d, s, steps=3),
     "entropy": lambda d, g, s: by_confidence(d, s, threshold=0.5, order="entropy"),
+    "dplm": lambda d, g, s: dplm(d, s, steps=4),
+    "dplm that revises": lambda d, g, s: dplm(d, s, steps=15),
     "uniform-state": lambda d, g, s: uniform_state(d, LINEAR, s, steps=3),
     "autoregressive": lambda d, g, s: autoregressive(AR, s),
 } | {
@@ -80,6 +83,8 @@ SAMPLERS = {
     )
     for name, guidance in GUIDANCE.items()
 }
+VISIBLE = ("uniform-state", "dplm", "dplm that revises")
+"""Those that ask for laws of tokens that are not masked."""
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 OPTIONS = [
     {}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0},
@@ -98,7 +103,7 @@ def inputs(name):
 
 def sampler(name):
     """One with a denoiser and a guide of its own, which count."""
-    denoiser, guide = Toy(every=name == "uniform-state"), ToyGuide()
+    denoiser, guide = Toy(every=name in VISIBLE), ToyGuide()
     return denoiser, guide, partial(SAMPLERS[name], denoiser, guide)
 
 
@@ -177,7 +182,7 @@ def test_a_callback_sees_a_run_that_can_be_replayed(name, data):
         if not (noise and step.index == 0):
             assert torch.equal(step.revealed, changed)
         erased = (step.tokens == MASK) & (before != MASK)
-        assert name == "remasking" or not erased.any()
+        assert name.startswith(("remasking", "dplm")) or not erased.any()
         before = step.tokens
     assert torch.equal(before, result.tokens)
 
@@ -198,6 +203,7 @@ KNOWN = {
     "ancestral": partial(ancestral, schedule=LINEAR),
     "confidence": by_confidence,
     "remasking": partial(remasking, schedule=LINEAR, eta=0.1),
+    "dplm": dplm,
     "uniform-state": partial(uniform_state, schedule=LINEAR),
     "blocks": partial(blocks, schedule=LINEAR, block_length=2),
     "rgas": partial(rgas, schedule=LINEAR, guide=ToyGuide()),
@@ -207,6 +213,9 @@ REFUSALS = [
     ("ancestral", {"order": "streams", "grid": "cosine"}, "leave out grid"),
     ("remasking", {"eta": -0.1}, "eta is -0.1"),
     ("remasking", {"eta": 1.1}, "eta is 1.1"),
+    ("dplm", {"guard": 0.0}, "guard is 0.0"),
+    ("dplm", {"guard": 1.0}, "guard is 1.0"),
+    ("dplm", {"guard": float("nan")}, "guard is nan"),
     ("blocks", {"block_length": 0}, "block_length is 0"),
     ("confidence", {"steps": None}, "steps or a threshold"),
     ("confidence", {"threshold": 0.5}, "steps or a threshold"),

@@ -9,7 +9,7 @@ from didi_instruct.sampling.infill import (
     Gap,
     Template,
     gap_lengths,
-    parse_gap,
+    parse_gaps,
     split_infill,
     stack,
 )
@@ -42,12 +42,16 @@ def test_infill_texts_are_cut_at_their_gaps():
 
 
 def test_gaps_are_fixed_ranged_or_chosen():
-    assert [parse_gap(text) for text in ("8", "4-12")] == [Gap(8, 8), Gap(4, 12)]
-    chosen = [parse_gap(text) for text in ("auto", "auto:2-5", "auto:3")]
+    assert [parse_gaps(text, 1) for text in ("8", "4-12")] == [[Gap(8, 8)], [Gap(4, 12)]]
+    assert parse_gaps("8", 2) == [Gap(8, 8)] * 2
+    assert parse_gaps("8, 4-12", 2) == [Gap(8, 8), Gap(4, 12)]
+    chosen = parse_gaps("auto,auto:2-5,auto:3", 3)
     assert chosen == [Gap(1, 16, chosen=True), Gap(2, 5, chosen=True), Gap(3, 3, chosen=True)]
     for text in ("", "x", "0", "5-2", "-3", "auto5-", "auto:"):
         with pytest.raises(UserError, match=r"gap|--gap"):
-            parse_gap(text)
+            parse_gaps(text, 1)
+    with pytest.raises(UserError, match=r"--gap 1,2,3 has 3 gaps, the text 2"):
+        parse_gaps("1,2,3", 2)
 
 
 def test_rows_hold_given_tokens_and_masks_and_are_padded_at_the_end():

@@ -48,7 +48,7 @@ class Table(nn.Module):
     What it has never seen it answers with its last row.
     """
 
-    splits = False
+    splits, reads_fill = False, True
 
     def __init__(self, config, prompts, rows):
         super().__init__()

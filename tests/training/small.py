@@ -11,8 +11,8 @@ from didi_instruct.config.pretrain import (
     ModelRecipe,
     OptimConfig,
     PretrainConfig,
+    PretrainTrainConfig,
     ScheduleConfig,
-    TrainConfig,
 )
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.training.distributed import World
@@ -33,7 +33,7 @@ def tiny_recipe(kind="mdlm", optim=None, **train):
         ),
         data=DataConfig(source="oracle"),
         optim=OptimConfig(**({"lr": 1e-2, "warmup": 2} | (optim or {}))),
-        train=TrainConfig(**settings),
+        train=PretrainTrainConfig(**settings),
     )
 
 

@@ -18,7 +18,7 @@ from didi_instruct.models.foreign.folders import refuse_full
 from didi_instruct.models.foreign.layouts import WeightSet
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.writing import write_foreign
-from didi_instruct.models.masked_lm import save_masked_lm
+from didi_instruct.models.masked_lm_writing import save_masked_lm
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.models.quantised import Storage, check_storage
 from didi_instruct.models.tensor_files import watching
@@ -61,7 +61,9 @@ def convert(
     _refuse(origin, to)
     with watching(progress):
         if to == "esm" and origin.form == "didi":
-            return _write_masked_lm(open_source(source), source, folder)
+            loaded = open_source(source)
+            _refuse_discriminator(loaded, to, discriminator)
+            return _write_masked_lm(loaded, source, folder)
         if to == "esm":
             refuse_choices(origin, weights, family)
             if tokenizer is not None:
@@ -114,9 +116,10 @@ def _write_masked_lm(loaded: LoadedModel, source: str | Path, folder: Path) -> P
 
 def _refuse_discriminator(loaded: LoadedModel, to: str, wanted: bool) -> None:
     if wanted and loaded.discriminator is not None and to != "didi-instruct":
+        roomy = "didi" if to == "esm" else "didi-instruct"
         raise UserError(
             f"`{to}` has no place for the discriminator: leave it out with --no-discriminator "
-            "(in Python, discriminator=False), or use `didi-instruct`."
+            f"(in Python, discriminator=False), or use `{roomy}`."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
+from didi_instruct.api.distill_lengths import give_lengths, take_lengths
 from didi_instruct.api.distill_parts import (
     BankBar,
     denoiser_of,
@@ -38,6 +39,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.checkpoint import read_manifest
+from didi_instruct.models.network import window_of
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.reporting import Reporter
@@ -101,9 +103,11 @@ def distill(
     verb = f"didi distill RECIPE --teacher {source}"
     check_rounds(config, check_folder(folder, config, resume, verb=verb), folder)
     loaded = open_source(source, tokenizer=tokenizer)
+    network = denoiser_of(loaded, source, config.method)
+    give_lengths(loaded, config, source)
     student = open_student(config, loaded, source)
     with open_world(device) as world:
-        check_fit(config, loaded.config, processes=world.size)
+        check_fit(config, loaded.config, window=window_of(network), processes=world.size)
         with only_run(folder, world):
             shown = reporter if world.is_main and reporter else Reporter()
             changes = check_held(folder, config, resume, world, verb=verb)
@@ -113,8 +117,10 @@ def distill(
                 return _as_before(folder, config, world)
             words = str(tokenizer or find(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
+            take_lengths(data, config, loaded, student)
+            loaded.model.to(world.device)
             taught = Teacher(
-                network=denoiser_of(loaded, source, config.method).to(world.device),
+                network=network,
                 tokenizer=loaded.tokenizer,
                 fingerprint=fingerprint(source),
                 source=source,

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from didi_instruct.api.distill_lengths import give_lengths
 from didi_instruct.api.open import open_source
 from didi_instruct.api.runs import open_data_together
 from didi_instruct.api.sources import PrepareBar, is_prepared
@@ -25,8 +26,7 @@ from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.models.checkpoint import LoadedModel
-from didi_instruct.models.dit import DiT
-from didi_instruct.models.masked_network import MaskedLM
+from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
@@ -42,24 +42,19 @@ BankBar = Callable[[], Any]
 """Opens a progress display (`Progress`) for as long as a bank is being drawn."""
 
 
-def denoiser_of(loaded: LoadedModel, source: str, method: Method) -> DiT:
+def denoiser_of(loaded: LoadedModel, source: str, method: Method) -> Network:
     """The network of a model that a method can distil."""
-    if isinstance(loaded.model, MaskedLM):
-        raise UserError(
-            f"{source} is a masked LM of transformers: only networks of the DiT family can be "
-            "distilled."
-        )
     kind = METHODS[method].teacher_kind
     words = {"mdlm": "masked diffusion models", "duo": "uniform-state diffusion models"}[kind]
-    if not isinstance(loaded.model, DiT) or loaded.config.kind != kind:
+    if loaded.config.kind != kind:
         raise UserError(
             f"{source} is a model of kind `{loaded.config.kind}`: method={method} distils {words} "
             f"(`{kind}`)."
         )
-    return loaded.model
+    return cast("Network", loaded.model)
 
 
-def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> DiT:
+def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Network:
     """Where the student starts: a copy of the teacher, or a model that speaks its tokens."""
     entry = METHODS[config.method]
     if entry.texts == "data" and not config.data.source:
@@ -92,9 +87,9 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Di
     return student
 
 
-def _other_student(config: DistillConfig, other: str, teacher: LoadedModel, source: str) -> DiT:
+def _other_student(config: DistillConfig, other: str, teacher: LoadedModel, source: str) -> Network:
     """A student that is not a copy of the teacher, if the two fit."""
-    loaded = open_source(other)
+    loaded = give_lengths(open_source(other), config, other)
     student = denoiser_of(loaded, other, config.method)
     hashes = [m.tokenizer.hash if m.tokenizer else None for m in (teacher, loaded)]
     if hashes[0] != hashes[1] or loaded.config.num_tokens != teacher.config.num_tokens:
@@ -155,12 +150,13 @@ def open_texts(
     if not config.data.source:
         return None, None
     source, end_id = config.data.source, teacher.config.end_id
+    network = cast("Network", teacher.model)
     raw = source != "oracle" and not is_prepared(Path(source))
     if end_id is not None and raw and config.data.rows == "stream":
         raise UserError(_stream(source))  # before it is prepared
     settings = replace(config.data, tokenizer=tokenizer)
     data, valid = open_data_together(
-        settings, folder, world, progress, length=teacher.config.length, seed=config.train.seed
+        settings, folder, world, progress, length=window_of(network), seed=config.train.seed
     )
     check_data(teacher.config, teacher.tokenizer.hash if teacher.tokenizer else None, data)
     first = min(ROWS_LOOKED_AT, data.num_sequences or ROWS_LOOKED_AT)
@@ -179,7 +175,7 @@ def _stream(source: str) -> str:
 def make_task(
     config: DistillConfig,
     teacher: Teacher,
-    student: DiT,
+    student: Network,
     world: World,
     data: TokenSource | None,
     folder: Path,
@@ -187,7 +183,8 @@ def make_task(
 ) -> DistillTask:
     """The task of the settings' method, with its bank of the teacher's texts if it reads one."""
     rows = None if data is None else data.length
-    check_fit(config, teacher.network.config, rows=rows, processes=world.size)
+    window = window_of(teacher.network)
+    check_fit(config, teacher.network.config, rows=rows, window=window, processes=world.size)
     references = None
     if config.reads_bank:
         references = _bank(config, teacher, world, data, folder, progress).rows
@@ -211,7 +208,7 @@ def _bank(
 ) -> TokenSource:
     """Teacher samples on disk, drawn now where they are missing."""
     model, reference = teacher.network.config, config.reference
-    length = model.length if data is None else data.length
+    length = window_of(teacher.network) if data is None else data.length
     settings = BankSettings(
         teacher=teacher.fingerprint,
         steps=reference.steps,

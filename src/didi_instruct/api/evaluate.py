@@ -138,7 +138,7 @@ def _check_writable(source: str, model: Model, rows: TokenSource, count: int) ->
     if not isinstance(model.network, MaskedLM):
         return
     found = [
-        model.never_written(rows.ordered(first, min(ROWS_AT_ONCE, count - first)))
+        model.without_likelihood(rows.ordered(first, min(ROWS_AT_ONCE, count - first)))
         for first in range(0, count, ROWS_AT_ONCE)
     ]
     bad = torch.cat(found)

@@ -1,5 +1,6 @@
 """From a wish ("four stories, 16 steps, beginning so") to canvases, a sampler and samples."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from didi_instruct.api.fasta import check_residues
 from didi_instruct.api.samplers import Call, Engine, find_sampler
+from didi_instruct.config.lengths import read_lengths
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
@@ -18,7 +22,7 @@ from didi_instruct.sampling.infill import (
     Ending,
     Template,
     gap_lengths,
-    parse_gap,
+    parse_gaps,
     split_infill,
     stack,
 )
@@ -31,12 +35,15 @@ class Request:
     """What to generate, and how."""
 
     num: int = 1
-    """Samples; with several prompts, samples of each."""
+    """Samples; with several prompts or lengths, samples of each."""
     steps: int | None = None
     """Steps of the sampler, 16 if not said; some samplers take as many as there are tokens."""
     length: int | None = None
     """Tokens of the window, what is given included; by default all the model can read. For a model
     whose texts have a window of their own: tokens of the text, by default drawn."""
+    lengths: str | Sequence[int] | None = None
+    """Several lengths, in one batch: `100,200,300`; or a range, `100-500`, from which the length of
+    each sample is drawn evenly. Of masked models; shorter rows are padded with -1 behind."""
     sampler: str | None = None
     """By default the plain one of the model's kind."""
     prompt: str | Sequence[str] | None = None
@@ -46,7 +53,8 @@ class Request:
     infill: str | None = None
     """Text with gaps, `Once ___ time`; the window is then as long as the text."""
     gap: str | None = None
-    """Tokens of a gap: `8`, `4-12`; `auto` (the default) or `auto:4-12` for the model to choose."""
+    """Tokens of a gap: `8`, `4-12`; `auto` (the default) or `auto:4-12` for the model to choose;
+    `20,30-40` for the first gap and the second."""
     tokens: Tensor | None = None
     """Given tokens anywhere, (L,) or (B, L), the mask's id where to write."""
     temperature: float = 1.0
@@ -67,12 +75,36 @@ class Request:
                 raise UserError(f"{name} is {value}: use a whole number, 1 or more.")
         if self.gap is not None and self.infill is None:
             raise UserError("gap says how long the gaps of infill are: give infill too.")
-        if self.length is not None and (self.infill is not None or self.tokens is not None):
-            raise UserError("The length follows from what is given: leave out length.")
+        for name in ("length", "lengths"):
+            follows = self.infill is not None or self.tokens is not None
+            if follows and getattr(self, name) is not None:
+                raise UserError(f"The length follows from what is given: leave out {name}.")
+        if self.length is not None and self.lengths is not None:
+            raise UserError("length and lengths say the same thing: leave out one of them.")
+        self.spans()
         if self.infill is not None and (self.prompt is not None or self.suffix is not None):
             raise UserError("infill holds all that is given: leave out prompt and suffix.")
         if self.tokens is not None and (self.infill or self.prompt or self.suffix):
             raise UserError("tokens hold all that is given: leave out prompt, suffix and infill.")
+
+    def spans(self) -> list[range]:
+        """Lengths that the samples may have, of each wish for `num` of them; none: any."""
+        if self.length is not None:
+            return [range(self.length, self.length + 1)]
+        if self.lengths is None:
+            return []
+        wish = self.lengths if isinstance(self.lengths, str) else ",".join(map(str, self.lengths))
+        found = read_lengths(wish)
+        return [found] if isinstance(found, range) else [range(n, n + 1) for n in found]
+
+    def prompts(self) -> list[str]:
+        """Texts to continue; an empty one where nothing is given."""
+        return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt or [""])
+
+    @property
+    def total(self) -> int:
+        """Samples in all, unless tokens are given."""
+        return self.num * len(self.prompts()) * max(1, len(self.spans()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +114,19 @@ class Generated:
     samples: Samples
     written: Tensor
     """(B, L)."""
+    lengths: list[int] | None = None
+    """Of each text, where lengths were asked for; its window may be longer."""
 
-    def cut(self, length: int | None) -> "Generated":
-        """Without the ends that fill a window behind a text whose length was asked for."""
-        tokens, written = self.samples.tokens[:, :length], self.written[:, :length]
-        return Generated(replace(self.samples, tokens=tokens), written)
+    def cut(self) -> "Generated":
+        """Without what fills a window behind a text whose length was asked for."""
+        if self.lengths is None:
+            return self
+        longest = max(self.lengths)
+        tokens, written = self.samples.tokens[:, :longest], self.written[:, :longest]
+        lengths = torch.tensor(self.lengths, device=tokens.device)[:, None]
+        behind = torch.arange(tokens.shape[1], device=tokens.device) >= lengths
+        tokens = tokens.masked_fill(behind, PAD)
+        return replace(self, samples=replace(self.samples, tokens=tokens), written=written)
 
 
 def generate(
@@ -125,7 +165,8 @@ def generate(
     width = max(p.tokens.shape[1] for p in parts)
     tokens = [_widen(p.tokens, width, PAD) for p in parts]
     drawn = join([replace(p, tokens=t) for p, t in zip(parts, tokens, strict=True)])
-    return Generated(drawn, torch.cat([_widen(start, width, False) for start in starts]))
+    written = torch.cat([_widen(start, width, False) for start in starts])
+    return Generated(drawn, written, [row.length for row in rows] if request.spans() else None)
 
 
 def mask_symbol(config: ModelConfig) -> int:
@@ -142,11 +183,13 @@ class Row:
     tokens: list[int]
     """What is given, and masks."""
     log_prob: float = 0.0
-    """Of what was drawn to lay it out: the length of a text."""
+    """Of what the model drew to lay it out: the length of a text."""
+    length: int = 0
+    """Of the text, where it was asked for."""
 
 
-PROMPT_STRIDE = 1 << 32
-"""Sample i of prompt k has index i + k * PROMPT_STRIDE, however many samples there are."""
+STRIDE = 1 << 32
+"""Sample i of the k-th prompt or length has index i + k * STRIDE, however many there are."""
 
 
 def _rows(
@@ -166,32 +209,33 @@ def _rows(
 
 def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[Row]:
     """Masks after a prompt and before a suffix; then the end, if texts have their own windows."""
-    length = config.length if request.length is None else request.length
-    if length > config.length:
-        raise UserError(f"length is {length}: this model writes 1 to {config.length} tokens.")
-    ending = _ending(config)
-    law = ending.law if ending and request.length is None else None
-    prompts = [request.prompt] if isinstance(request.prompt, str) else (request.prompt or [""])
+    if request.lengths is not None and config.kind != "mdlm":
+        raise UserError(f"lengths are for masked models: give one of kind {config.kind} a length.")
+    spans, ending = request.spans(), _ending(config)
+    longest = max((span[-1] for span in spans), default=1)
+    if longest > config.length:
+        raise UserError(f"length is {longest}: this model writes 1 to {config.length} tokens.")
+    law = ending.law if ending and not spans else None
+    spans = spans or [range(config.length, config.length + 1)]
     after = _encode(request.suffix or "", tokenizer)
-    for k, text in enumerate(prompts):
+    for k, (text, span) in enumerate(itertools.product(request.prompts(), spans)):
         before = _encode(text, tokenizer)
-        if len(before) + len(after) >= length:
+        given = len(before) + len(after)
+        if given >= span[0]:
             raise UserError(
-                f"The prompt has {len(before) + len(after)} tokens, the window {length}: "
+                f"The prompt has {given} tokens, the window {span[0]}: "
                 "nothing is left to write. Shorten it or raise length."
             )
-        given = len(before) + len(after)
-        samples = torch.arange(request.num) + k * PROMPT_STRIDE
-        lengths, log_prob = torch.full_like(samples, length), torch.zeros(request.num)
+        samples = torch.arange(request.num) + k * STRIDE
+        numbers = uniforms(request.seed, samples, (Purpose.LENGTH,), 1).squeeze(1)
+        lengths, log_prob = span[0] + (numbers * len(span)).long(), torch.zeros(request.num)
         if law is not None:
-            numbers = uniforms(request.seed, samples, (Purpose.LENGTH,), 1).squeeze(1)
             lengths = law.draw(numbers, shortest=given + 1)
             log_prob = law.log_prob(lengths, shortest=given + 1)
         drawn = zip(samples.tolist(), lengths.tolist(), log_prob.tolist(), strict=True)
         for sample, count, log_p in drawn:
-            masks = [mask_symbol(config)] * (count - given)
-            row = [*before, *masks, *after]
-            yield Row(sample, ending.fill(row) if ending else row, log_p)
+            row = [*before, *[mask_symbol(config)] * (count - given), *after]
+            yield Row(sample, ending.fill(row) if ending else row, log_p, count)
 
 
 def _ending(config: ModelConfig) -> Ending | None:
@@ -211,13 +255,13 @@ def _filled(
     """Texts with gaps."""
     if config.kind == "ar" or denoiser is None:
         raise UserError("An AR model writes from left to right and cannot fill gaps: use prompt.")
-    gap = parse_gap(request.gap or "auto")
-    if config.kind == "duo" and gap.chosen:
+    pieces = [_encode(piece, tokenizer) for piece in split_infill(request.infill or "")]
+    gaps = parse_gaps(request.gap or "auto", len(pieces) - 1)
+    if config.kind == "duo" and any(gap.chosen for gap in gaps):
         raise UserError(
             "A uniform-state model cannot choose the length of a gap: give gap as 8 or 4-12."
         )
-    pieces = [_encode(piece, tokenizer) for piece in split_infill(request.infill or "")]
-    template = Template(pieces, [gap] * (len(pieces) - 1), _ending(config)).fit(config.length)
+    template = Template(pieces, gaps, _ending(config)).fit(config.length)
     samples = torch.arange(request.num, device=device)
     eot_id = None if tokenizer is None else tokenizer.eot_id
     mask_id = mask_symbol(config)
@@ -233,6 +277,8 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         return []
     if tokenizer is None:
         raise UserError("This model has no tokenizer: give token ids as `tokens`.")
+    if is_protein(tokenizer.vocabulary):
+        check_residues(text, tokenizer)
     try:
         return tokenizer.encode([text])[0]
     except UserError:
@@ -252,7 +298,7 @@ def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[Row]:
         )
     for k, row in enumerate(table.tolist()):
         for i in range(num):
-            yield Row(i + k * PROMPT_STRIDE, row)
+            yield Row(i + k * STRIDE, row)
 
 
 def _widen(table: Tensor, width: int, value: int | bool) -> Tensor:

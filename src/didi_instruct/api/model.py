@@ -114,7 +114,7 @@ class Model:
         tokens = self._checked(tokens).cpu()
         if tokens.numel() and int(tokens.max()) >= self.config.num_tokens:
             raise UserError("nelbo measures clean text, but the tokens contain masks.")
-        never = self.never_written(tokens)
+        never = self.without_likelihood(tokens)
         if len(never):
             raise UserError(
                 f"{len(never)} of {tokens.numel()} tokens are such as this model never writes (id "
@@ -129,14 +129,20 @@ class Model:
         return torch.tensor(result.nats_per_token, dtype=torch.float64)
 
     def never_written(self, tokens: Tensor) -> Tensor:
-        """Return those of the tokens that a masked LM never writes, such as what frames a text.
+        """Return those of the tokens that the model never writes, such as what frames a text."""
+        banned = self.config.banned
+        if isinstance(self.network, MaskedLM):
+            banned = self.network.ids.banned
+        return tokens[torch.isin(tokens, tokens.new_tensor(banned))]
+
+    def without_likelihood(self, tokens: Tensor) -> Tensor:
+        """Return those of the tokens that the model never writes and is not given either.
 
         They have probability 0 in exact terms, and an arbitrary large cost in ours.
         """
-        if not isinstance(self.network, MaskedLM):
-            return tokens.new_empty(0)
-        banned = self.network.banned.to(tokens.device)
-        return tokens[torch.isin(tokens, banned)]
+        never = self.never_written(tokens)
+        given = (*self.config.banned, *self.config.never_drawn)
+        return never[~torch.isin(never, never.new_tensor(given))]
 
     def likelihood(
         self, data: Callable[[int, int], Tensor], *, sequences: int, **settings: Any
@@ -156,7 +162,8 @@ class Model:
         """Draw token sequences, LongTensor (num, length); settings are the fields of `Request`.
 
         Without `length` they are as long as the model's window; where texts have windows of their
-        own, each then has a length that is drawn, and is followed by its end.
+        own, each then has a length that is drawn, and is followed by its end. With `lengths` they
+        are padded with -1 to the longest.
         """
         return self.draw(num, **{"measure_path": False} | settings).tokens
 
@@ -168,7 +175,7 @@ class Model:
     def draw(self, num: int = 1, *, callback: Callback | None = None, **settings: Any) -> Samples:
         """Draw sequences together with the log-probability of their paths and what they cost."""
         wish = self._wish(num, {"measure_path": True} | settings)
-        return self.request(wish, callback=callback).cut(wish.length).samples
+        return self.request(wish, callback=callback).cut().samples
 
     def _wish(self, num: int, settings: dict[str, Any]) -> Request:
         names = [f.name for f in fields(Request)]

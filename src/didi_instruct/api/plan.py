@@ -69,7 +69,9 @@ class Plan:
                 )
 
 
-def check_metrics(metrics: Sequence[str], judge: bool, reference: bool) -> None:
+def check_metrics(
+    metrics: Sequence[str], judge: bool, reference: bool, folding: bool = False
+) -> None:
     """Refuse measures that are not known, or that lack what they need."""
     if not metrics:
         raise UserError(f"No metric is named. Known: {', '.join(METRICS)}.")
@@ -80,8 +82,17 @@ def check_metrics(metrics: Sequence[str], judge: bool, reference: bool) -> None:
             raise UserError(f"The metric {name} needs a judge: add --judge SOURCE.")
         if METRICS[name].reference and not reference:
             raise UserError(f"The metric {name} compares with text: add --reference DATA.")
+        if METRICS[name].chains and not reference:
+            raise UserError(f"The metric {name} compares with chains: add --reference FASTA.")
+        if METRICS[name].folding and not folding:
+            raise UserError(f"The metric {name} folds chains: add --folding SOURCE.")
     if "ppl" in metrics and "entropy" not in metrics:
         raise UserError("Perplexity alone proves nothing: add the metric entropy.")
+
+
+def usual_num(metrics: Sequence[str]) -> int:
+    """Samples of a row where nobody says how many: 40 chains, as in the paper, or 256 texts."""
+    return 40 if any(METRICS[name].residues for name in metrics) else 256
 
 
 def plan_of_baseline(plan: Plan, model: Model) -> Plan:

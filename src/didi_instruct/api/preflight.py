@@ -6,14 +6,15 @@ from importlib.util import find_spec
 
 from didi_instruct.api.candidates import Candidate, candidates, shared_ids, shared_tokenizer
 from didi_instruct.api.plan import Plan
-from didi_instruct.api.reference import FEWEST, Like, open_reference
+from didi_instruct.api.reference import FEWEST, Like, is_of_residues, open_reference
 from didi_instruct.api.samplers import find_sampler
 from didi_instruct.config.parse import parse
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.evaluation.judges import CausalJudge, Judge
-from didi_instruct.evaluation.rows import knows_texts
+from didi_instruct.evaluation.rows import METRICS, knows_texts
 from didi_instruct.evaluation.token_judges import TokenJudge
+from didi_instruct.proteins.chains import is_fasta, read_chains
 
 
 def check_models(
@@ -30,7 +31,9 @@ def check_models(
     A baseline that cannot be sampled as the others is sampled plainly: its sampler is not checked.
     """
     wish = next(plan.requests())
+    sources = [source for source in sources if not is_fasta(source)]
     found = candidates([*sources, *([against] if against else [])], tokenizer)
+    _check_proteins(metrics, found, reference)
     for model in found:
         if wish.length is not None and wish.length > model.config.length:
             raise UserError(
@@ -58,9 +61,28 @@ def check_models(
             tokenizer=shared_tokenizer(found),
             num_tokens=shared_ids(found),
             documents=ends,
+            residues=wish.length if ends else wish.length or _length(last),
         )
         open_reference(reference, like, reading, metrics)
     return found
+
+
+def _check_proteins(
+    metrics: Sequence[str], models: Sequence[Candidate], reference: str | None
+) -> None:
+    """Refuse measures of proteins where the models write words, or their program is not there."""
+    for name in metrics:
+        metric = METRICS[name]
+        if metric.prepare is not None:
+            metric.prepare()
+        for model in models if metric.residues else ():
+            if model.tokenizer is not None and not is_of_residues(model.tokenizer):
+                raise UserError(
+                    f"The metric {name} measures proteins, and {model.source} writes words: leave "
+                    "it out."
+                )
+        if metric.chains and reference is not None:
+            read_chains(reference)
 
 
 def _check_ends(models: Sequence[Candidate], plan: Plan) -> None:
@@ -88,8 +110,9 @@ def check_needs(
 ) -> None:
     """Refuse metrics for which the judge is of the wrong kind, or the samples are too few."""
     for name in metrics:
-        if models and plan.num < FEWEST.get(name, 1):
-            raise UserError(f"The metric {name} needs {FEWEST[name]} samples: raise --num.")
+        fewest = max(FEWEST.get(name, 1), METRICS[name].min_samples)
+        if models and plan.num < fewest:
+            raise UserError(f"The metric {name} needs {fewest} samples: raise --num.")
     if "mauve" in metrics and not isinstance(judge, CausalJudge):
         raise UserError(
             "The metric mauve compares features of a causal language model: give one as --judge."

@@ -21,10 +21,14 @@ from didi_instruct.api.runs import (
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.data.alphabet import amino_ids, is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.models.masked_lm import new_esm
+from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.masking import before_end, goes_on
+from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
 from didi_instruct.training.pretrain_task import PretrainTask
@@ -78,8 +82,15 @@ def pretrain(
         data, valid = open_data_together(
             config.data, folder, world, data_progress, length=length, seed=seed
         )
+        model = _model_of(config, data)
         task = PretrainTask(
-            config, _model_of(config, data), data, world, curriculum=config.curriculum
+            config,
+            model,
+            data,
+            world,
+            network=_network(config, model, data),
+            curriculum=config.curriculum,
+            pass_tokens=config.train.pass_tokens,
         )
         evaluate = held_out_likelihood(task, valid) if valid is not None else None
         loop = Loop(task, config.train, folder, world, reporter=shown, evaluate=evaluate)
@@ -96,6 +107,18 @@ def pretrain(
 def _model_of(config: PretrainConfig, data: TokenSource) -> ModelConfig:
     """The model for some data; where each text has its own window, with the law of lengths."""
     model = config.model.resolve(data.num_tokens)
+    proteins = is_protein(data.tokenizer.vocabulary)
+    if config.model.family == "esm":
+        if not proteins:
+            raise UserError(
+                "model.family esm is for proteins: use data.tokenizer=esm, or leave it out."
+            )
+        model = replace(model, cond_dim=1)  # it knows no time
+    if proteins and not config.model.own_window:
+        raise UserError(
+            "The data are proteins, which are apart from each other: set model.own_window=true and "
+            "data.rows=document."
+        )
     if not config.model.own_window:
         return model
     end_id = data.tokenizer.eot_id
@@ -104,7 +127,18 @@ def _model_of(config: PretrainConfig, data: TokenSource) -> ModelConfig:
             "model.own_window needs texts that end in an end-of-text token: use data.source with "
             "data.rows=document, or leave it out."
         )
+    if proteins:
+        drawn = amino_ids(data.tokenizer.vocabulary) | ({end_id} if model.kind == "ar" else set())
+        model = replace(model, banned=tuple(sorted(set(range(model.num_tokens)) - drawn)))
     return with_lengths(model, data, end_id)
+
+
+def _network(config: PretrainConfig, model: ModelConfig, data: TokenSource) -> MaskedLM | None:
+    """A fresh network of another family than ours; None: ours."""
+    if config.model.family == "dit":
+        return None
+    torch.manual_seed(mix(config.train.seed, "init"))
+    return new_esm(model, data.tokenizer)
 
 
 def with_lengths(model: ModelConfig, data: TokenSource, end_id: int) -> ModelConfig:

@@ -4,15 +4,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from didi_instruct.api.chain_sets import chain_set
 from didi_instruct.api.evaluate import held_out
 from didi_instruct.api.studio import texts_of
+from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.fitting import FEWEST_SAMPLES
 from didi_instruct.evaluation.mauve import FEWEST as FEWEST_OF_MAUVE
-from didi_instruct.evaluation.samples import Origin, SampleSet, is_sample_file, read_samples
+from didi_instruct.evaluation.samples import (
+    OF_TEXT,
+    Origin,
+    SampleSet,
+    is_sample_file,
+    read_samples,
+)
+from didi_instruct.proteins.chains import (
+    LONGER,
+    chains_of_length,
+    is_fasta,
+    read_chains,
+    some_chains,
+)
 
 FEWEST: Mapping[str, int] = {
     "ar-kl": FEWEST_SAMPLES,
@@ -20,8 +35,6 @@ FEWEST: Mapping[str, int] = {
     "mauve": FEWEST_OF_MAUVE,
 }
 """Texts that a metric cannot do without."""
-OF_TEXT = "text"
-"""Stands for the sampler where nobody sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +52,8 @@ class Like:
     """Ids that the model knows, where there is one."""
     documents: bool = False
     """Whether each text has a window of its own."""
+    residues: int | None = None
+    """Of each sample, where they are chains of one length."""
 
 
 def open_reference(
@@ -49,13 +64,16 @@ def open_reference(
     Refuses texts of other tokens or of other lengths, and fewer than a metric needs.
     """
     read = _samples if is_sample_file(Path(data)) else _text
+    if is_fasta(data) and (like.tokenizer is None or is_of_residues(like.tokenizer)):
+        read = _chains
     found = read(data, like, reading)
     for name in metrics:
         # Fewer samples are not the reference's fault, and refused where samples are.
         if name in ("c2st", "mauve") and len(found) < FEWEST[name] <= like.num:
+            length = like.residues or like.length
             raise UserError(
-                f"{data} has {len(found)} texts of {like.length} tokens, and the metric {name} "
-                f"needs {FEWEST[name]}: give more as --reference, or leave out {name}."
+                f"{data} has {len(found)} texts of {length} tokens, and the metric {name} needs "
+                f"{FEWEST[name]}: give more as --reference, or leave out {name}."
             )
     return found
 
@@ -112,6 +130,28 @@ def _text(data: str, like: Like, reading: ReadOptions) -> SampleSet:
         until_eot=like.until_eot,
     )
     return SampleSet(origin, tokens, texts, None, lengths)
+
+
+def _chains(data: str, like: Like, _: ReadOptions) -> SampleSet:
+    """Real chains: as long as the samples where those have one length, else of any length."""
+    chains = read_chains(data)
+    if like.residues is not None:
+        found = chains_of_length(chains, like.residues, like.num)
+        lengths = f"{like.residues} to {int(LONGER * like.residues)}"
+    else:
+        found = some_chains(chains, like.length, like.num)
+        lengths = f"1 to {like.length}"
+    if not found:
+        raise UserError(
+            f"{data} has no chain of {lengths} amino acids, which samples are compared with: give "
+            "another --reference, or other lengths."
+        )
+    return chain_set(data, found, like.length, like.tokenizer, until_eot=like.until_eot)
+
+
+def is_of_residues(tokenizer: Tokenizer) -> bool:
+    """Whether what a tokenizer cuts are chains of residues."""
+    return is_protein(tokenizer.vocabulary)
 
 
 def _check(data: str, like: Like, source: TokenSource) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from didi_instruct.api.sources import PrepareBar, is_prepared, open_training_data
 from didi_instruct.config.parse import apply_overrides, parse, read_yaml
-from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
+from didi_instruct.config.pretrain import DataConfig, OptimConfig, PretrainTrainConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
@@ -30,11 +30,20 @@ BEFORE_THE_FIRST_SAVE = (*BEFORE_THE_FIRST_STEP, RECIPE, "log.jsonl", "tensorboa
 
 FREE_TO_CHANGE = {
     "": {"reproduces", "expect"},
-    "train": {f.name for f in fields(TrainConfig)} - {"batch_size", "seed", "ema", "ema_warmup"},
+    "train": {f.name for f in fields(PretrainTrainConfig)}
+    - {"batch_size", "seed", "ema", "ema_warmup"},
     "optim": {f.name for f in fields(OptimConfig)},
     "watch": {"budgets", "samples", "min_entropy"},
     "didi": {"kl_weight", "entropy_weight", "advantage_clip"},
-    "discriminator": {"lr", "weight_decay", "dropout", "chance", "saturation", "label_smoothing"},
+    "discriminator": {
+        "lr",
+        "lr_warmup",
+        "weight_decay",
+        "dropout",
+        "chance",
+        "saturation",
+        "label_smoothing",
+    },
     "token_matching": {"aux_lr", "anchor", "ratio_clip"},
     "mixture": {"budgets", "learning"},
 }

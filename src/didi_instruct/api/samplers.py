@@ -17,6 +17,7 @@ from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.confidence import by_confidence
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.dimo import Start, dimo
+from didi_instruct.sampling.dplm import Proposal, dplm
 from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.guide import Guidance, Guide
 from didi_instruct.sampling.guided import rgas
@@ -160,6 +161,16 @@ class DimoOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DplmOptions:
+    """Options of `dplm`."""
+
+    draw: Proposal = "sample"
+    """How tokens are proposed: `sample`, by Gumbel noise at the temperature, or `argmax`."""
+    guard: float | None = None
+    """Share of a text above which a token is drawn again, by an extra pass; DPLM's is 0.25."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TailOptions:
     """Options of `uniform-state`."""
 
@@ -221,6 +232,10 @@ def _dimo(call: Call, options: DimoOptions) -> Samples:
     return dimo(network, schedule, call.state, steps=call.steps, start=start, grid=options.grid)
 
 
+def _dplm(call: Call, options: DplmOptions) -> Samples:
+    return dplm(call.denoiser, call.state, steps=call.steps, **asdict(options))
+
+
 def _uniform_state(call: Call, options: TailOptions) -> Samples:
     return uniform_state(*call.reverse, steps=call.steps, **asdict(options))
 
@@ -264,6 +279,7 @@ SAMPLERS = {
         Sampler("blocks", "mdlm", BlockOptions, _blocks),
         Sampler("first-hitting", "mdlm", NoOptions, _first_hitting, counts_tokens=True),
         Sampler("dimo", "mdlm", DimoOptions, _dimo),
+        Sampler("dplm", "mdlm", DplmOptions, _dplm),
         Sampler("uniform-state", "duo", TailOptions, _uniform_state),
         Sampler("autoregressive", "ar", NoOptions, _autoregressive, counts_tokens=True),
     )

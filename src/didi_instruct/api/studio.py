@@ -21,7 +21,7 @@ from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.kept import content_key, judge_once, key, measure_once
-from didi_instruct.evaluation.rows import Measured, Measuring, Progress, Yardstick
+from didi_instruct.evaluation.measuring import Measured, Measuring, Progress, Yardstick
 from didi_instruct.evaluation.samples import (
     VERSION,
     Origin,

@@ -5,6 +5,7 @@ kept under it would else not be found again.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from didi_instruct.api.candidates import Candidate, shared_ids, shared_tokenizer
 from didi_instruct.api.reference import Like, open_reference
@@ -12,8 +13,11 @@ from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.kept import content_key
-from didi_instruct.evaluation.rows import Begun, Reference, Yardstick
+from didi_instruct.evaluation.measuring import Begun, Folding, Reference, Yardstick
+from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.proteins.chains import Chains, is_fasta, read_chains
+from didi_instruct.proteins.folding import FoldSettings, Predictor
 from didi_instruct.training.distributed import pick_device
 
 
@@ -28,6 +32,7 @@ def make_yardstick(
     metrics: Sequence[str] = (),
     tokenizer: str | None = None,
     ar_start: Begun | None = None,
+    folding: Folding | None = None,
     device: str | None = None,
 ) -> tuple[Yardstick, SampleSet | None]:
     """The yardstick of samples that belong into one table, and the text of its reference, if any.
@@ -46,6 +51,8 @@ def make_yardstick(
         seed=seed % (1 << 63),
         device=str(pick_device(device)),
         ar_start=ar_start,
+        chains=_chains(reference, metrics),
+        folding=folding,
     )
     return yardstick, text
 
@@ -61,8 +68,34 @@ def _like(sets: Sequence[SampleSet], models: Sequence[Candidate], tokenizer: str
         hash=origin.tokenizer,
         tokenizer=given or shared_tokenizer(models),
         num_tokens=shared_ids(models),
+        residues=_one_length(sets),
         documents=any(s.origin.own_window for s in sets) or any(model.ends for model in models),
     )
+
+
+def open_folding(source: str, cache: Path, device: str | None = None) -> Predictor:
+    """A folding model that keeps its folds in a folder; on a GPU its language model is bfloat16."""
+    chosen = pick_device(device)
+    settings = FoldSettings(
+        source=source, cache=cache, device=str(chosen), bf16=chosen.type == "cuda"
+    )
+    return Predictor(settings)
+
+
+def _one_length(sets: Sequence[SampleSet]) -> int | None:
+    """Tokens of every sample, where all were asked for at one length."""
+    lengths = {int(number) for s in sets for number in s.lengths}
+    drawn = any(s.origin.own_window for s in sets)
+    return None if drawn or len(lengths) > 1 else lengths.pop()
+
+
+def _chains(reference: str | None, metrics: Sequence[str]) -> Chains | None:
+    """All real chains, for measures that compare with them."""
+    if reference is None:
+        return None
+    needed = any(METRICS[name].chains for name in metrics)
+    wanted = any(METRICS[name].residues for name in metrics) and is_fasta(reference)
+    return read_chains(reference) if needed or wanted else None
 
 
 def _as_reference(text: SampleSet) -> Reference:

@@ -31,8 +31,9 @@ def prepare(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="bytes, bpe:N (learn N ids from the corpus), a tokenizer.json, a folder with a "
-            "tokenizer, a shipped model (stories/teacher), or a Hugging Face id."
+            help="bytes, esm (proteins: ESM's 33 tokens), bpe:N (learn N ids from the corpus), a "
+            "tokenizer.json, a folder with a tokenizer, a shipped model (stories/teacher), or a "
+            "Hugging Face id."
         ),
     ],
     length: Annotated[int, typer.Option(help="Tokens in a row.")],
@@ -52,7 +53,10 @@ def prepare(
     ] = "stream",
     long: Annotated[
         str,
-        typer.Option(help="For --rows document: drop or cut a document that does not fit a row."),
+        typer.Option(
+            help="For --rows document: drop a document that does not fit a row, cut it, or split "
+            "it into several rows."
+        ),
     ] = "drop",
     valid: Annotated[
         int | None,
@@ -122,9 +126,12 @@ def _exceptions(info: "SplitInfo", manifest: "Manifest") -> str:
     long = info.long_documents
     if long is None:
         return ""
-    cut = manifest.layout.long == "cut"
-    empty = info.documents - info.rows - (0 if cut else long)
-    said = f"; {long:,} too long for a row, {'cut' if cut else 'left out'}" if long else ""
+    when_long = manifest.layout.long
+    done = {"drop": "left out", "cut": "cut", "split": "split"}[when_long]
+    said = f"; {long:,} too long for a row, {done}" if long else ""
+    if when_long == "split":  # rows do not tell how many documents they are of
+        return said
+    empty = info.documents - info.rows - (long if when_long == "drop" else 0)
     return said + (f"; {empty:,} without any token, left out" if empty else "")
 
 

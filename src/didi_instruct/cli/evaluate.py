@@ -1,7 +1,5 @@
 """`didi eval`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +12,8 @@ from didi_instruct.cli.judging import (
     JudgeEnd,
     JudgeTemperature,
 )
-from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
+from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, nelbo, zero_shot
+from didi_instruct.cli.quality import quality
 from didi_instruct.cli.tasks import (
     Limit,
     Permute,
@@ -31,8 +30,6 @@ from didi_instruct.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from didi_instruct.api.quality import Quality
-    from didi_instruct.data.readers import ReadOptions
 
 TEMPERATURES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 TOP_PS = (0.98, 0.95, 0.9, 0.8)
@@ -49,8 +46,8 @@ def command(
         str,
         typer.Option(
             help="Comma-separated: ppl, entropy, unique-4gram, self-bleu, self-bleu-words, mauve, "
-            "path-kl, ar-kl, c2st; or nelbo, the likelihood of --data; or zero-shot, that of seven "
-            "corpora."
+            "path-kl, ar-kl, c2st; of proteins plddt, clusters, repeats, composition, novelty; or "
+            "nelbo, the likelihood of --data; or zero-shot, that of seven corpora."
         ),
     ] = "entropy,unique-4gram,self-bleu",
     task: TaskName = None,
@@ -67,7 +64,7 @@ def command(
         str | None,
         typer.Option(
             help="What to compare with, for mauve and c2st: text, or a file of samples (a teacher "
-            "with all its steps)."
+            "with all its steps). For composition and novelty: real chains, as FASTA."
         ),
     ] = None,
     against: Annotated[
@@ -80,10 +77,22 @@ def command(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Sweep temperature and top-p.")
     ] = False,
-    num: Annotated[int, typer.Option(help="Samples per row.")] = 256,
+    num: Annotated[
+        int | None, typer.Option(help="Samples per row (default: 256; 40 for proteins).")
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(help="Tokens of a sample (default: the model's; drawn where texts end)."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated lengths: rows for each, and means over them."),
+    ] = None,
+    folding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE", help="For plddt: a folding model, such as facebook/esmfold_v1."
+        ),
     ] = None,
     sampler: Annotated[str | None, typer.Option(help="As in `didi generate`.")] = None,
     options: Annotated[
@@ -199,18 +208,20 @@ def command(
             f"--most-steps {most_steps} is the end of the gap that --steps {steps} begin: use more "
             "than all of them."
         )
-    from didi_instruct.api.plan import Plan, check_metrics
+    if lengths is not None and length is not None:
+        raise UserError("--length is one length and --lengths are several: leave out one.")
+    from didi_instruct.api.plan import Plan, check_metrics, usual_num
     from didi_instruct.config.parse import apply_overrides
 
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
-    check_metrics(names, judge is not None, reference is not None)
+    check_metrics(names, judge is not None, reference is not None, folding is not None)
     if ar_start is not None and "ar-kl" not in names:
         raise UserError("--ar-start is what the metric ar-kl begins with: add it to --metrics.")
     plan = Plan(
         steps=budgets,
         most_steps=most_steps,
-        num=num,
+        num=num if num is not None else usual_num(names),
         length=length,
         sampler=sampler,
         options=apply_overrides({}, options or (), flag="--option"),
@@ -230,7 +241,7 @@ def command(
         "draws": draws,
         "batch_size": batch_size,
     }
-    _quality(
+    quality(
         models,
         plan,
         names,
@@ -240,8 +251,10 @@ def command(
         against,
         samples or [],
         out,
+        lengths=(length,) if lengths is None else _whole_numbers("--lengths", lengths),
         reading=reading,
         ar_start=ar_start,
+        folding=folding,
         dtype=dtype,
         **common,
     )
@@ -297,97 +310,3 @@ def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise UserError(f"{flag} {text}: whole numbers, 1 or more, separated by commas.")
     return numbers
-
-
-def _quality(
-    sources: "Sequence[str]",
-    plan: Any,
-    metrics: "Sequence[str]",
-    judge: str | None,
-    judge_settings: dict[str, Any],
-    reference: str | None,
-    against: str | None,
-    samples: "Sequence[Path]",
-    out: Path | None,
-    *,
-    reading: "ReadOptions",
-    tokenizer: str | None,
-    ar_start: str | None,
-    json_file: Path | None,
-    device: str | None,
-    dtype: str | None,
-) -> None:
-    """Sample quality, as a table and as JSON."""
-    from didi_instruct.api.evaluate import Report
-    from didi_instruct.api.preflight import check_models, check_needs
-    from didi_instruct.api.quality import evaluate_quality
-    from didi_instruct.api.shipped import find_shipped
-    from didi_instruct.cli.progress import ProgressBar
-    from didi_instruct.evaluation.judges import open_judge
-
-    folder = out or default_folder([*sources, *map(str, samples)], against)
-    models = check_models(sources, against, plan, reference, reading, metrics, tokenizer)
-    opened = None
-    if judge is not None:
-        source = find_shipped(judge) or judge
-        opened = open_judge(source, device=device, name=judge, **judge_settings)
-    check_needs(metrics, plan, opened, models)
-    with ProgressBar() as bar:
-        found = evaluate_quality(
-            sources,
-            plan,
-            metrics,
-            out=folder,
-            judge=opened,
-            reference=reference,
-            reading=reading,
-            against=against,
-            samples=samples,
-            tokenizer=tokenizer,
-            ar_start=ar_start,
-            device=device,
-            dtype=dtype,
-            progress=lambda stage, done, total: bar.update(
-                stage, done, total, "rows" if stage.startswith("Drawing") else "texts"
-            ),
-        )
-    name = ", ".join(sources) or ", ".join(map(str, samples))
-    if json_file is not None:
-        Report(name, found.judge, found.rows, found.reference, found.baseline).write(json_file)
-    replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
-    page = _report(folder, found)
-    counts = sorted({row["num_samples"] for row in found.rows})
-    many = "" if counts == [1] else "s"
-    typer.echo(f"{_span(counts)} sample{many} per row; samples and numbers in {folder}")
-    typer.echo(f"Report: {page}{replaced}")
-    if json_file is not None:
-        typer.echo(f"Wrote {json_file}")
-
-
-def _report(folder: Path, found: "Quality") -> Path:
-    """Write the report that people look at, and print the heart of it."""
-    import shutil
-
-    from didi_instruct.evaluation.provenance import provenance
-    from didi_instruct.evaluation.report import Content, render_terminal, write_report
-    from didi_instruct.evaluation.report.lines import short_names
-
-    names = short_names([row["model"] for row in found.rows])
-    content = Content(
-        title=f"Samples of {', '.join(names.values())}",
-        rows=found.rows,
-        baseline=found.baseline,
-        reference=found.reference,
-        judge=found.judge,
-        samples=found.samples,
-        provenance=provenance(),
-        command=shlex.join(["didi", *sys.argv[1:]]),
-    )
-    page = write_report(folder, content)[0]
-    for line in render_terminal(content, shutil.get_terminal_size((120, 24)).columns):
-        typer.echo(line)
-    return page
-
-
-def _span(numbers: "Sequence[int]") -> str:
-    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

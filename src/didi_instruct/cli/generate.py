@@ -20,8 +20,15 @@ def command(
     steps: Annotated[
         int | None, typer.Option(help="Steps per sample (of a block, with blocks); 16 if not said.")
     ] = None,
-    num: Annotated[int, typer.Option(help="Samples (of each prompt).")] = 1,
+    num: Annotated[int, typer.Option(help="Samples (of each prompt, of each length).")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens, what is given included.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Several lengths, --num samples of each: 100,200,300; or a range, 100-500, from "
+            "which each sample's is drawn."
+        ),
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; may be repeated.")
     ] = None,
@@ -30,13 +37,17 @@ def command(
         str | None, typer.Option(help='Text with gaps to fill: "Once ___ time".')
     ] = None,
     gap: Annotated[
-        str | None, typer.Option(help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12.")
+        str | None,
+        typer.Option(
+            help="Tokens of a gap: 8, 4-12, auto (the default) or auto:4-12; 20,30-40 for the "
+            "first and the second."
+        ),
     ] = None,
     sampler: Annotated[
         str | None,
         typer.Option(
             help="ancestral, rgas, confidence, entropy, margin, remasking, blocks, "
-            "first-hitting, dimo; uniform-state; autoregressive."
+            "first-hitting, dimo, dplm; uniform-state; autoregressive."
         ),
     ] = None,
     options: Annotated[
@@ -50,6 +61,10 @@ def command(
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 64,
     trace: Annotated[
         Path | None, typer.Option(help="Write the denoising as .html, .gif or .json.")
+    ] = None,
+    fasta: Annotated[
+        Path | None,
+        typer.Option(help="Write proteins to this FASTA file instead of printing them; - prints."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
@@ -75,7 +90,7 @@ def command(
         typer.Option(help="What a foreign network was trained as: mdlm, sedd, duo, ar."),
     ] = None,
 ) -> None:
-    """Sample text: from nothing, after a prompt, or into gaps."""
+    """Sample text or proteins: from nothing, after a prompt, or into gaps."""
     from didi_instruct.api.generation import Request
     from didi_instruct.api.model import load
     from didi_instruct.api.samplers import find_sampler
@@ -83,16 +98,18 @@ def command(
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.data.alphabet import is_protein
     from didi_instruct.sampling.trace import Trace, check_path
 
     source = DEFAULT if source is None else source
     if trace is not None:
         check_path(trace)
+    _check_fasta(fasta, as_json)
     request = Request(
-        num=num, steps=steps, length=length, prompt=prompt, suffix=suffix, infill=infill, gap=gap,
-        sampler=sampler, options=apply_overrides({}, options or (), flag="--option"),
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size,
-        measure_path=as_json,
+        num=num, steps=steps, length=length, lengths=lengths, prompt=prompt, suffix=suffix,
+        infill=infill, gap=gap, sampler=sampler,
+        options=apply_overrides({}, options or (), flag="--option"), temperature=temperature,
+        top_p=top_p, top_k=top_k, seed=seed, batch_size=batch_size, measure_path=as_json,
     )  # fmt: skip
     choices: Any = {"weights": weights, "family": family, "tokenizer": tokenizer, "dtype": dtype}
     model = load(source, device=device, fast=fast, **choices)
@@ -101,6 +118,8 @@ def command(
         raise UserError(
             f"{source} has no tokenizer, so its samples are no text: give it with --tokenizer."
         )
+    if fasta is not None and not is_protein(model.tokenizer.vocabulary):
+        raise UserError(f"{source} writes text, not proteins: leave out --fasta.")
     recorded = (
         None
         if trace is None
@@ -110,10 +129,10 @@ def command(
             about={"sampler": name, "seed": seed},
         )
     )
-    batches = -(-num * len(prompt or [""]) // batch_size)
+    batches, many = -(-request.total // batch_size), as_json or fasta is not None
     with (
-        TerminalStream(model.tokenizer, model.mask_symbol, enabled=not as_json) as stream,
-        StepsBar(batches, enabled=as_json) as bar,
+        TerminalStream(model.tokenizer, model.mask_symbol, enabled=not many) as stream,
+        StepsBar(batches, enabled=many) as bar,
     ):
 
         def watch(step: Any) -> None:
@@ -124,20 +143,47 @@ def command(
 
         # Watched, a left-to-right model could not write a token by one graph.
         unseen = model.is_accelerated and model.config.kind == "ar" and recorded is None
-        done = model.request(request, callback=None if unseen else watch).cut(length)
+        done = model.request(request, callback=None if unseen else watch).cut()
     texts = model.texts(done.samples.tokens, done.written)
     if as_json:
-        typer.echo(
-            json.dumps(
-                _facts(source, name, texts, done.samples, request), indent=1, ensure_ascii=False
-            )
-        )
-    else:
-        for text in texts:
-            typer.echo(text if num * len(prompt or [""]) == 1 else f"{text}\n")
+        facts = _facts(source, name, texts, done.samples, request)
+        typer.echo(json.dumps(facts, indent=1, ensure_ascii=False))
+    if fasta is not None:
+        _write_fasta(fasta, texts, seed)
+    elif not as_json:
+        _print(texts, single=request.total == 1)
     if recorded is not None and trace is not None:
         recorded.write(trace, model.tokenizer)
         typer.echo(f"Wrote {trace}", err=True)
+
+
+def _check_fasta(file: Path | None, as_json: bool) -> None:
+    from didi_instruct.cli.files import check_target
+
+    if file is None:
+        return
+    if str(file) != "-":
+        check_target(file, "--fasta")
+    elif as_json:
+        raise UserError("--fasta - and --json both print: name a file.")
+
+
+def _write_fasta(file: Path, chains: list[str], seed: int) -> None:
+    from didi_instruct.api.fasta import as_fasta
+    from didi_instruct.data.files import no_space_as_user_error, write_atomic
+
+    content = as_fasta(chains, seed)
+    if str(file) == "-":
+        typer.echo(content, nl=False)
+        return
+    with no_space_as_user_error(file.parent):
+        write_atomic(file, content.encode())
+    typer.echo(f"Wrote {file}: {len(chains)} chains", err=True)
+
+
+def _print(texts: list[str], *, single: bool) -> None:
+    for text in texts:
+        typer.echo(text if single else f"{text}\n")
 
 
 def _facts(source: str, sampler: str, texts: list[str], drawn: Any, request: Any) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class DiscriminatorConfig:
     """The network that tells the teacher's text from the student's."""
 
     lr: float = 1e-6
+    lr_warmup: int = 0
+    """Updates in which its learning rate rises to `lr`."""
     weight_decay: float | None = None
     """Of its matrices; null: `optim.weight_decay`, the student's."""
     dropout: float = 0.0
@@ -121,7 +123,7 @@ class DiscriminatorConfig:
         if self.trainable_blocks is not None:
             at_least("discriminator", self, 0, ["trainable_blocks"])
         at_least("discriminator", self, 1, ["steps"])
-        at_least("discriminator", self, 0, ["warmup"])
+        at_least("discriminator", self, 0, ["warmup", "lr_warmup"])
         if self.weight_decay is not None:
             at_least("discriminator", self, 0, ["weight_decay"])
         if not 0 <= self.dropout < 1:

@@ -7,6 +7,7 @@ from didi_instruct.config.bounds import at_least, positive
 from didi_instruct.config.didi import KL, DidiConfig, DiscriminatorConfig
 from didi_instruct.config.dimo import DimoConfig
 from didi_instruct.config.duo import DuoConfig
+from didi_instruct.config.lengths import DATA_LENGTHS, read_lengths
 from didi_instruct.config.model import Order
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
 from didi_instruct.config.rounds import Rounds
@@ -145,6 +146,10 @@ class DistillConfig:
     and when it is sampled (`process.masking`)."""
     student: str | None = None
     """A model to start from; by default a copy of the teacher."""
+    lengths: str = ""
+    """Lengths of texts that have windows of their own, drawn evenly: `100-500`, `100,200,300`, or
+    `data`, those of the texts of `data`. Empty: the teacher's own law. Masked LMs of transformers
+    have none: without it, their texts fill all that they read."""
     prompt: int = 0
     """First tokens of every text that are given, from `data`; 0: nothing is given."""
     warmup_on_top: bool = False
@@ -178,6 +183,7 @@ class DistillConfig:
         for needed, why in needs:
             if needed and not self.data.source:
                 raise UserError(f"{why}: name it with --set data.source=...")
+        self._check_lengths()
         self._check_method()
         if self.warmup >= self.iterations:
             raise UserError(
@@ -193,6 +199,28 @@ class DistillConfig:
             raise UserError(
                 f"train.batch_size is {self.train.batch_size}, which is not a multiple of "
                 f"{self.group_setting}, {self.group_size}."
+            )
+
+    def _check_lengths(self) -> None:
+        """Refuse lengths that cannot be, or that reference texts would not have."""
+        if not self.lengths:
+            return
+        if self.method == "duo":
+            raise UserError(
+                f"lengths is {self.lengths}, but texts of method=duo fill their windows: leave it "
+                "out."
+            )
+        if self.lengths != DATA_LENGTHS:
+            read_lengths(self.lengths)
+            if self.method == "didi" and self.reference.source == "data":
+                raise UserError(
+                    f"lengths is {self.lengths}, but reference.source=data compares with texts of "
+                    f"the data's lengths: use lengths={DATA_LENGTHS}, or reference.source=bank."
+                )
+        elif not self.data.source:
+            raise UserError(
+                f"lengths={DATA_LENGTHS} takes those of real text: name it with --set "
+                "data.source=..."
             )
 
     @property

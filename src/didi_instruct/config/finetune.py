@@ -27,8 +27,8 @@ class FinetuneDataConfig:
     """Of plain text: what one document is."""
     rows: Literal["stream", "document"] = "stream"
     """Content of a row of text: a stretch of all documents joined, or one document and its end."""
-    long: Literal["drop", "cut"] = "drop"
-    """For rows of one document: one that does not fit is left out, or cut."""
+    long: Literal["drop", "cut", "split"] = "drop"
+    """For rows of one document: one that does not fit is left out, cut, or split into several."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below the least."""

@@ -7,6 +7,8 @@ from didi_instruct.errors import UserError
 
 Kind = Literal["mdlm", "duo", "ar"]
 Order = Literal["random", "streams"]
+NEVER = -1
+"""In place of a count in `ModelConfig.lengths`: no text of that length is ever drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +52,12 @@ class ModelConfig:
     fills is never noise and never written: a masked model is given the length of a text, an AR
     model learns nothing after the end."""
     lengths: tuple[int, ...] = ()
-    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end. A masked
-    model draws the length of a text from it before it writes."""
+    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end, -1 for a
+    length that is never drawn. A masked model draws the length of a text from it, then writes."""
+    banned: tuple[int, ...] = ()
+    """Tokens of texts that are never drawn, as the network gives them probability 0. Where a text
+    has one it is visible throughout and costs nothing: proteins have letters for residues that are
+    not known."""
     order: Order = "random"
     """Of an `mdlm`: in which order positions are revealed, where nobody says: by chance, or
     in `streams`, apart from each other (`process.masking`)."""
@@ -77,6 +83,7 @@ class ModelConfig:
                 f"model.{name} is {getattr(self, name)}, but `{self.kind}` has no masks."
             )
         self._check_end()
+        self._check_banned()
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise UserError(
                 f"model.hidden is {self.hidden} with {self.heads} heads: "
@@ -105,13 +112,38 @@ class ModelConfig:
             raise UserError("model.lengths are given, but an `ar` model ends texts by itself.")
         if self.kind == "mdlm" and (
             len(self.lengths) != self.length + 1
-            or min(self.lengths) < 0
-            or not any(self.lengths[1:])
+            or min(self.lengths) < NEVER
+            or not any(count > 0 for count in self.lengths[1:])
         ):
             raise UserError(
                 f"model.lengths has to count the texts of 0 to {self.length} tokens, some of 1 or "
                 "more."
             )
+
+    def _check_banned(self) -> None:
+        if not self.banned:
+            return
+        known = set(range(self.num_tokens))
+        if self.kind == "duo" or not set(self.banned) < known:
+            raise UserError(
+                "model.banned lists ids of tokens, not all of them, of a model that is not `duo`."
+            )
+        if self.kind == "ar" and self.end_id in self.banned:
+            raise UserError(
+                f"model.banned has {self.end_id}, which is model.end_id: an `ar` model draws it."
+            )
+
+    @property
+    def never_drawn(self) -> tuple[int, ...]:
+        """Ids of probability 0: the banned ones and, of a masked model, the end of a text."""
+        given = () if self.end_id is None or self.kind == "ar" else (self.end_id,)
+        return tuple(sorted({*self.banned, *given}))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is drawn: all that the model reads, unless said."""
+        drawn = (n for n, count in enumerate(self.lengths) if count != NEVER)
+        return max(drawn, default=self.length)
 
     @property
     def num_tokens(self) -> int:

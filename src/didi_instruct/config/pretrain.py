@@ -7,6 +7,7 @@ from typing import Literal
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
 from didi_instruct.errors import UserError
 
+Family = Literal["dit", "esm"]
 Compile = Literal["auto", "on", "off", "graphs"]
 
 
@@ -14,6 +15,8 @@ Compile = Literal["auto", "on", "off", "graphs"]
 class ModelRecipe:
     """The model a recipe asks for: a named architecture, some fields of it, or both."""
 
+    family: Family = "dit"
+    """`esm`: the shape of ESM-2 and DPLM, a masked LM of transformers (`kind: mdlm`)."""
     arch: str | None = None
     """A named architecture to start from (`small`, `medium`)."""
     kind: Kind = "mdlm"
@@ -33,6 +36,24 @@ class ModelRecipe:
     given, not learnt, and a masked model draws a text's length first."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
+    def __post_init__(self) -> None:
+        """Refuse settings that the family does not have."""
+        if self.family == "dit":
+            return
+        if self.kind != "mdlm" or not self.own_window:
+            raise UserError(
+                f"model.family is {self.family}: use model.kind=mdlm and model.own_window=true, "
+                "since it has learnt nothing but masked tokens of one text."
+            )
+        for name in ("cond_dim", "vocab_size", "time_conditioning", "learned_positions"):
+            if getattr(self, name) not in (None, False):
+                raise UserError(f"model.{name} is set, but model.family {self.family} has none.")
+
+    @property
+    def reads_fill(self) -> bool:
+        """True where the network reads what fills a window behind its text."""
+        return self.family == "dit" and self.kind != "ar"
+
     @property
     def base(self) -> ModelConfig:
         """The architecture that the fields given here change."""
@@ -46,7 +67,7 @@ class ModelRecipe:
     def resolve(self, num_tokens: int) -> ModelConfig:
         """Return the model for a tokenizer of `num_tokens` ids."""
         base = self.base
-        own = ("arch", "kind", "vocab_size", "schedule", "own_window")
+        own = ("family", "arch", "kind", "vocab_size", "schedule", "own_window")
         names = [f.name for f in fields(self) if f.name not in own]
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         given.setdefault("time_conditioning", self.kind == "duo")
@@ -76,8 +97,8 @@ class DataConfig:
     """For plain text: what one document is."""
     rows: Literal["stream", "document"] = "stream"
     """What a row holds: a stretch of all documents joined, or one document and its end."""
-    long: Literal["drop", "cut"] = "drop"
-    """For rows of one document: one that does not fit is left out, or cut."""
+    long: Literal["drop", "cut", "split"] = "drop"
+    """For rows of one document: one that does not fit is left out, cut, or split into several."""
     valid: int | None = None
     """Documents held out from the end; by default 1% of them."""
 
@@ -165,6 +186,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainTrainConfig(TrainConfig):
+    """The loop of a pretraining, which can put rows of similar length together."""
+
+    pass_tokens: int | None = None
+    """Tokens of a forward pass of one process at most: rows of similar length together, cropped to
+    the longest. For `model.own_window` and a network that does not read what fills a window."""
+
+    def __post_init__(self) -> None:
+        """Refuse passes without tokens."""
+        TrainConfig.__post_init__(self)
+        if self.pass_tokens is not None and self.pass_tokens < 1:
+            raise UserError(f"train.pass_tokens is {self.pass_tokens}: use 1 or more.")
+        if self.pass_tokens is not None and self.micro_batch is not None:
+            raise UserError(
+                "train.pass_tokens and train.micro_batch both say how much a forward pass reads: "
+                "leave one out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CurriculumConfig:
     """DUO's curriculum: a uniform-state model begins with softened tokens."""
 
@@ -199,7 +240,7 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: PretrainTrainConfig = field(default_factory=PretrainTrainConfig)
 
     @property
     def iterations(self) -> int:
@@ -212,4 +253,18 @@ class PretrainConfig:
             raise UserError(
                 f"curriculum.steps is {self.curriculum.steps}, but model.kind is "
                 f"{self.model.kind}: the curriculum is that of uniform-state models (`duo`)."
+            )
+        if self.train.pass_tokens is not None:
+            self._check_passes(self.train.pass_tokens)
+
+    def _check_passes(self, tokens: int) -> None:
+        if not self.model.own_window or self.model.reads_fill:
+            raise UserError(
+                "train.pass_tokens crops what fills windows of their own (model.own_window), and "
+                "a DiT reads that: use model.family=esm or model.kind=ar, or leave it out."
+            )
+        if tokens < self.model.row_length:
+            raise UserError(
+                f"train.pass_tokens is {tokens}, less than the longest row: use model.length "
+                f"({self.model.row_length}) or more."
             )

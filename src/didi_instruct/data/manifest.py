@@ -13,7 +13,7 @@ from didi_instruct.errors import UserError
 
 Split = Literal["train", "valid"]
 Rows = Literal["stream", "document"]
-Long = Literal["drop", "cut"]
+Long = Literal["drop", "cut", "split"]
 T = TypeVar("T")
 
 MANIFEST_FILE = "manifest.json"
@@ -34,8 +34,10 @@ class Layout:
         for name, word, words in (("rows", self.rows, Rows), ("long", self.long, Long)):
             if word not in get_args(words):
                 raise UserError(f"--{name} is `{word}`: use {' or '.join(get_args(words))}.")
-        if self.rows == "stream" and self.long == "cut":
-            raise UserError("--long cut needs --rows document: in a stream every document fits.")
+        if self.rows == "stream" and self.long != "drop":
+            raise UserError(
+                f"--long {self.long} needs --rows document: in a stream every document fits."
+            )
 
     @property
     def settings(self) -> dict[str, str]:
@@ -105,7 +107,7 @@ class SplitInfo:
     """Tokens of the last row, which was incomplete."""
     shards: list[Shard]
     long_documents: int | None = None
-    """Documents that did not fit a row and were left out or cut; None for a stream."""
+    """Documents that did not fit a row and were left out, cut or split; None for a stream."""
 
 
 @dataclass(frozen=True, slots=True)

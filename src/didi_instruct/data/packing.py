@@ -10,8 +10,12 @@ import numpy as np
 
 from didi_instruct.data.corpus import Cursor, PlacedPiece, SplitPlan
 from didi_instruct.data.files import AtomicFile
-from didi_instruct.data.manifest import Layout, Shard, Split
+from didi_instruct.data.manifest import Layout, Long, Shard, Split
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.errors import UserError
+
+LONGEST_SPLIT = 1 << 24
+"""Tokens of a document that is split into rows, which is in memory as a whole."""
 
 _PIECE_COST = 64  # characters' worth of memory that even an empty piece takes in a batch
 
@@ -51,26 +55,35 @@ class OneDocument:
     """A row for each document: its tokens, then end-of-text up to the length.
 
     After the end of a text comes nothing but its end, so no token for padding is needed. A document
-    that leaves no room for one end-of-text is `long`: cut, or left out.
+    that leaves no room for one end-of-text is too long (`when_long`): left out, cut to a row, or
+    split into as many full rows as it fills and a last one for the rest, which ends as it does.
     """
 
-    def __init__(self, eot_id: int, length: int, cut: bool, long: int = 0) -> None:
-        self._eot_id, self._length, self._cut = eot_id, length, cut
-        self._begun: list[int] = []  # of the document so far, never more than a row
+    def __init__(self, eot_id: int, length: int, when_long: Long, long: int = 0) -> None:
+        self._eot_id, self._length, self._when_long = eot_id, length, when_long
+        # Of a document nothing is kept beyond what its rows can hold.
+        self._most = LONGEST_SPLIT if when_long == "split" else length
+        self._begun: list[int] = []
         self.piece_cost = _PIECE_COST + length  # a short document takes a whole row too
         self.long = long
         """Documents so far that were too long."""
 
     def place(self, ids: list[int], last: bool) -> list[int]:
-        """Tokens that the next piece adds to the rows: a whole row, or none yet, or none at all."""
-        self._begun += ids[: self._length - len(self._begun)]
+        """Tokens that the next piece adds to the rows: whole rows, or none yet, or none at all."""
+        self._begun += ids[: self._most - len(self._begun)]
+        if self._when_long == "split" and len(self._begun) == self._most:
+            raise UserError(
+                f"A document has {self._most:,} tokens or more, too many to split: use --rows "
+                "stream, or make several documents of it."
+            )
         if not last:
             return []
         document, self._begun = self._begun, []
-        if len(document) == self._length:
+        if len(document) >= self._length:
             self.long += 1
-            return document if self._cut else []
-        return document + [self._eot_id] * (self._length - len(document)) if document else []
+            if self._when_long == "drop":
+                return []
+        return document + [self._eot_id] * (-len(document) % self._length)
 
 
 def arrange(layout: Layout, eot_id: int | None, length: int, long: int = 0) -> Stream | OneDocument:
@@ -78,7 +91,7 @@ def arrange(layout: Layout, eot_id: int | None, length: int, long: int = 0) -> S
     assert eot_id is not None
     if layout.rows == "stream":
         return Stream(eot_id)
-    return OneDocument(eot_id, length, layout.long == "cut", long)
+    return OneDocument(eot_id, length, layout.long, long)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from didi_instruct.data import readers
+from didi_instruct.data.alphabet import residues_of
 from didi_instruct.data.corpus import Corpus, Cursor, SplitPlan, plan_split, scan_sources
 from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
 from didi_instruct.data.manifest import (
@@ -52,7 +53,7 @@ class PrepareSettings:
     src: str
     """A file, a folder or `hf:NAME[:split]`."""
     tokenizer: str
-    """`bytes`, `bpe:N`, a tokenizer.json or its folder, or a Hugging Face id."""
+    """`bytes`, `esm`, `bpe:N`, a tokenizer.json or its folder, or a Hugging Face id."""
     length: int
     """Tokens in a row."""
     out: Path
@@ -64,7 +65,7 @@ class PrepareSettings:
     rows: Rows = "stream"
     """What a row holds: a stretch of all documents joined, or one document and its end."""
     long: Long = "drop"
-    """A document that does not fit a row of its own is left out, or cut."""
+    """A document that does not fit a row of its own is left out, cut, or split into several."""
     valid: int | None = None
     """Documents to hold out, from the end; None for 1% of them, at least one."""
     shard_rows: int | None = None
@@ -93,6 +94,11 @@ class PrepareSettings:
     def layout(self) -> Layout:
         """How documents lie in rows."""
         return Layout(self.rows, self.long)
+
+    def reading(self, tokenizer: Tokenizer | None) -> ReadOptions:
+        """How documents are read: as chains of residues where a tokenizer knows nothing else."""
+        residues = "" if tokenizer is None else residues_of(tokenizer.vocabulary)
+        return ReadOptions(field=self.field, documents=self.documents, residues=residues)
 
     @property
     def bpe_size(self) -> int | None:
@@ -190,7 +196,7 @@ def _begin(
     report: Report,
 ) -> tuple[PrepareState, Corpus, Tokenizer]:
     """Read the corpus, make sure that the run can succeed, and only then touch the folder."""
-    options = ReadOptions(field=settings.field, documents=settings.documents)
+    options = settings.reading(tokenizer)
     modified = [_modified(source) for source in sources]
     size = sum(source.size for source in sources)
     scans = scan_sources(
@@ -245,7 +251,7 @@ def _resume(
             "start over with --overwrite."
         )
     remove_temporaries(folder)
-    options = ReadOptions(field=settings.field, documents=settings.documents)
+    options = settings.reading(tokenizer)
     return state, Corpus(sources, options, state.sources), tokenizer
 
 
@@ -303,7 +309,7 @@ def _no_row(
     if long:
         return (
             f"{settings.src}: no document of the {part} fits a row of {settings.length} with its "
-            "end-of-text: use a larger --length, or cut documents with --long cut."
+            "end-of-text: use a larger --length, or cut documents with --long cut or split."
         )
     return (
         f"{settings.src}: the {part} has {tokens} tokens, fewer than one row of "

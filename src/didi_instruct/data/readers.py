@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shutil import copyfileobj
 from typing import IO, Any, Literal, get_args
 
+from didi_instruct.data.alphabet import checked_chains
 from didi_instruct.data.hub import stream_of
 from didi_instruct.data.sources import Meter, Source, open_decompressed, readable
 from didi_instruct.errors import MissingExtraError, UserError, first_line
@@ -56,12 +57,17 @@ class ReadOptions:
     """Field of a record, or column, that has the text."""
     documents: Documents = "file"
     """What a document is in a plain text file."""
+    residues: str = ""
+    """Letters that a document may have, where documents are proteins; empty: any text."""
 
 
 def read_pieces(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Piece]:
     """Read a source's documents as pieces; a document that is blank or empty is left out."""
     with readable(source):
-        yield from cut_into_pieces(_READERS[source.kind](source, options, meter))
+        fragments = _READERS[source.kind](source, options, meter)
+        if options.residues:
+            fragments = _read_proteins(source, options, meter)
+        yield from cut_into_pieces(fragments)
 
 
 def cut_into_pieces(fragments: Iterable[Fragment]) -> Iterator[Piece]:
@@ -171,27 +177,53 @@ def _paragraphs(lines: Iterable[Fragment]) -> Iterator[Fragment]:
         yield "", True
 
 
+def _read_proteins(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fragment]:
+    """Read chains of residues: of a FASTA file errors name the line, else the document."""
+    if source.kind == "fasta":
+        found = _fasta_lines(source, meter)
+        lines = ((f"{source.name}:{number}", text, last) for number, text, last in found)
+        yield from checked_chains(lines, options.residues, refuse_empty=True)
+        return
+    named = _numbered(source, _READERS[source.kind](source, options, meter))
+    yield from checked_chains(named, options.residues, refuse_empty=False)
+
+
+def _numbered(source: Source, fragments: Iterable[Fragment]) -> Iterator[tuple[str, str, bool]]:
+    """Give each fragment with the number of its document in words."""
+    number = 1
+    for text, last in fragments:
+        yield f"{source.name}: document {number}", text, last
+        number += last
+
+
 def _read_fasta(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fragment]:
     """Read sequences: the lines after a `>` header, without white space."""
+    for _, text, last in _fasta_lines(source, meter):
+        yield text, last
+
+
+def _fasta_lines(source: Source, meter: Meter) -> Iterator[tuple[int, str, bool]]:
+    """Give the lines of sequences, each with its number; that of its header ends a sequence."""
     lines = _line_parts(_decoded_chunks(source, meter, universal_newlines=True))
-    number, at_start, header, started = 1, True, False, False
+    number, begun, at_start, header, started = 1, 1, True, False, False
     for part, ends in lines:
         if at_start and part:
             header = part.startswith(">")
             if header and started:
-                yield "", True
+                yield begun, "", True
+            begun = number if header else begun
             started = started or header
         if not header and part.strip():
             if not started:
                 raise UserError(
                     f"{source.name}:{number}: a sequence before the first `>` header: not FASTA."
                 )
-            yield "".join(part.split()), False
+            yield number, "".join(part.split()), False
         at_start = ends
         number += ends
         header = header and not ends
     if started:
-        yield "", True
+        yield begun, "", True
 
 
 def _lines(source: Source, meter: Meter) -> Iterator[tuple[int, str]]:

@@ -16,6 +16,7 @@ from urllib.request import getproxies
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from didi_instruct.data.alphabet import ESM_VOCABULARY
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError, first_line
 
@@ -53,11 +54,14 @@ class Tokenizer:
     def load(cls, source: str | Path, eot: str | None = None) -> "Tokenizer":
         """Load what `source` names; `eot` is the token that ends a text, if it is unusual.
 
-        A source is `bytes`, a tokenizer.json, a folder with one (a model, prepared data), with
-        GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging Face id.
+        A source is `bytes`, `esm` (proteins), a tokenizer.json, a folder with one (a model,
+        prepared data), with GPT-2's vocab.json and merges.txt or with ESM's vocab.txt, or a Hugging
+        Face id.
         """
         if str(source) == "bytes":
             return cls(_byte_backend(), eot)
+        if str(source) == "esm":
+            return cls(_esm_backend(ESM_VOCABULARY), eot)
         if str(source).startswith("bpe:"):
             raise UserError(f"`{source}` is trained on a corpus: only `didi data prepare` can.")
         path = Path(source)
@@ -93,6 +97,11 @@ class Tokenizer:
         if eot is None and backend.token_to_id(loaded.eos_token or "") is not None:
             eot = loaded.eos_token
         return cls(Backend.from_str(backend.to_str()), eot)
+
+    def ending(self, eot_id: int) -> "Tokenizer":
+        """Return it for a model whose texts end with a token of its vocabulary."""
+        token = next(word for word, index in self.vocabulary.items() if index == eot_id)
+        return Tokenizer(Backend.from_str(self._backend.to_str()), token)
 
     def endless(self) -> "Tokenizer":
         """Return it for a model whose texts fill their window: no token of theirs ends one."""
@@ -244,13 +253,14 @@ def _esm_words(vocabulary: Path) -> list[str]:
     return words if {"<cls>", "<unk>", "<eos>"} <= set(words) else []
 
 
-def _esm_backend(words: list[str]) -> Backend:
+def _esm_backend(words: Sequence[str]) -> Backend:
     """ESM's form, which has no tokenizer.json: residues stand side by side, without spaces.
 
     What lies between known letters is one unknown token, as in ESM's own.
     """
     special = [word for word in words if re.fullmatch("<.+>", word)]
-    letters = sorted(set(words) - set(special) - {""}, key=len, reverse=True)
+    # The longest first, else in one order: the hash of a tokenizer has a part in what fits it.
+    letters = sorted(set(words) - set(special) - {""}, key=lambda word: (-len(word), word))
     backend = Backend(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )

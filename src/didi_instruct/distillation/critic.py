@@ -70,7 +70,8 @@ class Critic:
         self, d: Distillation, discriminator: Discriminator, *, keep_states: bool = True
     ) -> None:
         self.d, self.keep_states, settings = d, keep_states, d.config.discriminator
-        self.learner = d.learner(discriminator, settings.lr, settings.weight_decay)
+        rates = settings.lr, settings.weight_decay, settings.lr_warmup
+        self.learner = d.learner(discriminator, *rates)
         self.accuracy, self.sharpness = RunningMean(), RunningMean()
 
     def update(self, step: int, pairs: Sequence[Pair]) -> CriticUpdate:

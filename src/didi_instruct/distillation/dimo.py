@@ -76,7 +76,7 @@ class Dimo:
         """Logits of the student, which is shown the start where nothing is written."""
         d, device, model = self.d, self.d.world.device, self.d.model_config
         start, noise = sent(plan.start, device), plan.batch.noise
-        begun = self.start.begin(start, d.mask_id, model.hidden, noise, model.end_id)
+        begun = self.start.begin(start, d.mask_id, model.hidden, noise, model.never_drawn)
 
         def logits(z: Tensor, rows: Tensor | None, t: Tensor, at: Tensor) -> Tensor:
             later, sigma, there = begun.later(z, d.mask_id), d.schedule.sigma(t), sent(at, device)

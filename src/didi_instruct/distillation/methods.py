@@ -56,23 +56,30 @@ def make_task(
 
 
 def check_fit(
-    config: DistillConfig, teacher: ModelConfig, *, rows: int | None = None, processes: int = 1
+    config: DistillConfig,
+    teacher: ModelConfig,
+    *,
+    rows: int | None = None,
+    window: int | None = None,
+    processes: int = 1,
 ) -> None:
     """Refuse settings that do not fit a teacher, before anything is drawn from it.
 
-    `rows` is the length of the data's rows, where there is data.
+    `rows` is the length of the data's rows, where there is data; `window` that of windows
+    (`window_of`), by default all that the teacher reads.
     """
+    window = teacher.length if window is None else window
     METHODS[config.method].check(config, teacher)
     if rows is not None and rows > teacher.length:
         raise UserError(
             f"The data has rows of {rows} tokens, but the teacher reads at most {teacher.length}: "
             f"prepare it with --length {teacher.length}."
         )
-    length = teacher.length if rows is None else rows
-    if teacher.end_id is not None and length != teacher.length:
+    length = window if rows is None else rows
+    if teacher.end_id is not None and length != window:
         raise UserError(
             f"The data has rows of {rows} tokens, but the teacher's windows, one for each text, "
-            f"have {teacher.length}: prepare it with --length {teacher.length}."
+            f"have {window}: prepare it with --length {window}."
         )
     if config.prompt >= length:
         raise UserError(

@@ -50,6 +50,7 @@ class Starts:
     def __init__(self, model: ModelConfig, length: int, prompt: int = 0) -> None:
         """Take the vocabulary and the ends of a model; an id V stands for a mask that it lacks."""
         self.mask_id, self.length, self.prompt = model.num_tokens, length, prompt
+        self.banned = model.banned  # of texts that are given: visible throughout
         self.end_id = model.end_id  # fills a window behind its text; None: texts fill their windows
         self.law = None if model.end_id is None else LengthLaw(model.lengths)
 
@@ -61,12 +62,12 @@ class Starts:
     def open(self, rows: Tensor) -> Tensor:
         """Positions of texts (B, L) that are written, not given: after the prompt, before the end.
 
-        None, where a text is no longer than its prompt.
+        None, where a text is no longer than its prompt; and not those of banned tokens.
         """
         after = torch.arange(self.length, device=rows.device) >= self.prompt
-        if self.end_id is None:
+        if self.end_id is None and not self.banned:
             return after.expand(rows.shape)
-        return after & masking.before_end(rows, self.end_id)
+        return after & masking.written(rows, self.end_id, self.banned)
 
     def __call__(
         self, noise: Noise, rows: Tensor | None = None, group: int = 1

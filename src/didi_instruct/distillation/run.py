@@ -27,7 +27,7 @@ from didi_instruct.distillation.watch import ENOUGH_TEXTS
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.layers import ALIGN
-from didi_instruct.models.network import Network
+from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
@@ -146,7 +146,7 @@ class Distillation:
         self.config, self.entry, self.world, self.data = config, entry, world, data
         self.tokenizer, self.fingerprint = teacher.tokenizer, teacher.fingerprint
         self.model_config: ModelConfig = own.config
-        self.length = network.config.length if data is None else data.length
+        self.length = window_of(network) if data is None else data.length
         self.starts = Starts(network.config, self.length, config.prompt)
         self.mask_id = self.starts.mask_id
         self.schedule = make_schedule(own.config.schedule)
@@ -176,13 +176,15 @@ class Distillation:
         """A network that does not learn: the teacher, or one that takes the student's weights."""
         return Replica(network.requires_grad_(False), self.train, self.world)
 
-    def learner(self, network: Any, lr: float, weight_decay: float | None = None) -> Replica:
-        """A second network that learns at a constant rate from what the student draws.
+    def learner(
+        self, network: Any, lr: float, weight_decay: float | None = None, warmup: int = 0
+    ) -> Replica:
+        """A second network that learns from what the student draws, at a constant rate.
 
-        Its weight decay is by default the student's.
+        The rate is reached after `warmup` updates. Weight decay is by default the student's.
         """
         network.align = self.align
-        optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=0)
+        optim = replace(self.config.optim, lr=lr, schedule="constant", warmup=warmup)
         if weight_decay is not None:
             optim = replace(optim, weight_decay=weight_decay)
         return Replica(network, self.train, self.world, optim, steps=self.config.iterations)
@@ -375,4 +377,5 @@ class DistillTask:
                 provenance={"reproduces": self.config.reproduces, **(provenance or {})},
                 discriminator_config=None if critic is None else critic.network.config,
                 record=d.student.network.record,
+                discriminator_record=None if critic is None else critic.network.record,
             )

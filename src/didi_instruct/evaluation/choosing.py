@@ -11,7 +11,7 @@ import numpy as np
 
 from didi_instruct.evaluation.comparison import ONE_SAMPLER, compare
 from didi_instruct.evaluation.likelihood import perplexity
-from didi_instruct.evaluation.rows import Measured, Row
+from didi_instruct.evaluation.measuring import Measured, Row
 
 NAME = "vsf_best"
 NEEDED = ("nats", "tokens", "entropy")

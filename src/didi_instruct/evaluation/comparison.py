@@ -28,8 +28,8 @@ from didi_instruct.evaluation.intervals import (
     reflected,
     share_with_value,
 )
+from didi_instruct.evaluation.measuring import Measured, Row, plain
 from didi_instruct.evaluation.paths import gap_closed, gap_closed_resampled, paired_difference
-from didi_instruct.evaluation.rows import Measured, Row, plain
 
 OTHER_ORDER = (
     "drawn in another order than the baseline: in random order path KL also holds what a text "

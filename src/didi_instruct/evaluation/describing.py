@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.rows import METRICS, Row, mean_interval
-from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.measuring import Row, mean_interval
+from didi_instruct.evaluation.rows import METRICS
+from didi_instruct.evaluation.samples import OF_TEXT, SampleSet
 
 KEYS = (
     "sampler", "steps", "nfe", "passes", "disc_calls", "temperature", "top_p", "num_samples",
@@ -61,7 +62,7 @@ def check_comparable(
     if not sets:
         raise UserError("There are no samples to measure.")
     first = sets[0].origin
-    for other in (s.origin for s in sets[1:]):
+    for other in (s.origin for s in sets[1:] if s.origin.sampler != OF_TEXT):
         if other.tokenizer != first.tokenizer:
             raise UserError(
                 f"{first.model} and {other.model} have different tokenizers: entropy and n-grams "

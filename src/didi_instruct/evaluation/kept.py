@@ -16,7 +16,8 @@ import torch
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.judges import Scores
-from didi_instruct.evaluation.rows import METRICS, Measured, Measuring, Yardstick, measure
+from didi_instruct.evaluation.measuring import Measured, Measuring, Yardstick
+from didi_instruct.evaluation.rows import METRICS, measure
 from didi_instruct.evaluation.samples import SampleSet
 
 VERSION = 5
@@ -53,13 +54,15 @@ def judge_once(name: str, judge: str, make: Callable[[], Scores], folder: Path) 
 def _depends_on(name: str, yardstick: Yardstick) -> list[Any]:
     """What a value depends on beside the samples."""
     metric, judge, reference = METRICS[name], yardstick.judge, yardstick.reference
-    begun = [yardstick.ar_start.fingerprint] if name == "ar-kl" and yardstick.ar_start else []
+    more = [yardstick.ar_start.fingerprint] if name == "ar-kl" and yardstick.ar_start else []
+    more += [yardstick.chains.fingerprint] if metric.chains and yardstick.chains else []
+    more += [yardstick.folding.fingerprint] if metric.folding and yardstick.folding else []
     return [
         judge.fingerprint if metric.per_judge and judge else None,
         reference.fingerprint if metric.reference and reference else None,
         yardstick.seed,
         yardstick.num_tokens if metric.learns else None,
-        *begun,
+        *more,
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
-from didi_instruct.process.masking import LengthLaw, before_end
+from didi_instruct.process.masking import LengthLaw, before_end, written
 from didi_instruct.seeding import mix
 from didi_instruct.training.objectives import Batch, Objective, make_objective
 
@@ -58,7 +58,8 @@ def likelihood(
 ) -> Likelihood:
     """Estimate nats per token over `sequences` rows of `data(start, count)`.
 
-    The arguments are those of `nats_of_texts`. The interval comes from the spread between
+    The arguments are those of `nats_of_texts`. Texts of lengths that the model never draws are left
+    out, as `sequences` of the result says. The interval comes from the spread between
     sequences, which overstates the error a little, since their times are stratified.
     """
     nats, counts = nats_of_texts(
@@ -72,6 +73,14 @@ def likelihood(
         device=device,
         progress=progress,
     )
+    if config.kind == "mdlm" and config.end_id is not None:
+        drawn = LengthLaw(config.lengths).allows(counts.long().clamp(min=1))
+        if not drawn.any():
+            raise UserError(
+                f"None of the {len(counts)} held-out texts has a length that the model draws: use "
+                "others (data.source), or another law of lengths."
+            )
+        nats, counts = nats[drawn], counts[drawn]
     # Where texts differ in length, all tokens count alike: a ratio of two means.
     mean = (nats.sum() / counts.sum()).item()
     residual = (nats - mean * counts) / counts.mean()
@@ -104,7 +113,8 @@ def nats_of_texts(
 
     `loss` is the network's part of the objective: batch -> nats per position of each sequence.
     Where each text has a window of its own, the nats are those of the text up to its end, the cost
-    of its length included, and the tokens are those before the end.
+    of its length included, and the tokens are those before the end. Banned tokens are given: they
+    have no cost and are not counted.
 
     Times are stratified over chunks of sequences and all their draws, so the mean varies less than
     with independent ones. The batch size changes nothing but memory.
@@ -167,11 +177,12 @@ def losses(
 def _lengths(config: ModelConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of each text, and what telling that costs a model that is given it: (B,) each."""
     free = torch.zeros(len(tokens), dtype=torch.float64)
-    if config.end_id is None:
+    if config.end_id is None and not config.banned:
         return free + tokens.shape[1], free
-    count = before_end(tokens, config.end_id).sum(1)
-    if config.kind == "mdlm":
-        free = -LengthLaw(config.lengths).log_prob(count.clamp(min=1))
+    count = written(tokens, config.end_id, config.banned).sum(1)
+    if config.end_id is not None and config.kind == "mdlm":
+        length = before_end(tokens, config.end_id).sum(1)
+        free = -LengthLaw(config.lengths).log_prob(length.clamp(min=1))
     return count.double(), free
 
 

@@ -1,13 +1,9 @@
-"""One row of a table: what is measured of one set of samples, with 95% intervals.
+"""The registry of measures of samples, and those of text.
 
-Where nothing can be said the number is null and `…_note` tells why; a number that rests on one
-sample has no interval. Nothing here is NaN or infinite, which JSON cannot hold.
+A new measure is one entry of `METRICS`: what computes it, and what it needs.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,183 +14,36 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.ar_bound import ar_kl
 from didi_instruct.evaluation.diversity import (
     Tokens,
-    bootstrap,
     self_bleu,
     unigram_entropy,
     unique_with_interval,
     word_ids,
 )
-from didi_instruct.evaluation.intervals import Interval, around
-from didi_instruct.evaluation.judges import CausalJudge, DiffusionJudge, Judge, Scores
+from didi_instruct.evaluation.intervals import around
+from didi_instruct.evaluation.judges import CausalJudge, Judge
 from didi_instruct.evaluation.mauve import mauve_score
-from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
-from didi_instruct.evaluation.scores import ReadsOn, checked
+from didi_instruct.evaluation.measuring import (
+    Measured,
+    Measuring,
+    Metric,
+    Row,
+    has_end,
+    nothing,
+    plain,
+)
+from didi_instruct.evaluation.protein_metrics import PROTEIN_METRICS
+from didi_instruct.evaluation.samples import constant_after_end, with_end
+from didi_instruct.evaluation.table import COLUMNS, Column
 from didi_instruct.evaluation.two_sample import two_sample
-from didi_instruct.models.ar import ARModel
 
-Row = dict[str, Any]
 AR_STEPS, TEST_STEPS = 2000, 1000
 """Training steps of the networks behind the AR-entropy bound and the two-sample test."""
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
-Recall = Callable[[str, Callable[[], Scores]], Scores]
-"""Returns the scores of that name, made now if they are not known yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Real text, or a teacher with all its steps: what samples are compared with."""
-
-    name: str
-    fingerprint: str
-    """Of its content."""
-    texts: tuple[str, ...]
-    tokens: Tensor
-    """(M, L), in the model's own tokens."""
-    lengths: Tensor
-    """(M,) tokens that count, from the first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Yardstick:
-    """What samples are measured with; the same for all rows of a table."""
-
-    judge: Judge | None = None
-    reference: Reference | None = None
-    num_tokens: int = 0
-    seed: int = 0
-    """Of the intervals, and of the networks that are trained to measure."""
-    device: str = "cpu"
-    ar_start: "Begun | None" = None
-    """What the AR-entropy bound begins with, if not with nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A left-to-right model that knows the language of the samples, and has not seen them."""
-
-    network: ARModel
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Numbers of a row, and those of each sample behind them."""
-
-    row: Row
-    values: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """(N,) each: `nats` and `tokens` of the judge, `entropy`, `path_gap`; to compare rows with."""
-
-    def __or__(self, other: "Measured") -> "Measured":
-        """Both together."""
-        return Measured(self.row | other.row, self.values | other.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A measure, and what it needs."""
-
-    compute: Callable[["Measuring"], Measured]
-    judge: bool = False
-    reference: bool = False
-    per_judge: bool = False
-    """Whether its value depends on the judge."""
-    learns: bool = False
-    """Whether it trains a network, whose size depends on the vocabulary."""
-    counts: bool = False
-    """Whether its value depends on how many texts there are."""
-    path: bool = False
-    """Whether it needs the log-probability of the samples' paths."""
-
-
-class Measuring:
-    """One set of samples under one yardstick; the judge is asked once."""
-
-    def __init__(
-        self,
-        samples: SampleSet,
-        yardstick: Yardstick,
-        progress: Progress | None = None,
-        recall: Recall | None = None,
-    ) -> None:
-        self.samples, self.yardstick, self._progress = samples, yardstick, progress
-        self._recall = recall or (lambda _, make: make())
-        self._scores: dict[str, Scores] = {}
-        self._both: tuple[Scores, Scores] | None = None
-        """Texts without and with their ends, where a judge has read both at once."""
-
-    def scores(self, ending: bool = False) -> Scores:
-        """What the judge says of the texts; with `ending`, of their end-of-text as well.
-
-        A text that may end anywhere has a probability only together with its end.
-        """
-        priced = isinstance(self.yardstick.judge, DiffusionJudge)  # the end always is, or never
-        name = "ending" if ending and self.ends_early and not priced else "texts"
-        if name not in self._scores:
-            self._scores[name] = self._recall(name, lambda: self._ask(name == "ending"))
-        return self._scores[name]
-
-    def _ask(self, ending: bool) -> Scores:
-        judge = self.yardstick.judge
-        assert judge is not None
-
-        def tell(done: int, total: int) -> None:
-            self.tell("Judging", done, total)
-
-        if not (self.ends_early and isinstance(judge, ReadsOn) and has_end(judge)):
-            return judge.score(self.samples, tell, ending=ending)
-        if self._both is None:
-            self._both = judge.score_both(self.samples, tell)
-        return checked(judge.name, self._both[ending])
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether some text ends before its window."""
-        return bool((self.samples.lengths < self.samples.tokens.shape[1]).any())
-
-    def tell(self, stage: str, done: int, total: int) -> None:
-        """Report progress, if anyone listens."""
-        if self._progress is not None:
-            self._progress(stage, done, total)
-
-    @property
-    def reference(self) -> Reference:
-        """What to compare with."""
-        assert self.yardstick.reference is not None
-        return self.yardstick.reference
-
-    def interval(self, values: Tensor | NDArray[np.float64]) -> Interval | None:
-        """95% bootstrap interval of a mean over samples."""
-        return mean_interval(values, self.yardstick.seed)
 
 
 def measure(name: str, measuring: Measuring) -> Measured:
     """Take one measure."""
     found = METRICS[name].compute(measuring)
     return Measured({key: plain(value) for key, value in found.row.items()}, found.values)
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: None for what is not finite, or has an end that is not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list | tuple):
-        inner = [plain(part) for part in value]
-        return None if None in inner else inner
-    return value
-
-
-def mean_interval(values: Tensor | NDArray[np.float64], seed: int) -> Interval | None:
-    """95% bootstrap interval of a mean over samples; one sample has none, infinity neither."""
-    numbers = np.asarray(values, dtype=np.float64)
-    if len(numbers) < 2 or not np.isfinite(numbers).all():
-        return None
-    return list(bootstrap(numbers, seed=seed))
-
-
-def _nothing(name: str, note: str) -> Measured:
-    """No number, and why."""
-    return Measured({name: None, f"{name}_ci95": None, f"{name}_note": note})
 
 
 def _perplexity(m: Measuring) -> Measured:
@@ -243,7 +92,7 @@ def _self_bleu_of_words(m: Measuring) -> Measured:
 def _resemblance(m: Measuring, name: str, texts: Tokens, lengths: Tensor | None = None) -> Measured:
     """Self-BLEU of texts in tokens or in words."""
     if len(m.samples) < 2:
-        return _nothing(name, "one sample has no others to resemble")
+        return nothing(name, "one sample has no others to resemble")
     found = self_bleu(texts, lengths=lengths)
     ends = found.ci95 or m.interval(found.values)  # no spread: texts that are all alike
     return Measured({name: found.mean, f"{name}_ci95": plain(ends)})
@@ -275,16 +124,16 @@ def _path_kl(m: Measuring) -> Measured:
             "but the texts end before: it does not have that of their end"
         )
     if log_prob is None or note:
-        return _nothing("path_entropy", note) | _nothing("path_kl", note)
+        return nothing("path_entropy", note) | nothing("path_kl", note)
     entropy = Measured(
         {"path_entropy": -log_prob.mean().item(), "path_entropy_ci95": m.interval(-log_prob)}
     )
     if m.ends_early and not has_end(judge):
         note = f"the judge {judge.name} has no token that ends a text: name one with --judge-end"
-        return entropy | _nothing("path_kl", note)
+        return entropy | nothing("path_kl", note)
     scores = m.scores(ending=True)
     if scores.cut:
-        return entropy | _nothing("path_kl", _too_long(judge, scores.cut))
+        return entropy | nothing("path_kl", _too_long(judge, scores.cut))
     nats = scores.nats.cpu()
     gaps = nats + log_prob
     row: Row = {
@@ -307,11 +156,6 @@ def _too_long(judge: Judge, cut: int) -> str:
     )
 
 
-def has_end(judge: Judge) -> bool:
-    """Whether a judge can price the end of a text: a causal LM may have no token for it."""
-    return not (isinstance(judge, CausalJudge) and judge.end is None)
-
-
 def knows_texts(judge: Judge) -> bool:
     """Whether a judge gives texts their likelihood, not a bound of it.
 
@@ -332,7 +176,7 @@ def _ar_bound(m: Measuring) -> Measured:
         )
     scores = m.scores(ending=True)
     if scores.cut:
-        return _nothing("ar_kl", _too_long(y.judge, scores.cut))
+        return nothing("ar_kl", _too_long(y.judge, scores.cut))
     found = ar_kl(
         constant_after_end(m.samples.tokens, m.samples.lengths),
         scores.nats,
@@ -374,7 +218,7 @@ def _two_sample(m: Measuring) -> Measured:
     return Measured(row)
 
 
-METRICS: Mapping[str, Metric] = {
+METRICS: dict[str, Metric] = {
     "ppl": Metric(_perplexity, judge=True, per_judge=True),
     "entropy": Metric(_entropy),
     "unique-4gram": Metric(_unique, counts=True),
@@ -384,4 +228,10 @@ METRICS: Mapping[str, Metric] = {
     "path-kl": Metric(_path_kl, judge=True, per_judge=True, path=True),
     "ar-kl": Metric(_ar_bound, judge=True, per_judge=True, learns=True),
     "c2st": Metric(_two_sample, reference=True, learns=True, counts=True),
+    **PROTEIN_METRICS,
 }
+
+
+def known_columns() -> list[Column]:
+    """Columns of tables: those of text, then those that metrics bring."""
+    return [*COLUMNS, *(column for metric in METRICS.values() for column in metric.columns)]

@@ -22,6 +22,10 @@ FORMAT, VERSION = "didi-samples", 4
 2 knew no texts with windows of their own, and in version 3 RGAS scored what fills a window too."""
 HEAD_BYTES = 1 << 16
 """More than the first line of a file of samples has."""
+OF_TEXT = "text"
+"""Stands for the sampler where nobody sampled."""
+REAL, SHUFFLED = "real", "shuffled"
+"""Names of the rows of real chains, and of those with their residues shuffled."""
 LEFT_TO_RIGHT = "autoregressive"
 """The sampler that stops where a text ends."""
 

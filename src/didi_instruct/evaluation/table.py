@@ -132,7 +132,7 @@ NOT_SWEPT = (
 )
 
 
-def shown_columns(rows: Sequence[Row]) -> list[Column]:
+def shown_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
     """Choose the columns that have something to tell: numbers, and settings off their defaults."""
 
     def tells(column: Column) -> bool:
@@ -143,7 +143,7 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
             return any(row.get("nfe") not in (None, row.get("steps")) for row in rows)
         return any(value is not None for value in values)
 
-    return [column for column in COLUMNS if tells(column)]
+    return [column for column in columns if tells(column)]
 
 
 def meaning(column: Column, rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, upcast
+from didi_instruct.models.layers import Block, Embedding, OutputLayer, Rotary, constant_ids, upcast
 from didi_instruct.models.network import Modulations, NetworkRecord
 
 INIT_STD = 0.02
@@ -107,7 +107,7 @@ class ARModel(nn.Module):
             cache.position += length
         x = x[:, -1:] if last_only else x
         x = x if at is None else x.flatten(0, 1).index_select(0, at)
-        return self.output_layer(x, num=self.config.num_tokens)
+        return self.output_layer(x, num=self.config.num_tokens, never=self.config.never_drawn)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed the start symbol and tokens, for `trunk`: (B, L) -> (B, L + 1, d)."""
@@ -131,10 +131,12 @@ class ARModel(nn.Module):
         return x[:, 1:]
 
     def log_prob(self, tokens: Tensor, count: Tensor | None = None) -> Tensor:
-        """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each."""
+        """Log-probability (B,) of sequences (B, L), or of the first `count` (B,) tokens of each.
+
+        Banned tokens are given where a text has them, and count as certain.
+        """
         logits = self(self._shifted(tokens))
-        nll = F.cross_entropy(upcast(logits).flatten(0, 1), tokens.flatten(), reduction="none")
-        nll = nll.view_as(tokens)
+        nll = self._nll(logits.flatten(0, 1), tokens.flatten()).view_as(tokens)
         if count is not None:
             nll = nll * (torch.arange(tokens.shape[1], device=tokens.device) < count[:, None])
         return -nll.sum(dim=1)
@@ -142,7 +144,14 @@ class ARModel(nn.Module):
     def nll_at(self, tokens: Tensor, at: Tensor) -> Tensor:
         """-log p of the tokens at flat positions `at` (R,), each given all before it: (R,)."""
         logits = self(self._shifted(tokens), at=at)
-        return F.cross_entropy(upcast(logits), tokens.flatten()[at], reduction="none")
+        return self._nll(logits, tokens.flatten()[at])
+
+    def _nll(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """-log p of targets (R,) under logits (R, V), 0 of those that are banned: (R,)."""
+        nll = F.cross_entropy(upcast(logits), targets, reduction="none")
+        if not self.config.banned:
+            return nll
+        return nll.masked_fill(torch.isin(targets, constant_ids(self.config.banned, nll.device)), 0)
 
     def _shifted(self, tokens: Tensor) -> Tensor:
         """What predicts each of `tokens`: the start symbol and all but the last, (B, L)."""

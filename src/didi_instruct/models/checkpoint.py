@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -24,7 +25,12 @@ from didi_instruct.data import files
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models import tensor_files
-from didi_instruct.models.discriminator import Discriminator, build_discriminator, flat_name
+from didi_instruct.models.discriminator import (
+    HEAD,
+    Discriminator,
+    build_discriminator,
+    flat_name,
+)
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.network import Network, NetworkRecord
 from didi_instruct.models.quantised import Storage, StoredWeights, pack
@@ -79,6 +85,7 @@ class Manifest:
     provenance: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None  # of the parameters in the files; None: as they are used
     network: NetworkRecord | None = None  # a masked LM of transformers; None: a network of ours
+    discriminator_network: NetworkRecord | None = None  # the same of the discriminator's trunk
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -88,13 +95,19 @@ class Manifest:
             raise UserError(f"`files` does not list {MODEL}.")
         if (self.discriminator is not None) != (DISCRIMINATOR in self.files):
             raise UserError("`discriminator` and `files` disagree about one.")
+        if self.discriminator_network is not None and self.discriminator is None:
+            raise UserError("`discriminator_network` describes a discriminator that is not there.")
         for group, config in (("model", self.model), ("discriminator", self.discriminator)):
             if config is not None and config.length > MAX_LENGTH:
                 raise UserError(f"`{group}.length` is {config.length}: {MAX_LENGTH} at most.")
 
     def to_bytes(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for name in ("storage", "network"):  # unknown to earlier versions of didi
+        for name in (
+            "storage",
+            "network",
+            "discriminator_network",
+        ):  # unknown to earlier versions of didi
             if content[name] is None:
                 del content[name]
         return (json.dumps(content, indent=2) + "\n").encode()
@@ -121,14 +134,15 @@ def save_model(
     discriminator_config: ModelConfig | None = None,
     storage: Storage | None = None,
     record: NetworkRecord | None = None,
+    discriminator_record: NetworkRecord | None = None,
 ) -> Path:
     """Write a model and what belongs to it; a model already in the folder is replaced.
 
     `provenance` is JSON that says where the model comes from. `record` is `Network.record` of a
-    model given as a state dict, `discriminator_config` the shape of a discriminator given as one,
-    where it is not the model's. `storage` keeps the
-    parameters in a type of the file's own, from which `load_model` makes float32 again: bfloat16
-    takes half the room, int8 a quarter (`models/quantised.py`).
+    model given as a state dict, `discriminator_record` that of a discriminator given as one, and
+    `discriminator_config` its shape, where it is not the model's. `storage` keeps the parameters in
+    a type of the file's own, from which `load_model` makes float32 again: bfloat16 takes half the
+    room, int8 a quarter (`models/quantised.py`).
     """
     folder = Path(folder)
     _check_tokenizer(folder, config, tokenizer)
@@ -141,9 +155,11 @@ def save_model(
     if discriminator is not None:
         trunk = discriminator_config or config
         if isinstance(discriminator, Discriminator):
-            trunk = discriminator.config
-        path = folder / DISCRIMINATOR
-        tensors[DISCRIMINATOR] = _for_disk(path, discriminator, build_discriminator, trunk, storage)
+            trunk, discriminator_record = discriminator.config, discriminator.record
+        build = _builder_of_discriminator(folder, discriminator_record)
+        tensors[DISCRIMINATOR] = _for_disk(
+            folder / DISCRIMINATOR, discriminator, build, trunk, storage
+        )
     provenance = json.loads(json.dumps(provenance or {}))  # what is not JSON fails here
     old = read_manifest(folder).files if (folder / CONFIG).exists() else {}
 
@@ -164,7 +180,8 @@ def save_model(
                 file.write(texts[name])
                 digest = hashlib.sha256(texts[name]).hexdigest()
                 records[name] = FileRecord(len(texts[name]), digest)
-        manifest = Manifest(config, records, trunk, provenance, storage, record)
+        of_trunk = None if discriminator is None else discriminator_record
+        manifest = Manifest(config, records, trunk, provenance, storage, record, of_trunk)
         for name in written:
             _keep_previous(folder / name)
         for file in written.values():
@@ -204,15 +221,19 @@ def load_model(
     network = _on_meta(weights.path, weights.shapes, build, manifest.model)
     discriminator, trunk = None, manifest.discriminator
     if trunk is not None:
-        critic = StoredWeights(paths[DISCRIMINATOR], manifest.storage)
-        discriminator = _on_meta(critic.path, critic.shapes, build_discriminator, trunk)
-        _fill(discriminator, critic, device, dtype)
+        critic, of_trunk = StoredWeights(paths[DISCRIMINATOR], manifest.storage), None
+        if manifest.discriminator_network is not None:
+            of_trunk = _recorded(folder, manifest.discriminator_network)
+        build = _builder_of_discriminator(folder, manifest.discriminator_network)
+        discriminator = _on_meta(critic.path, critic.shapes, build, trunk)
+        _fill_discriminator(discriminator, critic, of_trunk, device, dtype)
     if manifest.network is None:
         _fill(network, weights, device, dtype)
     else:
         read = weights.read(device, dtype)
         network = _recorded(folder, manifest.network).load(manifest.model, read, device)
-        tokenizer = None if tokenizer is None else tokenizer.endless()
+        if tokenizer is not None and manifest.model.end_id is None:
+            tokenizer = tokenizer.endless()
     return LoadedModel(network, manifest.model, tokenizer, discriminator, manifest.provenance)
 
 
@@ -280,6 +301,14 @@ def _builder(folder: Path, record: NetworkRecord | None) -> Callable[[ModelConfi
     return build_model if record is None else _recorded(folder, record).build
 
 
+def _builder_of_discriminator(
+    folder: Path, record: NetworkRecord | None
+) -> Callable[[ModelConfig], Discriminator]:
+    if record is None:
+        return build_discriminator
+    return partial(build_discriminator, network=_recorded(folder, record).build_trunk)
+
+
 def _recorded(folder: Path, record: NetworkRecord) -> "RecordedMaskedLM":
     from didi_instruct.models.masked_lm_record import RecordedMaskedLM  # it imports this module
 
@@ -334,6 +363,25 @@ def _fill(
     except RuntimeError as error:
         raise UserError(f"{weights.path}: {' '.join(str(error).split())}") from error
     network.eval()
+
+
+def _fill_discriminator(
+    discriminator: Discriminator,
+    weights: StoredWeights,
+    record: "RecordedMaskedLM | None",
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    """`_fill` for a trunk of our own, or of the masked LM that a record describes."""
+    if record is None:
+        _fill(discriminator, weights, device, dtype)
+        return
+    head = discriminator.output_layer
+    tensors = weights.read(device, dtype, keep=[f"{HEAD}{n}" for n, _ in head.named_buffers()])
+    own = {n.removeprefix(HEAD): tensors.pop(n) for n in list(tensors) if n.startswith(HEAD)}
+    head.load_state_dict(own, assign=True)
+    discriminator.trunk = record.load_trunk(discriminator.config, tensors, device)
+    discriminator.eval()
 
 
 def _check_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> None:

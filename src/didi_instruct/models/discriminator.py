@@ -1,5 +1,7 @@
 """The discriminator: a denoiser's trunk and a spectrally normalised head."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,11 +9,11 @@ from torch import Tensor, nn
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import no_autocast, upcast
-from didi_instruct.models.network import Mixture, Network
+from didi_instruct.models.network import Mixture, Network, NetworkRecord
 
 POWER_EPS = 1e-12
 INITIAL_ITERATIONS = 15
-PREFIX = "trunk."
+PREFIX, HEAD = "trunk.", "output_layer."
 
 
 class SpectralLinear(nn.Module):
@@ -124,6 +126,10 @@ class Discriminator(nn.Module):
         return self.trunk.config
 
     @property
+    def record(self) -> NetworkRecord | None:
+        return self.trunk.record
+
+    @property
     def blocks(self) -> nn.ModuleList:
         return self.trunk.blocks
 
@@ -195,6 +201,10 @@ class Discriminator(nn.Module):
         return upcast(self.output_layer(hidden, dropout)).squeeze(-1)
 
 
+def _headless_dit(config: ModelConfig) -> Network:
+    return DiT(config, head=False)
+
+
 def flat_name(name: str) -> str:
     """Return a tensor's name in files and checkpoints, where the trunk has no prefix."""
     return name.removeprefix(PREFIX)
@@ -209,10 +219,12 @@ def _flatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: objec
 def _unflatten(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Put the trunk's prefix back before a state dict is loaded."""
     for name in [name for name in state if name.startswith(prefix)]:
-        if not name.startswith((prefix + PREFIX, prefix + "output_layer.")):
+        if not name.startswith((prefix + PREFIX, prefix + HEAD)):
             state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
 
 
-def build_discriminator(config: ModelConfig) -> Discriminator:
-    """Return a freshly initialised discriminator on a DiT's trunk."""
-    return Discriminator(DiT(config, head=False))
+def build_discriminator(
+    config: ModelConfig, network: Callable[[ModelConfig], Network] = _headless_dit
+) -> Discriminator:
+    """Return a freshly initialised discriminator on the trunk that `network` builds."""
+    return Discriminator(network(config))

@@ -24,6 +24,7 @@ class DiT(nn.Module):
 
     align: int = 1
     splits: bool = True
+    reads_fill: bool = True
     record: NetworkRecord | None = None
     output_layer: layers.OutputLayer  # absent without `head`
 
@@ -104,10 +105,10 @@ class DiT(nn.Module):
     def head(self, hidden: Tensor, mods: Modulations | None = None) -> Tensor:
         """Logits (..., V) of states (..., d); c has one row, or one per leading index of hidden.
 
-        The end of a text is never predicted by a model that is given it (`config.end_id`).
+        What a model is given and never draws (`config.never_drawn`) has probability 0.
         """
         assert mods is not None, "the final norm is modulated: give what `modulations` gives"
-        num, never = self.config.num_tokens, self.config.end_id
+        num, never = self.config.num_tokens, self.config.never_drawn
         layer = mods.of_layer(-1)
         return self.output_layer(hidden, *layer, num=num, align=self.align, never=never)
 

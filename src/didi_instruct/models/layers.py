@@ -5,6 +5,7 @@ and parameters are declared in the order in which foreign EMA lists store them. 
 is float32 (float64 in a float64 model); matrix products run in the weights' type or in autocast's.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +37,13 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return weight.dtype
+
+
+@functools.cache
+def constant_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return ids as a tensor on a device, sent there once."""
+    with torch.inference_mode(False):  # it outlives the context in which it is asked for first
+        return torch.tensor(ids, device=device)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -320,17 +328,17 @@ class OutputLayer(nn.Module):
         *,
         num: int,
         align: int = 1,
-        never: int | None = None,
+        never: tuple[int, ...] = (),
     ) -> Tensor:
         """Map hidden (..., d) to logits (..., num) of the first `num` ids.
 
         c is (1, cond_dim), or has one row per leading index of hidden. Columns that pad to a
-        multiple of `align`, and the id `never`, have the logit `NEVER`.
+        multiple of `align`, and the ids in `never`, have the logit `NEVER`.
         """
         x = self.normed(hidden, c, folded)
         weight, bias = self.linear.weight[:num], self.linear.bias[:num]
-        if never is not None:
-            bias = bias.index_fill(0, torch.full((), never, device=bias.device), NEVER)
+        if never:
+            bias = bias.index_fill(0, constant_ids(never, bias.device), NEVER)
         if extra := -len(weight) % align:
             dtype = product_dtype(weight)  # cast before it is copied
             weight = F.pad(weight.to(dtype), (0, 0, 0, extra))

@@ -9,7 +9,7 @@ weights before a number is read.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.model import ModelConfig, Order
+from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer, quiet
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, FORMAT, LoadedModel, read_object
-from didi_instruct.models.foreign.folders import new_folder
 from didi_instruct.models.foreign.places import weight_files
 from didi_instruct.models.foreign.stores import Header, open_store
 from didi_instruct.models.masked_network import Family, MaskedLM, SpecialIds, special_ids
@@ -58,6 +58,8 @@ _SHAPE = {  # our name, and theirs
     "vocab_size": ("vocab_size",),
     "length": ("max_position_embeddings",),
 }
+OWN = "didi"
+"""Key of a config.json for what a student has and transformers does not know."""
 _LARGEST = 1 << 40
 _FRAME = 2  # special tokens that usually surround a text
 
@@ -161,6 +163,33 @@ def _number(path: Path, settings: Mapping[str, Any], *names: str, least: int = 1
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnSettings:
+    """Settings of a `ModelConfig` unknown to transformers, in its config.json under `didi`."""
+
+    end_id: int | None = None
+    lengths: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
+    order: Order = "random"
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "OwnSettings":
+        """Those of a model."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(cls)})
+
+
+def _with_own(found: FoundMaskedLM, config: ModelConfig) -> ModelConfig:
+    """Add the settings that a student was written with, if it is one."""
+    if OWN not in found.settings:
+        return config
+    path = found.path / CONFIG
+    own = parse(OwnSettings, found.settings[OWN], where=str(path), prefix=f"{OWN}.")
+    try:
+        return replace(config, **asdict(own))
+    except UserError as error:
+        raise UserError(f"{path}: `{OWN}`: {error}") from error
+
+
 # Weights
 
 
@@ -204,7 +233,7 @@ def open_weights(found: FoundMaskedLM) -> WeightFiles:
     return weights
 
 
-# Loading and saving
+# Loading
 
 
 def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelConfig]:
@@ -230,7 +259,9 @@ def read_tokenizer(found: FoundMaskedLM) -> tuple[Tokenizer, SpecialIds, ModelCo
         )
     ids = special_ids(folder, found.settings, found.config.num_tokens, tokenizer)
     length = found.config.length + _FRAME - len(ids.before) - len(ids.after)
-    return tokenizer.endless(), ids, replace(found.config, length=length)
+    config = _with_own(found, replace(found.config, length=length))
+    ends = None if config.end_id is None else tokenizer.ending(config.end_id)
+    return ends or tokenizer.endless(), ids, config
 
 
 def load_masked_lm(
@@ -259,18 +290,38 @@ def load_masked_lm(
     return LoadedModel(model, config, tokenizer, None, {"foreign": origin})
 
 
-def save_masked_lm(model: MaskedLM, tokenizer: Tokenizer, folder: str | Path) -> Path:
-    """Write a folder that `load_masked_lm` and `transformers` read: new, or empty."""
-    if model.config.masks > 1:
-        raise UserError(
-            f"{folder}: a folder of transformers has one mask, and the model {model.config.masks} "
-            "(mixture steps)."
-        )
-    with new_folder(Path(folder)) as hidden, silence():
-        tokenizer.save(hidden)
-        # Else transformers undoes renamings that never were: ESM's norms would get old names.
-        model.network.save_pretrained(hidden, save_original_format=False)
-    return Path(folder)
+def new_esm(config: ModelConfig, tokenizer: Tokenizer) -> MaskedLM:
+    """A network of the shape of ESM-2 and DPLM with random weights, in training mode.
+
+    Rotary positions, the output layer tied to the embeddings, and `token_dropout`.
+    """
+    known, frame = tokenizer.vocabulary, _FRAME
+    pad, mask = known["<pad>"], known["<mask>"]
+    library = load_transformers()
+    settings = library.EsmConfig(
+        vocab_size=config.num_tokens,
+        mask_token_id=mask,
+        pad_token_id=pad,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.hidden,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=config.length + frame,
+        layer_norm_eps=1e-5,
+        position_embedding_type="rotary",
+        emb_layer_norm_before=False,
+        token_dropout=True,
+        tie_word_embeddings=True,
+        architectures=["EsmForMaskedLM"],
+    )
+    build, settings = described(library, "esm", settings.to_dict())
+    with silence():
+        network = build(settings)
+    before, after = tokenizer.frame("<mask>")
+    ids = SpecialIds(mask, pad, tuple(before), tuple(after), config.banned)
+    return MaskedLM(network, config, ids, FAMILIES["esm"])
 
 
 def load_transformers() -> Any:

@@ -1,4 +1,4 @@
-"""Masked LMs of `transformers` in didi's own layout: a fine-tuned one with its provenance."""
+"""Masked LMs of `transformers` in didi's own layout: trained ones, and trunks of discriminators."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -40,6 +40,21 @@ class RecordedMaskedLM:
                 f"{self.path}: `network.settings.model_type` is {shown_value(self._model_type)}: "
                 f"use one of {', '.join(FAMILIES)}."
             )
+
+    def build_trunk(self, config: ModelConfig) -> MaskedLM:
+        """Build the network without head and weights; within `torch.device("meta")`."""
+        return self.build(config).drop_head()
+
+    def load_trunk(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device | str
+    ) -> MaskedLM:
+        """Build the network without head, with the tensors of a discriminator's file."""
+        with torch.device("meta"):
+            whole = self.build(config).state_dict()
+        dtype = next(t.dtype for n, t in tensors.items() if n.startswith(_NETWORK))
+        # A head for the builder, which would else draw one.
+        head = {n: torch.zeros(t.shape, dtype=dtype) for n, t in whole.items() if n not in tensors}
+        return self.load(config, {**tensors, **head}, device).drop_head()
 
     def build(self, config: ModelConfig) -> MaskedLM:
         """Build the network without weights; within `torch.device("meta")`."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.alphabet import amino_ids, is_protein
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import read_object
@@ -30,10 +31,6 @@ ESM_MASKED = 0.15 * 0.8  # share of tokens that ESM saw as masks in training
 
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 _UNUSED = re.compile(r"\[unused\d+\]")
-_COMMON_RESIDUES = set("ACDEFGHIKLMNPQRSTVWY")
-# With pyrrolysine and selenocysteine. The other letters of protein vocabularies mean `any` (X),
-# `one of two` (B, J, Z) or a gap (`.`, `-`): they are notation, not residues.
-_RESIDUES = _COMMON_RESIDUES | set("OU")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +65,7 @@ class MaskedLM(nn.Module):
     """
 
     splits: bool = False
+    reads_fill: bool = False
     network: Any
     codes: nn.Parameter | None  # (masks, d), added to the embeddings of several masks
     before: Tensor
@@ -188,12 +186,15 @@ class MaskedLM(nn.Module):
         return all_logits(self, tokens, sigma, attended)
 
     def without_head(self) -> "MaskedLM":
-        twin = copy.deepcopy(self)
+        return copy.deepcopy(self).drop_head()
+
+    def drop_head(self) -> "MaskedLM":
+        """Drop what a discriminator has no use for, in place."""
         for name in self.family.head:
-            setattr(twin.network, name, None)
+            setattr(self.network, name, None)
         for name in self.family.unused:
-            setattr(twin._trunk, name, None)
-        return twin
+            setattr(self._trunk, name, None)
+        return self
 
     def with_masks(self, offsets: Tensor) -> "MaskedLM":
         twin, masks = copy.deepcopy(self), self.config.masks + len(offsets)
@@ -275,12 +276,10 @@ def special_ids(
 
 
 def _no_text(vocabulary: Mapping[str, int]) -> set[int]:
-    """Ids of place holders and, in a vocabulary of residues, of all other letters."""
+    """Ids of place holders and, in a vocabulary of residues, of all but the 20 amino acids."""
     spare = {index for word, index in vocabulary.items() if _UNUSED.fullmatch(word)}
-    letters = {word for word in vocabulary if len(word) == 1}
-    pieces = any(len(word) > 1 and word[0] not in "<[" for word in vocabulary)
-    if letters >= _COMMON_RESIDUES and not pieces:
-        spare |= {vocabulary[letter] for letter in letters - _RESIDUES}
+    if is_protein(vocabulary):
+        spare |= {n for word, n in vocabulary.items() if len(word) == 1} - amino_ids(vocabulary)
     return spare
 
 

@@ -58,6 +58,7 @@ class Network(Protocol):
     training: bool
     align: int  # `head` pads its columns to a multiple of it; those added have probability 0
     splits: bool  # `trunk` can be run in parts, from block `start` up to block `stop`
+    reads_fill: bool  # what fills a window behind a text is tokens to it, not padding
 
     @property
     def record(self) -> NetworkRecord | None:
@@ -150,6 +151,11 @@ def logits_at(
     hidden = network.trunk(x, mods, attended).flatten(0, 1).index_select(0, at)
     own = None if mods is None else mods.of_positions(at, tokens.shape[1])
     return network.head(hidden, own)
+
+
+def window_of(network: Network) -> int:
+    """Tokens of a window: as many as the network reads, or as the longest text that is drawn."""
+    return network.config.length if network.reads_fill else network.config.longest
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from didi_instruct.config.model import NEVER
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.transfer import sent
 
@@ -135,6 +136,16 @@ def before_end(tokens: Tensor, end_id: int) -> Tensor:
     return (tokens == end_id).cumsum(1) == 0
 
 
+def written(tokens: Tensor, end_id: int | None, given: Sequence[int]) -> Tensor:
+    """Positions that a model writes: before the end of a text, other than of `given` ids.
+
+    Shapes: tokens (B, L) -> (B, L), bool.
+    """
+    known = torch.tensor(given, dtype=tokens.dtype, device=tokens.device)
+    found = ~torch.isin(tokens, known)
+    return found if end_id is None else found & before_end(tokens, end_id)
+
+
 def goes_on(tokens: Tensor, end_id: int) -> bool:
     """True if something other than ends follows an end: a row holds more than one text."""
     return bool((~before_end(tokens, end_id) & (tokens != end_id)).any())
@@ -150,13 +161,18 @@ class LengthLaw:
     """The law of the lengths of texts, from how many had each length."""
 
     def __init__(self, counts: Sequence[int]) -> None:
-        """Take the number of texts of 0, 1, 2, ... tokens; none is empty.
+        """Take the number of texts of 0, 1, 2, ... tokens, or NEVER; none is empty.
 
-        One text is added at every length, so that none is impossible.
+        One text is added at every other length, so that it is possible.
         """
-        weights = torch.tensor(counts, dtype=torch.float64) + 1
+        given = torch.tensor(counts, dtype=torch.float64)
+        weights = torch.where(given == NEVER, 0.0, given + 1)
         weights[0] = 0
         self._p = weights / weights.sum()
+
+    def allows(self, count: Tensor) -> Tensor:
+        """True where a length may be drawn: (B,) -> (B,)."""
+        return self._p.to(count.device)[count] > 0
 
     def log_prob(self, count: Tensor, shortest: int = 1) -> Tensor:
         """Log-probability of lengths (B,), given that none is below `shortest`: float64."""

@@ -14,7 +14,7 @@ from typing import Any
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import frontier
-from didi_instruct.evaluation.rows import Row
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, with_values
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 from didi_instruct.reproduce.minutes import (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from didi_instruct.evaluation.choosing import best_by_vsf
 from didi_instruct.evaluation.comparison import compare
-from didi_instruct.evaluation.rows import Measured, Row
+from didi_instruct.evaluation.measuring import Measured, Row
 
 BASELINE = "MDLM, ancestral"
 STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.drawing import (
     FONT,
     INK,
@@ -16,7 +17,6 @@ from didi_instruct.evaluation.report.drawing import (
     new_figure,
     scale,
 )
-from didi_instruct.evaluation.rows import Row
 from didi_instruct.reproduce.baselines import TEACHER
 from didi_instruct.reproduce.figures import PALETTE
 

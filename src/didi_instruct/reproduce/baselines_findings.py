@@ -5,7 +5,7 @@ from operator import itemgetter
 from statistics import fmean
 
 from didi_instruct.evaluation.comparison import order_of
-from didi_instruct.evaluation.rows import Row
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.reproduce.baselines import PLAIN
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS
 from didi_instruct.reproduce.tables import Cell

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from didi_instruct.evaluation.measuring import Progress
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.evaluation.rows import Progress
 from didi_instruct.reproduce.baselines import LATE, settings_of, way_rows
 from didi_instruct.reproduce.costs import NO_MODELS
 from didi_instruct.reproduce.equal_terms import WHOLE, Setting, Terms

@@ -18,7 +18,8 @@ from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
-from didi_instruct.evaluation.rows import METRICS, Measured, Progress, Row, Yardstick
+from didi_instruct.evaluation.measuring import Measured, Progress, Row, Yardstick
+from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
 
 WHOLE = (0, 1)

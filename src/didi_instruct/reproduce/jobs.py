@@ -40,8 +40,12 @@ NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_e
 up has no result to keep."""
 ADDED = {
     "warmup_on_top": False,
+    "model.family": "dit",
     "train.ema_warmup": True,
+    "lengths": "",
+    "train.pass_tokens": None,
     "discriminator.weight_decay": None,
+    "discriminator.lr_warmup": 0,
     "discriminator.dropout": 0.0,
 }
 """Settings that came later, with the values that change nothing: there they have no part in a key,

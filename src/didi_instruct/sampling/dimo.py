@@ -7,6 +7,7 @@ in the end, the random tokens too; until then the network sees the start where n
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,19 +60,18 @@ class Start:
     of all embeddings."""
 
     def begin(
-        self, z: Tensor, mask_id: int, width: int, noise: Uniforms, end_id: int | None = None
+        self, z: Tensor, mask_id: int, width: int, noise: Uniforms, never: Sequence[int] = ()
     ) -> Seen:
         """Draw the starts of texts z (B, L) with masks where to write; `width` is d.
 
-        Random tokens are any of the V = `mask_id`, each as likely; not `end_id`, where texts have
-        windows of their own, which an end inside a text would seem to close.
+        Random tokens are any of the V = `mask_id`, each as likely; not those in `never`, such as
+        the end of texts that have windows of their own: inside a text it would seem to close it.
         """
         open_, length = z == mask_id, z.shape[1]
         coins, which = (noise.uniforms(length, Purpose.START, k) for k in range(2))
-        count = mask_id if end_id is None else mask_id - 1
-        random = (which * count).long()
-        if end_id is not None:
-            random += random >= end_id
+        random = (which * (mask_id - len(never))).long()
+        for token in sorted(never):
+            random += random >= token
         tokens = torch.where(open_ & (coins < self.random), random, z)
         if not self.noise:
             return Seen(tokens, open_, None)
@@ -107,8 +107,8 @@ def dimo(
     KL bounds the KL of the sampler from above, though less closely than without a start.
     """
     state.steps = steps
-    width, end_id = network.vectors.shape[1], network.config.end_id
-    begun = start.begin(state.z, state.mask_id, width, state.noise, end_id)
+    width, never = network.vectors.shape[1], network.config.never_drawn
+    begun = start.begin(state.z, state.mask_id, width, state.noise, never)
 
     def draw(state: State, step: Step) -> tuple[Tensor, Tensor]:
         seen = begun.later(state.z, state.mask_id)

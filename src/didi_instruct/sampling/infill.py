@@ -88,11 +88,21 @@ class Template:
         return row if self.ending is None else self.ending.fill(row)
 
 
-def parse_gap(text: str) -> Gap:
-    """Read `8`, `4-12`, `auto` (the model chooses 1 to 16) or `auto:2-30`."""
-    if text == "auto":
+def parse_gaps(text: str, count: int) -> list[Gap]:
+    """Read the gaps of a text: one for all of its gaps, or as many with commas between them.
+
+    A gap is `8`, `4-12`, `auto` (the model chooses 1 to 16) or `auto:2-30`.
+    """
+    gaps = [_parse_gap(part.strip(), text) for part in text.split(",")]
+    if len(gaps) not in (1, count):
+        raise UserError(f"--gap {text} has {len(gaps)} gaps, the text {count}: give one, or each.")
+    return gaps if len(gaps) == count else gaps * count
+
+
+def _parse_gap(part: str, text: str) -> Gap:
+    if part == "auto":
         return Gap(1, 16, chosen=True)
-    match = re.fullmatch(r"(auto:)?(\d+)(?:-(\d+))?", text)
+    match = re.fullmatch(r"(auto:)?(\d+)(?:-(\d+))?", part)
     if match is None:
         raise UserError(f"--gap {text}: write 8, 4-12, auto or auto:4-12.")
     return Gap(int(match[2]), int(match[3] or match[2]), chosen=match[1] is not None)

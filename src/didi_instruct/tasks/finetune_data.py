@@ -179,6 +179,10 @@ def _framed_texts(
             f"{source} puts special tokens around each text: learn one document a row from its "
             "file, with --set data.rows=document."
         )
+    if given.long == "split":
+        raise UserError(
+            f"data.long is split, but texts for {source} are read one a row: use cut or drop."
+        )
     options = ReadOptions(field=given.field, documents=given.documents)
     length = min(loaded.config.length, given.length or loaded.config.length)
     window = Window(length=length, long=given.long, banned=frozenset(record.banned), skips=True)

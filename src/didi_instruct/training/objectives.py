@@ -82,8 +82,9 @@ class MaskedObjective:
         length = tokens.shape[1]
         alpha = self.schedule.alpha(t)[:, None]
         z = masking.mask(tokens, alpha, self.mask_id, uniforms[:, :length])
-        if self.config.end_id is not None:
-            z = torch.where(masking.before_end(tokens, self.config.end_id), z, tokens)
+        end_id, given = self.config.end_id, self.config.banned
+        if end_id is not None or given:
+            z = torch.where(masking.written(tokens, end_id, given), z, tokens)
         masked = (z == self.mask_id).flatten().nonzero().squeeze(1)
         weight = self.schedule.nelbo_weight(t) / length
         if code:

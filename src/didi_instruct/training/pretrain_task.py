@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model, flops_per_token
+from didi_instruct.process.masking import before_end
 from didi_instruct.seeding import mix
 from didi_instruct.training import distributed, objectives
+from didi_instruct.training.buckets import plan_passes, widths
 from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import Batch, Objective
 from didi_instruct.training.optim import learning_rate
@@ -38,6 +40,19 @@ class Settings(Protocol):
     def train(self) -> TrainConfig: ...
 
 
+class Read(NamedTuple):
+    """Rows of a batch that are read in one pass."""
+
+    rows: slice | Tensor
+    """Their places in the batch."""
+    tokens: Tensor
+    """(R, width), or (R, 2, width) for prompts with answers."""
+    weight: float
+    """Of a mean over the width, in the loss."""
+    last: bool
+    """True for the last pass of this process over the batch."""
+
+
 class PretrainTask:
     """Training by likelihood as a `training.loop.Task`: a step is one global batch, fresh noise."""
 
@@ -51,11 +66,14 @@ class PretrainTask:
         network: Any = None,
         objective: Objective | None = None,
         curriculum: CurriculumConfig | None = None,
+        pass_tokens: int | None = None,
         identity: Mapping[str, str] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         """Train `network`, by default a new one, by `objective`, by default that of its kind.
 
+        `pass_tokens` bounds the positions of a forward pass, of rows of similar length: for texts
+        with windows of their own, and networks that do not read what fills a window.
         `identity` is what a resumed run must share with its checkpoint beside the data, by name;
         `provenance` is written into all models of the run.
         """
@@ -75,7 +93,9 @@ class PretrainTask:
         self.curriculum = curriculum or CurriculumConfig()
         self._identity = {"data": data.fingerprint, **(identity or {})}
         self._provenance = {"reproduces": config.reproduces, **(provenance or {})}
-        self._read = 0  # tokens of this process since the last report
+        self.pass_tokens = pass_tokens
+        self._read = 0  # tokens of this process since the last report, and those of texts
+        self._text = 0
         torch.manual_seed(mix(train.seed, "init"))
         # CUDA graphs are for the passes of a distillation.
         passes = replace(train, compile="auto") if train.compile == "graphs" else train
@@ -93,14 +113,11 @@ class PretrainTask:
         generator = torch.Generator().manual_seed(mix(train.seed, "noise", step))
         noise = objective.draw(train.batch_size, generator)
         torch.manual_seed(mix(train.seed, "dropout", step, self.world.rank))
-        share = self.world.share(train.batch_size)
-        size = self.rows_per_pass
         total = torch.zeros((), device=self.world.device)
-        for first in range(share.start, share.stop, size):
-            rows = slice(first, min(first + size, share.stop))
-            batch = self._batch(objective, step * train.batch_size, rows, noise)
-            with exchanging(rows.stop == share.stop):
-                loss = self.losses(batch).sum() / train.batch_size
+        for read in self._reads(step * train.batch_size):
+            batch = self._batch(objective, read.tokens, *(n[read.rows] for n in noise))
+            with exchanging(read.last):
+                loss = self.losses(batch).sum() * (read.weight / train.batch_size)
                 self.replica.backward(loss)
             total += loss.detach()
         return {"loss": self.world.sum(total), "grad_norm": self.replica.update(step)}
@@ -119,6 +136,8 @@ class PretrainTask:
         """
         if self.config.train.micro_batch is not None:
             return self.config.train.micro_batch
+        if self.pass_tokens is not None:
+            return max(1, self.pass_tokens // self.data.length)
         share = len(self.world.share(self.config.train.batch_size))
         if self.world.device.type == "cuda":
             return share
@@ -131,24 +150,44 @@ class PretrainTask:
             return self.objective
         return objectives.SoftObjective(self.model_config, temperature, self.curriculum.tokens)
 
-    def _batch(
-        self, objective: Objective, position: int, rows: slice, noise: tuple[Tensor, ...]
-    ) -> Batch:
-        tokens = self.data.rows(position + rows.start, rows.stop - rows.start)
+    def _reads(self, position: int) -> Iterator[Read]:
+        """Divide this process's rows of the batch at a position of the stream into passes."""
+        count, world = self.config.train.batch_size, self.world
+        if self.pass_tokens is None:
+            share, size = world.share(count), self.rows_per_pass
+            for first in range(share.start, share.stop, size):
+                rows = slice(first, min(first + size, share.stop))
+                tokens = self.data.rows(position + rows.start, rows.stop - rows.start)
+                yield Read(rows, tokens, 1.0, rows.stop == share.stop)
+            return
+        batch = self.data.rows(position, count)
+        passes = plan_passes(
+            widths(batch, self.model_config), self.pass_tokens, world.rank, world.size
+        )
+        for number, (places, width) in enumerate(passes, 1):
+            tokens = batch[places, :width]
+            yield Read(places, tokens, width / self.data.length, number == len(passes))
+
+    def _batch(self, objective: Objective, tokens: Tensor, *noise: Tensor) -> Batch:
         self._read += len(tokens) * tokens.shape[-1]
-        batch = objective.corrupt(tokens, *(n[rows] for n in noise))
+        if self.pass_tokens is not None and self.model_config.end_id is not None:
+            self._text += int(before_end(tokens, self.model_config.end_id).sum())
+        batch = objective.corrupt(tokens, *noise)
         if self.world.device.type == "cuda":
             batch = {name: value.pin_memory() for name, value in batch.items()}
         return {n: v.to(self.world.device, non_blocking=True) for n, v in batch.items()}
 
     def describe(self, step: int, seconds: float, steps: int) -> dict[str, float]:
-        """Learning rate, tokens per second and, on a GPU, the share of its matmul rate."""
+        """Learning rate, tokens per second, padding and, on a GPU, the share of its matmul rate."""
         train, rows = self.config.train, steps * self.config.train.batch_size
         # Rows of answers are as long as the longest of a pass: the mean, in this process.
-        read, self._read = self._read * self.world.size, 0
+        text, read = self._text * self.world.size, self._read * self.world.size
+        self._text = self._read = 0
         rate = read / max(seconds, 1e-9)
         lr = learning_rate(step, train.steps, self.config.optim)
         values = {"lr": lr, "tokens_per_second": rate}
+        if self.pass_tokens is not None:
+            values["padding"] = 1 - text / max(read, 1)  # share of the tokens that fills windows
         if self.world.device.type == "cuda":
             share, length = self.objective.head_fraction, round(read / rows)
             flops = 3 * flops_per_token(self.model_config, share, length)  # backward: twice forward

@@ -168,7 +168,9 @@ def make():
     return didi.Model(randomise(DiT(config)), config)
 
 
-@pytest.mark.parametrize("sampler", ["ancestral", "confidence", "remasking", "first-hitting"])
+@pytest.mark.parametrize(
+    "sampler", ["ancestral", "confidence", "remasking", "first-hitting", "dplm"]
+)
 def test_samples_are_the_networks(sampler, monkeypatch):
     """The same seed, and so the same tokens.
 

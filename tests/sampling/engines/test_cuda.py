@@ -253,7 +253,7 @@ def test_nothing_goes_round_in_a_circle(monkeypatch):
 
 def test_a_padded_output_layer_never_writes_the_padding():
     weight, bias = torch.randn(70, 4), torch.randn(70)
-    wide, biases = pad_output(weight, bias, 69, never=3)
+    wide, biases = pad_output(weight, bias, 69, never=(3,))
     assert wide.shape == (128, 4)
     p = torch.nn.functional.linear(torch.randn(5, 4), wide, biases).softmax(-1)
     assert not p[:, 69:].any()

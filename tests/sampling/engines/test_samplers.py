@@ -14,6 +14,7 @@ from didi_instruct.sampling import guide as guides
 from didi_instruct.sampling import guided
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import make_denoiser, network_denoiser
+from didi_instruct.sampling.dplm import dplm
 from didi_instruct.sampling.engines import cuda, cuda_graphs
 from didi_instruct.sampling.engines.cuda import GraphDenoiser
 from didi_instruct.sampling.engines.cuda_graphs import Captured
@@ -92,7 +93,9 @@ WAYS = {
     "forty": ({"steps": 40}, {}),
 }
 EVERY = [
-    (way, kind, None) for way in (*WAYS, "first-hitting") for kind in ("plain", "timed", "codes")
+    (way, kind, None)
+    for way in (*WAYS, "first-hitting", "dplm")
+    for kind in ("plain", "timed", "codes")
 ]
 EVERY += [(way, "timed" if way == "cosine" else "plain", name) for way in WAYS for name in GUIDANCE]
 
@@ -101,6 +104,8 @@ def sampler(way, guidance):
     """Of a denoiser, a guide and a state; options of its draws."""
     if way == "first-hitting":
         return (lambda denoiser, guide, state: first_hitting(denoiser, SCHEDULE, state)), {}
+    if way == "dplm":
+        return (lambda denoiser, guide, state: dplm(denoiser, state, steps=5, guard=0.2)), {}
     options, draws = WAYS[way]
     if guidance is not None:
         options = options | {"guidance": GUIDANCE[guidance]}

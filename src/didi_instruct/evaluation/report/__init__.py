@@ -18,7 +18,7 @@ def write_report(folder: Path, content: Content) -> tuple[Path, Path]:
 
     Each file is whole or not there. Plots of an earlier report that this one has not are removed.
     """
-    if not content.rows and not content.baseline:
+    if not content.everything():
         raise UserError(f"{folder}: there is nothing to report; evaluate a model first.")
     plots, notes = draw_plots(content)
     page, text = folder / "report.html", folder / "report.md"

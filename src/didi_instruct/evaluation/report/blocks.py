@@ -7,10 +7,10 @@ setting, and the one with the lowest path KL. The rest is there to be unfolded.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.doubts import doubt, edge
 from didi_instruct.evaluation.report.lines import Line, is_plain, lines_of, setting
-from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.table import Column, interval
 
 
@@ -42,10 +42,10 @@ def blocks_of(content: Content, columns: Sequence[Column]) -> list[Block]:
     found = []
     for nfe in sorted({nfe for line in lines for nfe in line.budgets}):
         chosen = [(line, row, words) for line in lines for row, words in _chosen(line, nfe)]
-        leaders = {c.field: _leader([(li, r) for li, r, _ in chosen], c) for c in columns}
+        leaders = [(c.field, row) for c in columns for row in _leaders(chosen, c)]
         entries = []
         for line, row, words in chosen:
-            leads = frozenset(name for name, leader in leaders.items() if leader is row)
+            leads = frozenset(name for name, leader in leaders if leader is row)
             entries.append(Entry(line, row, words, doubt(content, lines, row), leads))
         found.append(Block(nfe, tuple(entries)))
     return found
@@ -81,6 +81,14 @@ def _chosen(line: Line, nfe: int) -> Iterator[tuple[Row, str]]:
     else:
         yield plain, setting(plain)
         yield best, f"best: {setting(best)}{at_edge}"
+
+
+def _leaders(chosen: Sequence[tuple[Line, Row, str]], column: Column) -> Iterator[Row]:
+    """The best row of each length, where it is beyond doubt."""
+    for length in dict.fromkeys(row.get("length") for _, row, _ in chosen):
+        alike = [(line, row) for line, row, _ in chosen if row.get("length") == length]
+        if leader := _leader(alike, column):
+            yield leader
 
 
 def _leader(chosen: Sequence[tuple[Line, Row]], column: Column) -> Row | None:

@@ -7,9 +7,9 @@ a setting is the best only of those that were tried.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.lines import Line, is_plain, tempered
-from didi_instruct.evaluation.rows import Row
 
 LOW_ENTROPY = 0.02
 """Share of entropy whose loss is no longer noise: it can halve a perplexity by itself."""
@@ -60,8 +60,9 @@ def _level(
     them, with the baseline's most steps, its nearest to real text.
     """
     rivals: list[tuple[Row, str]] = []
-    if content.real.get(sign.field) is not None:
-        rivals = [(content.real, "the reference text's")]
+    real = content.real_like(row)
+    if real.get(sign.field) is not None:
+        rivals = [(real, "the reference text's")]
     else:
         for line in (line for line in lines if line.is_baseline):
             nfe = line.budgets[-1] if sign.grows else row["nfe"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from didi_instruct.evaluation.report.content import Content
-from didi_instruct.evaluation.rows import Row
+from didi_instruct.evaluation.measuring import Row
+from didi_instruct.evaluation.report.content import Content, of_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class Maker(NamedTuple):
     """As JSON, so that they can be compared."""
     seed: int | None
     num_samples: int | None
+    length: str = ""
+    """In words, where rows of several lengths are in one table."""
 
 
 def tempered(row: Row) -> tuple[float, float]:
@@ -110,8 +112,9 @@ def _made(content: Content) -> Iterator[tuple[Maker, Row]]:
         prints = [s.origin.fingerprint for s in content.samples]
     for row, weights in zip(rows, prints, strict=True):
         options = json.dumps(row.get("options") or {}, sort_keys=True, default=str)
-        known = (row.get(name) for name in ("seed", "num_samples"))
-        yield Maker(row["model"], weights, row.get("sampler"), options, *known), row
+        seed, count = row.get("seed"), row.get("num_samples")
+        made = Maker(row["model"], weights, row.get("sampler"), options, seed, count)
+        yield made._replace(length=of_length(row)), row
 
 
 def _equal(one: Row, other: Row) -> bool:
@@ -142,6 +145,7 @@ def _apart(maker: Maker, makers: Sequence[Maker]) -> str:
         "options": _options(maker, kin),
         "seed": f"seed {maker.seed}",
         "num_samples": f"{maker.num_samples} texts",
+        "length": maker.length.removeprefix(", "),
     }
     return "".join(f" · {words[name]}" for name in differ if words[name])
 

@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.blocks import Block, blocks_of, sweep_of
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.lines import has_sweep
@@ -18,6 +19,7 @@ from didi_instruct.evaluation.report.words import (
     main_columns,
     origin,
     reading,
+    unwritten_title,
     which_rows,
 )
 from didi_instruct.evaluation.table import Column, interval_text, meaning, number
@@ -106,17 +108,20 @@ def _table(
             for column in columns:
                 value = _safe(number(entry.row, column))
                 value = f"**{value}**" if column.field in entry.leads else value
-                note = entry.row.get(f"{column.field}_note")
-                value += f"<sup>{notes.index(note) + 1}</sup>" if note in notes else ""
+                value += _mark(entry.row, column, notes)
                 cells.append(_with_ends(value, interval_text(entry.row, column)))
             yield _line(cells)
-    if content.reference:
-        cells = ["", _safe(content.real.get("model", "")), "reference text"]
+    for name, row in content.unwritten:
+        cells = ["", _safe(name), unwritten_title(content).lower()]
         for column in columns:
-            cells.append(
-                _with_ends(_safe(number(content.real, column)), interval_text(content.real, column))
-            )
+            value = _safe(number(row, column)) + _mark(row, column, notes)
+            cells.append(_with_ends(value, interval_text(row, column)))
         yield _line(cells)
+
+
+def _mark(row: Row, column: Column, notes: Sequence[str]) -> str:
+    note = row.get(f"{column.field}_note")
+    return f"<sup>{notes.index(note) + 1}</sup>" if note in notes else ""
 
 
 def _with_ends(value: str, ends: str) -> str:

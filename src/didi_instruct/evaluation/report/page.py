@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.blocks import Block, Entry, blocks_of, sweep_of
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.lines import has_sweep
@@ -19,9 +20,9 @@ from didi_instruct.evaluation.report.words import (
     main_columns,
     origin,
     reading,
+    unwritten_title,
     which_rows,
 )
-from didi_instruct.evaluation.rows import Row
 from didi_instruct.evaluation.table import Column, interval_text, meaning, number
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -119,11 +120,13 @@ def _table(
             yield _row(entry, columns, notes, same=same)
             before = entry
         yield "</tbody>"
-    if content.reference:
-        title = "<span>Reference text</span>"
+    if below := content.unwritten:
+        title = f"<span>{unwritten_title(content)}</span>"
         yield f'<tbody><tr class="budget"><th colspan="{span}" scope="rowgroup">{title}</th></tr>'
-        cells = "".join(_cell(content.real, column) for column in columns)
-        yield f'<tr><th scope="row">{_name(content.real.get("model", ""))}</th>{cells}</tr></tbody>'
+        for name, row in below:
+            cells = "".join(_cell(row, column, notes=notes) for column in columns)
+            yield f'<tr><th scope="row">{_name(name)}</th>{cells}</tr>'
+        yield "</tbody>"
     yield "</table></div>"
 
 

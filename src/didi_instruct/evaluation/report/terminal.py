@@ -1,10 +1,10 @@
 """A report in a terminal: the verdict, the main table as wide as the window, and what to doubt."""
 
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 
 from didi_instruct.evaluation.report.blocks import Entry, blocks_of
 from didi_instruct.evaluation.report.content import Content
-from didi_instruct.evaluation.report.lines import short_names
 from didi_instruct.evaluation.report.verdict import verdict
 from didi_instruct.evaluation.report.words import doubts, edges, footnotes, main_columns
 from didi_instruct.evaluation.table import Column, number
@@ -22,11 +22,10 @@ def render_terminal(content: Content, width: int) -> list[str]:
         (block.nfe, entry) for block in blocks_of(content, columns) for entry in block.entries
     ]
     names = [_name(entry) for _, entry in entries]
-    real = content.real
-    if content.reference:
-        names.append(short_names([str(real["model"])])[str(real["model"])])
-    rows = [entry.row for _, entry in entries] + ([real] if content.reference else [])
-    steps = [str(nfe) for nfe, _ in entries] + [""] * bool(content.reference)
+    below = content.unwritten
+    names += [PurePosixPath(name).name or name for name, _ in below]
+    rows = [entry.row for _, entry in entries] + [row for _, row in below]
+    steps = [str(nfe) for nfe, _ in entries] + [""] * len(below)
     first = max(map(len, ["model", *names]))
     second = max(map(len, ["steps", *steps])) + GAP
     cells = {c.field: [number(row, c) for row in rows] for c in columns}

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.blocks import blocks_of
 from didi_instruct.evaluation.report.content import Content
-from didi_instruct.evaluation.report.doubts import LOW_ENTROPY, LOW_VARIETY, edge
+from didi_instruct.evaluation.report.doubts import LOW_ENTROPY, LOW_VARIETY, SIGNS, edge
 from didi_instruct.evaluation.report.lines import (
     has_path_kl,
     has_sweep,
@@ -13,8 +14,8 @@ from didi_instruct.evaluation.report.lines import (
     setting,
     short_names,
 )
-from didi_instruct.evaluation.rows import Row
-from didi_instruct.evaluation.table import COLUMNS, Column, interval, shown_columns
+from didi_instruct.evaluation.rows import known_columns
+from didi_instruct.evaluation.table import Column, interval, shown_columns
 
 IN_THE_NAME = ("steps", "nfe", "temperature", "top_p")
 """Columns that the main table has no need of: its rows are grouped by steps and name settings."""
@@ -36,7 +37,7 @@ def budget(nfe: int) -> str:
 def main_columns(content: Content) -> list[Column]:
     """Columns of the report's tables: those with numbers."""
     rows = content.everything()
-    shown = [c for c in shown_columns(rows) if c.field not in IN_THE_NAME]
+    shown = [c for c in shown_columns(rows, known_columns()) if c.field not in IN_THE_NAME]
     return shown + [MEAN_LENGTH] * any(map(_ends_early, rows))
 
 
@@ -61,9 +62,14 @@ def which_rows(content: Content) -> str:
     )
 
 
+def unwritten_title(content: Content) -> str:
+    """Title of the rows that no sampler wrote."""
+    return "Not sampled" if content.controls else "Reference text"
+
+
 def facts(content: Content) -> list[str]:
     """What holds for all rows, in a few words each."""
-    rows = [*content.rows, *content.baseline]
+    rows = [*content.rows, *content.baseline] or [*content.controls]
     found = [f"{_values(rows, 'num_samples')} texts per row"] if rows else []
     if _values(rows, "length"):
         most = "up to " * any(map(_ends_early, rows))
@@ -126,12 +132,12 @@ def edges(content: Content) -> list[str]:
 
 def footnotes(content: Content) -> list[str]:
     """Why values are missing in the main table, or whole columns, each reason once."""
+    sampled = [entry.row for block in blocks_of(content, ()) for entry in block.entries]
     found = [
         note
-        for block in blocks_of(content, ())
-        for entry in block.entries
-        for column in COLUMNS
-        if (note := entry.row.get(f"{column.field}_note"))
+        for row in (*sampled, *content.controls)
+        for column in known_columns()
+        if (note := row.get(f"{column.field}_note"))
     ]
     return list(dict.fromkeys(found))
 
@@ -152,7 +158,9 @@ def reading(content: Content) -> Iterator[str]:
             "overlap that of any other model. Perplexity is never bold: it means little without "
             "the entropy beside it."
         )
-    if content.reference or content.baseline:
+    if not any(row.get(sign.field) is not None for sign in SIGNS for row in rows):
+        pass  # nothing that tells of variety was measured
+    elif content.reference or content.baseline:
         yield (
             f"⚠ marks rows that vary too little: entropy more than {LOW_ENTROPY:.0%} below, "
             f"4-grams more than {LOW_VARIETY:.0%} below or Self-BLEU more than {LOW_VARIETY:.0%} "

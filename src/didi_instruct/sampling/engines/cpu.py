@@ -66,8 +66,7 @@ class PackedDiT:
         linear, num = network.output_layer.linear, network.config.num_tokens
         bias = linear.bias.clone()
         self._mask_id, self._end_id = network.config.mask_id, network.config.end_id
-        if self._end_id is not None:
-            bias[self._end_id] = NEVER
+        bias[list(network.config.never_drawn)] = NEVER
         self._head = PackedLinear(linear.weight[:num], bias[:num])
         self._blank_states: dict[bytes, Tensor] = {}
 

@@ -68,8 +68,8 @@ class GraphDenoiser:
         self._constants = network.constants()
         linear = network.output_layer.linear
         with torch.no_grad():
-            end_id = network.config.end_id
-            self._output = pad_output(linear.weight, linear.bias, self.num_tokens, end_id)
+            never = network.config.never_drawn
+            self._output = pad_output(linear.weight, linear.bias, self.num_tokens, never)
         self._trunks: dict[tuple[int, int], Callable[..., Tensor]] = {}
         """By number of texts and their length."""
         self._draws: dict[int, Callable[..., Tensor]] = {}
@@ -172,16 +172,15 @@ def draw_columns(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def pad_output(
-    weight: Tensor, bias: Tensor, num: int, never: int | None = None
+    weight: Tensor, bias: Tensor, num: int, never: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
     """Weight and bias of an output layer for the first `num` ids, padded to a multiple of `ALIGN`.
 
-    The columns that are added have probability 0, and so has the id `never`.
+    The columns that are added have probability 0, and so have the ids in `never`.
     """
     extra = -num % ALIGN
     bias = F.pad(bias[:num], (0, extra), value=-torch.inf).clone()  # never the layer's own
-    if never is not None:
-        bias[never] = NEVER
+    bias[list(never)] = NEVER
     return F.pad(weight[:num], (0, 0, 0, extra)), bias
 
 
@@ -211,7 +210,8 @@ class StaticDecoder:
         ]
         self._columns = torch.arange(length, device=weight.device)
         with torch.no_grad():
-            self._output = pad_output(weight, model.output_layer.linear.bias, config.num_tokens)
+            bias = model.output_layer.linear.bias
+            self._output = pad_output(weight, bias, config.num_tokens, config.never_drawn)
         tokens = torch.full((batch,), config.vocab_size - 1, device=weight.device)
         numbers = torch.zeros(batch, dtype=torch.float64, device=weight.device)
         self._begin = tokens.clone()

@@ -1,0 +1,138 @@
+"""`didi eval` of samples: drawn, measured, shown."""
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from didi_instruct.cli.likelihood import default_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from didi_instruct.api.quality import Quality
+    from didi_instruct.data.readers import ReadOptions
+
+
+def quality(
+    sources: "Sequence[str]",
+    plan: Any,
+    metrics: "Sequence[str]",
+    judge: str | None,
+    judge_settings: dict[str, Any],
+    reference: str | None,
+    against: str | None,
+    samples: "Sequence[Path]",
+    out: Path | None,
+    *,
+    lengths: "Sequence[int | None]",
+    reading: "ReadOptions",
+    tokenizer: str | None,
+    ar_start: str | None,
+    folding: str | None,
+    json_file: Path | None,
+    device: str | None,
+    dtype: str | None,
+) -> None:
+    """Sample quality, as a table and as JSON."""
+    from didi_instruct.api.lengths import evaluate_lengths
+    from didi_instruct.api.preflight import check_models, check_needs
+    from didi_instruct.api.shipped import find_shipped
+    from didi_instruct.api.yardstick import open_folding
+    from didi_instruct.cli.progress import ProgressBar
+    from didi_instruct.evaluation.judges import open_judge
+
+    folder = out or default_folder([*sources, *map(str, samples)], against)
+    models = []
+    for length in lengths:
+        asked = replace(plan, length=length)
+        models += check_models(sources, against, asked, reference, reading, metrics, tokenizer)
+    opened, predictor = None, None
+    if judge is not None:
+        source = find_shipped(judge) or judge
+        opened = open_judge(source, device=device, name=judge, **judge_settings)
+    check_needs(metrics, plan, opened, models)
+    if folding is not None:
+        predictor = open_folding(folding, folder / "folds", device)
+    with ProgressBar() as bar:
+        found = evaluate_lengths(
+            sources,
+            plan,
+            metrics,
+            lengths,
+            out=folder,
+            judge=opened,
+            reference=reference,
+            reading=reading,
+            against=against,
+            samples=samples,
+            tokenizer=tokenizer,
+            ar_start=ar_start,
+            folding=predictor,
+            device=device,
+            dtype=dtype,
+            progress=lambda stage, done, total: bar.update(
+                stage, done, total, "rows" if stage.startswith("Drawing") else "texts"
+            ),
+        )
+    name = ", ".join(sources) or ", ".join(map(str, samples))
+    _write(found, name, folder, json_file)
+
+
+def _write(found: "Quality", name: str, folder: Path, json_file: Path | None) -> None:
+    """Write JSON and report, and say where they are."""
+    from didi_instruct.api.evaluate import Report
+
+    if json_file is not None:
+        rows = [*found.rows, *found.controls]
+        Report(name, found.judge, rows, found.reference, found.baseline).write(json_file)
+    replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
+    page = _report(folder, found)
+    counts = sorted({row["num_samples"] for row in found.rows})
+    many = "" if counts == [1] else "s"
+    typer.echo(f"{_span(counts)} sample{many} per row; samples and numbers in {folder}")
+    typer.echo(f"Report: {page}{replaced}")
+    if json_file is not None:
+        typer.echo(f"Wrote {json_file}")
+
+
+def _report(folder: Path, found: "Quality") -> Path:
+    """Write the report that people look at, and print the heart of it."""
+    import shutil
+
+    from didi_instruct.evaluation.provenance import provenance
+    from didi_instruct.evaluation.report import Content, render_terminal, write_report
+    from didi_instruct.evaluation.report.lines import short_names
+
+    names = short_names([row["model"] for row in found.rows])
+    content = Content(
+        title=f"Samples of {', '.join(names.values())}",
+        rows=[row for row in found.rows if row["nfe"] is not None],
+        controls=_controls(found),
+        baseline=found.baseline,
+        reference=found.reference,
+        judge=found.judge,
+        samples=found.samples,
+        provenance=provenance(),
+        command=shlex.join(["didi", *sys.argv[1:]]),
+    )
+    page = write_report(folder, content)[0]
+    for line in render_terminal(content, shutil.get_terminal_size((120, 24)).columns):
+        typer.echo(line)
+    return page
+
+
+def _controls(found: "Quality") -> list[dict[str, Any]]:
+    """Rows that no sampler wrote, but for the one that is the reference's."""
+    from didi_instruct.evaluation.samples import REAL
+
+    rows = [*(row for row in found.rows if row["nfe"] is None), *found.controls]
+    last = [row for row in rows if row["model"] == REAL][-1:]
+    return [row for row in rows if row not in last]
+
+
+def _span(numbers: "Sequence[int]") -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

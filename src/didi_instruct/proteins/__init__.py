@@ -1,0 +1,1 @@
+"""Proteins: folding, and measures of their sequences."""
