@@ -21,6 +21,9 @@ from didi_instruct.serving.served import Catalogue, Served, role_of
 CPU_POSITIONS, GPU_POSITIONS = 4096, 1 << 16
 """Canvas positions of a pass: on a CPU more only makes everybody wait."""
 
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
@@ -109,6 +112,7 @@ def serve(
         access_log=False,
         log_level="warning",
         server_header=False,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=int(settings.grace) or 1,
     )
     if listening is not None:
@@ -130,6 +134,7 @@ def _bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        bound.listen(BACKLOG)
     except OSError as error:
         raise UserError(
             f"{host}:{port} cannot be listened on ({error.strerror or error}): choose another "

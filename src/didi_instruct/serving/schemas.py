@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 MOST_STEPS = 1024
 MOST_TEXTS = 64
 LARGEST_SEED = 2**63 - 1
+LARGEST_OPTION = 10**6
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -51,7 +52,11 @@ def _encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
-Option = bool | int | float | Text | None | Annotated[list[float], Field(max_length=MOST_STEPS + 1)]
+Whole = Annotated[int, Field(ge=-LARGEST_OPTION, le=LARGEST_OPTION)]
+Number = Annotated[float, Field(ge=-LARGEST_OPTION, le=LARGEST_OPTION)]
+Option = (
+    bool | Whole | Number | Text | None | Annotated[list[Number], Field(max_length=MOST_STEPS + 1)]
+)
 
 
 class Body(BaseModel):

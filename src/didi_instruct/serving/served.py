@@ -179,12 +179,15 @@ class Catalogue:
         if texts > self.most_texts:
             message = f"{texts} texts are asked for, and at most {self.most_texts} may be."
             raise wrong(message, "n")
-        if texts * config.length > self.most_positions:
+        # Re-ranking holds several candidates of each text at a time.
+        candidates = body.options.get("candidates")
+        copies = candidates if isinstance(candidates, int | float) else 1
+        if texts * max(1, copies) * config.length > self.most_positions:
             message = (
-                f"{texts} texts of {config.length} tokens are more than the "
-                f"{self.most_positions} tokens that a request may have."
+                f"That is more than the {self.most_positions} tokens that a request may hold: ask "
+                "for fewer texts, or fewer candidates of each."
             )
-            raise wrong(message, "n")
+            raise wrong(message, "options" if copies > 1 else "n")
         try:
             sampler = find_sampler(body.sampler, config.kind)
         except UserError as error:
