@@ -303,7 +303,7 @@ class BatchEngine:
         )
         seconds = time.monotonic() - job.begun
         nats = None if job.judge is None else self._judge(job, whole.samples.tokens)
-        found = whole.cut(job.request.length)
+        found = whole.cut()
         samples, tokens = found.samples, found.samples.tokens.cpu()
         return Done(
             texts=model.texts(tokens, found.written),

@@ -11,7 +11,7 @@ from didi_instruct.api.model import Model
 from didi_instruct.api.samplers import SAMPLERS, USUAL_STEPS, find_sampler
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.infill import parse_gap, split_infill
+from didi_instruct.sampling.infill import parse_gaps, split_infill
 from didi_instruct.sampling.state import PAD
 from didi_instruct.sampling.trace import token_texts
 from didi_instruct.serving.api_errors import ApiError, wrong
@@ -170,7 +170,8 @@ class Catalogue:
         if served.model.config.kind == "ar":
             raise wrong("An AR model writes from left to right and cannot fill gaps.", "model")
         _check_as("text", lambda: split_infill(body.text))
-        _check_as("gap", lambda: parse_gap(body.gap or "auto"))
+        gaps = len(split_infill(body.text)) - 1
+        _check_as("gap", lambda: parse_gaps(body.gap or "auto", gaps))
         return Request(infill=body.text, gap=body.gap, **_shared(body))
 
     def _check(self, served: Served, body: Sampling, prompts: int) -> None:
