@@ -1,8 +1,8 @@
 """A server with canned diffusions, which speaks to the page as `didi serve` does.
 
 A text is a function of (model, seed, sample, settings). Words in the prompt or the text make
-trouble: BUSY, REFUSED, LOST (the connection breaks after two canvases), INSIDE (an error event),
-SLOW (steps take 0.2 s).
+trouble: BUSY, REFUSED, STRANGER (the judge is), LOST (the connection breaks after two canvases),
+INSIDE (an error event), SLOW (steps take 0.2 s), SKIP (the last half of the steps is).
 """
 
 import json
@@ -21,6 +21,7 @@ laughed together went up down under over again"""
 WORDS = TALE.split()
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 END = "<|endoftext|>"
+PERPLEXITIES = [10.0, 40.0, 20.0, 20.0, 20.0, 20.0]  # of the samples
 
 
 def model(name: str, kind: str, role: str, **more: object) -> dict[str, object]:
@@ -80,6 +81,8 @@ def diffusion(entry: dict, body: dict) -> Diffusion:
         final = [new if old is None else old for old, new in zip(given, draw, strict=True)]
         if "text" not in body and not proteins and len(masked) > 6:
             final[-5] = END
+            given[-2:], final[-2:] = [END] * 2, [END] * 2  # of a text with a window of its own
+            masked = masked[:-2]
         if entry["kind"] == "ar":
             found.steps = len(masked)
         else:
@@ -166,6 +169,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             words = pieces_of(body["text"].removeprefix(" "), bool(entry["proteins"]))
             self.send_json(200, {"tokens": list(range(len(words))), "words": words})
+        elif "STRANGER" in wish and "judge" in body:
+            self.send_error_json(400, "stories/teacher cannot judge it.", "judge")
         elif "BUSY" in wish:
             self.send_error_json(429, "The queue is full.", Retry_After="7")
         elif "REFUSED" in wish:
@@ -198,6 +203,8 @@ class Handler(BaseHTTPRequestHandler):
         found = diffusion(entry, body)
         began = time.monotonic()
         for step in range(found.steps + 1):
+            if "SKIP" in wish and step > found.steps // 2:
+                break
             if "LOST" in wish and step == 2:
                 time.sleep(0.2)  # what a browser has not read when a connection breaks is lost
                 return False
@@ -220,7 +227,8 @@ class Handler(BaseHTTPRequestHandler):
                 "usage": {"completion_tokens": written, "passes": found.steps},
                 "didi": {
                     "steps": found.steps, "passes": found.steps,
-                    "seconds": time.monotonic() - began, "perplexity": 23.4,
+                    "seconds": time.monotonic() - began,
+                    "perplexity": PERPLEXITIES[: len(found.final)] if "judge" in body else None,
                 },
             }
         )  # fmt: skip

@@ -17,7 +17,7 @@ LOOKS = {
         ("BUSY", "The server is busy: its queue is full. Press Write again in 7 seconds."),
         ("REFUSED", "The server refused this. Steps: steps is 8: use 1 to 4. Change it and press"),
         ("LOST", "The connection broke off. What was written until then is kept; press Write"),
-        ("INSIDE", "The server gave up on this text: out of memory Try again."),
+        ("INSIDE", "The server gave up on this text: out of memory. Try again."),
     ],
 )
 def test_what_goes_wrong_is_said_in_the_lane(stub, visit, word, said):
@@ -35,6 +35,17 @@ def test_what_goes_wrong_is_said_in_the_lane(stub, visit, word, said):
     here.page.fill("#prompt", "Fine")
     here.race()
     assert here.troubles() == []
+
+
+def test_a_judge_of_other_tokens_is_left_out(stub, visit):
+    here = visit(stub.url)
+    here.ready()
+    here.page.fill("#prompt", "STRANGER")
+    here.race()
+    assert here.troubles() == []
+    assert here.page.locator(".lane dd:last-child").nth(3).inner_text() == "–"
+    assert [f for f in here.faults if "400" not in f] == []
+    here.faults.clear()
 
 
 def test_a_server_that_is_gone_is_named(visit):
@@ -61,6 +72,7 @@ def test_the_key_is_asked_for_and_kept_out_of_the_link(visit):
     here.faults.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", LOOKS)
 def test_axe_finds_no_fault(stub, visit, look):
     here = visit(stub.url, reduced_motion="reduce", **LOOKS[look])
@@ -129,6 +141,30 @@ def test_all_by_keyboard(stub, visit):
     here.page.keyboard.press("Enter")
     here.status("All done.")
     assert here.page.evaluate("document.activeElement.id") == "run", "focus stays where it was"
+
+
+def test_ctrl_enter_writes(stub, visit):
+    here = visit(stub.url)
+    here.ready()
+    here.page.focus("#prompt")
+    here.page.keyboard.press("Control+Enter")
+    here.status("All done.")
+    assert here.page.evaluate("document.activeElement.id") == "prompt"
+
+
+def test_the_link_is_copied_or_shown(stub, visit):
+    here = visit(stub.url)
+    here.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    here.ready()
+    here.race()
+    here.page.click("#share")
+    here.status("The link is on the clipboard.")
+    assert here.page.evaluate("navigator.clipboard.readText()") == here.page.url
+    assert "seed=0" in here.page.url
+    here.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    here.page.click("#share")
+    assert here.page.locator("#link").input_value() == here.page.url
+    assert here.page.evaluate("getSelection().toString()") == here.page.url
 
 
 def test_the_skip_link_leads_to_the_texts(stub, visit):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 from tests.serving.browser import PHONE
-from tests.serving.stub_server import END, PROTEIN_MODELS, TEXT_MODELS, Stub, diffusion
+from tests.serving.stub_server import END, PROTEIN_MODELS, TEXT_MODELS, Stub, diffusion, model
 
 DRAGON = "Once upon a time, there was a little dragon who"
 
@@ -38,7 +38,7 @@ def test_four_lanes_race_to_the_end(stub, visit):
         assert numbers[0] == str(expected.steps)
         assert float(numbers[1]) > 0
         assert int(numbers[2].replace(",", "")) > 0
-        assert numbers[3] == "23.4"
+        assert numbers[3] == "20.0", "the geometric mean of 10 and 40"
     assert all(url.startswith(stub.url) for url in here.asked)
 
 
@@ -227,6 +227,31 @@ def test_proteins_are_letters_coloured_by_class(visit):
         by_class.setdefault(kind, set()).add(colour)
     assert all(len(found) == 1 for found in by_class.values())
     assert len(set.union(*by_class.values())) == len(by_class) >= 5
+
+
+def test_a_lane_whose_last_steps_write_nothing_is_done(stub, visit):
+    here = visit(stub.url)
+    here.ready()
+    here.page.fill("#prompt", "SKIP")
+    here.race()
+    assert here.page.locator(".scrub span").all_inner_texts()[0] == "8 of 8"
+    assert here.page.locator("#lane-0-step").input_value() == "4"
+    assert here.page.locator("#lane-0-step").get_attribute("max") == "4"
+
+
+def test_a_uniform_state_model_is_not_asked_what_it_cannot(visit):
+    with Stub([model("duo", "duo", "model")]) as stub:
+        here = visit(stub.url)
+        here.ready()
+        here.page.check("text=Rewrite part of a text")
+        here.race()
+        assert {body.get("gap") for path, body in stub.bodies if path == "/v1/infill"} == {"7"}
+        stub.bodies.clear()
+        here.page.select_option("#gap", "auto")
+        here.race()
+        assert stub.bodies == []
+        assert len(here.troubles()) == 2
+        assert all("cannot choose how long" in said for said in here.troubles())
 
 
 def test_variety_by_hand(stub, visit):

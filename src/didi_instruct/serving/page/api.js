@@ -2,10 +2,10 @@
 
 /** What went wrong, in words for the reader, and what to do about it. */
 export class Trouble extends Error {
-  constructor(message, { status = 0, retryAfter = null } = {}) {
+  constructor(message, { status = 0, param = null } = {}) {
     super(message);
     this.status = status;
-    this.retryAfter = retryAfter;
+    this.param = param;
   }
 }
 
@@ -22,6 +22,12 @@ const SETTINGS = {
   seed: "Seed", sampler: "Sampler", gap: "How long the new part is", text: "The text", prompt: "How it begins",
 };
 
+/** A message as a sentence, short enough for a lane. */
+function sentence(message) {
+  const short = message.length > 240 ? `${message.slice(0, 230)} …` : message;
+  return /[.!?…]$/.test(short) ? short : `${short}.`;
+}
+
 /** Say what an answer that is no success means. */
 async function troubleOf(response) {
   let said = {};
@@ -31,22 +37,22 @@ async function troubleOf(response) {
     // A proxy's answer, say, which is not JSON: the status has to do.
   }
   const status = response.status;
-  const detail = said.message ?? `Status ${status}.`;
+  const detail = sentence(said.message ?? `Status ${status}`);
   const named = SETTINGS[said.param] ?? said.param;
   if (status === 429) {
     const seconds = Number(response.headers.get("Retry-After")) || null;
     const when = seconds ? `in ${seconds} second${seconds === 1 ? "" : "s"}` : "in a moment";
     return new Trouble(`The server is busy: its queue is full. Press Write again ${when}.`,
-      { status, retryAfter: seconds });
+      { status });
   }
   if (status === 401) return new Trouble("The server wants its key. Type it above.", { status });
   if (status === 413) return new Trouble(`That is too much text for this server. Shorten it. (${detail})`, { status });
   if (status === 503) {
-    return new Trouble(`The server cannot write now: it is starting or stopping. Try again in a moment. (${detail})`, { status });
+    return new Trouble(`The server cannot write this now: ${detail} Try again in a moment.`, { status });
   }
   if (status >= 500) return new Trouble(`The server failed. Try again; its log says more. (${detail})`, { status });
   const where = named ? `${named}: ` : "";
-  return new Trouble(`The server refused this. ${where}${detail} Change it and press Write.`, { status });
+  return new Trouble(`The server refused this. ${where}${detail} Change it and press Write.`, { status, param: said.param });
 }
 
 /** Call a path of the server; anything but success is Trouble. */
@@ -104,7 +110,7 @@ export async function* diffuse(path, body, signal) {
     for await (const data of eventData(response.body)) {
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new Trouble(`The server gave up on this text: ${event.error.message} Try again.`);
+      if (event.error) throw new Trouble(`The server gave up on this text: ${sentence(event.error.message)} Try again.`);
       yield event;
     }
   } catch (error) {

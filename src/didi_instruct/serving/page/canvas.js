@@ -14,9 +14,12 @@ const CLASS_OF = new Map(
 /** Classes of residues and their letters, for the legend. */
 export const residueClasses = Object.entries(RESIDUES);
 
-/** Position at which a row's text ends: that of the first end mark behind what was given, else its length. */
+/**
+ * Position at which a row's text ends: that of its first end mark, else its length. Ends that fill
+ * the window behind a text are given; one that is given first only says that a text begins.
+ */
 function endOf(row, given) {
-  const end = row.findIndex((piece, i) => piece !== null && END.test(piece) && !given[i]);
+  const end = row.findIndex((piece, i) => piece !== null && END.test(piece) && !(i === 0 && given[i]));
   return end < 0 ? row.length : end;
 }
 

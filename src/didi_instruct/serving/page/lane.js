@@ -19,7 +19,9 @@ export const inSeconds = (s) => `${s < 10 ? s.toFixed(2) : s.toFixed(1)} s`;
 /** Passes per text, which samplers that differ between texts make a mean. */
 const inPasses = (passes) => (Number.isInteger(passes) ? String(passes) : passes.toFixed(1));
 
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+/** Perplexity of several texts of one weight: surprise adds up in logarithms. */
+const together = (perplexities) =>
+  Math.exp(perplexities.reduce((sum, value) => sum + Math.log(value), 0) / perplexities.length);
 
 /** One lane of the race. States: waiting, writing, done, stopped, failed, out. */
 export class Lane {
@@ -43,8 +45,6 @@ export class Lane {
     this.element.setAttribute("aria-labelledby", `${id}-name`);
     const name = element("h3", "", this.choice.title);
     name.id = `${id}-name`;
-    this.progress = element("div", "progress");
-    this.bar = this.progress.appendChild(element("div"));
     const list = element("dl", "numbers");
     this.numbers = {};
     for (const [key, label] of [
@@ -62,7 +62,7 @@ export class Lane {
     this.texts.setAttribute("aria-labelledby", `${id}-name`);
     this.variety = element("p", "variety hint");
     this.element.append(
-      name, element("p", "how", how), this.progress, list, this.trouble, this.texts, this.variety, this.#scrubber(id),
+      name, element("p", "how", how), this.#scrubber(id), list, this.trouble, this.variety, this.texts,
     );
     this.views = [];
     for (let i = 0; i < this.samples; i++) this.#addSample(i);
@@ -111,7 +111,8 @@ export class Lane {
     for (const choice of event.choices) rows[choice.index] = choice.tokens.map((piece) => this.#one(piece));
     this.frames.push({ step: event.step, steps: event.steps, passes: event.passes, seconds: event.seconds, rows });
     this.state = "writing";
-    this.range.max = this.frames.length - 1;
+    // The slider is as long as the lane will be, so that it shows how far it is.
+    this.range.max = Math.max(event.steps, this.frames.length - 1);
     this.range.disabled = this.frames.length < 2;
     this.#schedule();
   }
@@ -159,10 +160,11 @@ export class Lane {
       const finished = over ? this.frames[last].rows[i] : null;
       view.draw(frame.rows[i], at > 0 ? this.frames[at - 1].rows[i] : null, finished);
     });
+    // Steps that write nothing are skipped, the last ones too.
+    const step = at === last && this.state === "done" ? frame.steps : frame.step;
     this.range.value = at;
-    this.range.setAttribute("aria-valuetext", `step ${frame.step} of ${frame.steps}, ${inPasses(frame.passes)} passes`);
-    this.stepShown.textContent = `${frame.step} of ${frame.steps}`;
-    this.bar.style.transform = `scaleX(${frame.steps ? frame.step / frame.steps : 0})`;
+    this.range.setAttribute("aria-valuetext", `step ${step} of ${frame.steps}, ${inPasses(frame.passes)} passes`);
+    this.stepShown.textContent = `${step} of ${frame.steps}`;
     this.numbers.passes.textContent = inPasses(frame.passes);
     this.numbers.seconds.textContent = inSeconds(frame.seconds).replace(" s", "");
   }
@@ -179,7 +181,7 @@ export class Lane {
       this.numbers.rate.textContent = Math.round(usage.completion_tokens / seconds).toLocaleString("en");
     }
     const perplexities = [didi.perplexity].flat().filter((value) => Number.isFinite(value));
-    if (perplexities.length) this.numbers.perplexity.textContent = mean(perplexities).toFixed(1);
+    if (perplexities.length) this.numbers.perplexity.textContent = together(perplexities).toFixed(1);
     if (this.samples > 1) {
       const { shared, only } = markVariety(this.views);
       this.variety.textContent =
@@ -193,7 +195,8 @@ export class Lane {
   stop() {
     if (this.state !== "waiting" && this.state !== "writing") return;
     this.#end("stopped");
-    this.#say(this.frames.length ? `Stopped at step ${this.frames.at(-1).step} of ${this.frames.at(-1).steps}.` : "Stopped before it began.");
+    const last = this.frames.at(-1);
+    this.#say(last ? `Stopped at step ${last.step} of ${last.steps}.` : "Stopped before it began.");
   }
 
   /** Say in the lane what went wrong. */
@@ -215,6 +218,7 @@ export class Lane {
 
   #end(state) {
     this.state = state;
+    this.range.max = Math.max(0, this.frames.length - 1);
     this.element.dataset.state = state;
     this.element.classList.toggle("empty", !this.frames.length);
     if (this.waiting) cancelAnimationFrame(this.waiting);

@@ -39,10 +39,14 @@ function keepLink() {
 function showLegend(settings, judge) {
   const entries = [["blank mask", "", "not yet written"], ["fresh", "abc", "written in this step"]];
   if (settings.mode === "infill" || settings.prompt) entries.push(["given", "abc", "given"]);
-  if (settings.samples > 1) entries.push(["shared", "words", "in a phrase samples share"], ["only", "word", "in one sample only"]);
+  if (settings.samples > 1) {
+    entries.push(["shared", "words", "in a phrase samples share"], ["only", "word", "in one sample only"]);
+  }
   if (lanes.some((lane) => lane.choice.model.proteins)) {
-    const names = { oily: "hydrophobic", ring: "aromatic", polar: "polar", positive: "positive", negative: "negative", special: "special" };
-    for (const [name, letters] of residueClasses) entries.push([`${name} residue`, letters, names[name]]);
+    const names = { oily: "hydrophobic", ring: "aromatic" };
+    for (const [name, letters] of residueClasses) {
+      entries.push([`${name} residue`, letters, names[name] ?? name]);
+    }
   }
   const items = entries.map(([kind, sample, meaning]) => {
     const item = document.createElement("li");
@@ -70,7 +74,8 @@ function busy(on) {
 
 /** On a small screen the texts begin below its end: bring them up. */
 function bringUp() {
-  if (by("race-title").getBoundingClientRect().bottom > innerHeight * 0.8) by("race").scrollIntoView({ block: "start" });
+  const { bottom } = by("race-title").getBoundingClientRect();
+  if (bottom > innerHeight * 0.8) by("race").scrollIntoView({ block: "start" });
 }
 
 /** The length of the gap as the server reads it, to one model. */
@@ -80,19 +85,29 @@ async function gapFor(model, settings, signal) {
   return String(Math.max(1, await countTokens(model, replaced, signal)));
 }
 
+/** Show in a lane what the server tells of its text. */
+async function follow(lane, { path, body }, signal) {
+  for await (const event of diffuse(path, body, signal)) {
+    if (event.object === "text_completion.canvas") lane.take(event);
+    else lane.finish(event);
+  }
+}
+
 /** Let one lane write, to its end or its trouble. */
 async function write(lane, settings, judge, signal) {
   const reason = refusal(lane.choice, settings);
   if (reason !== null) return lane.sitOut(reason);
   try {
     const gap = await gapFor(lane.choice.model.id, settings, signal);
-    const { path, body } = requestOf(lane.choice, settings, judge, gap);
-    for await (const event of diffuse(path, body, signal)) {
-      if (event.object === "text_completion.canvas") lane.take(event);
-      else lane.finish(event);
+    try {
+      await follow(lane, requestOf(lane.choice, settings, judge, gap), signal);
+    } catch (error) {
+      // A judge reads the texts of models with its own tokens alone: without it, no perplexity.
+      if (error.param !== "judge") throw error;
+      await follow(lane, requestOf(lane.choice, settings, null, gap), signal);
     }
-    if (lane.state === "done") say(`${lane.choice.title}: done after ${inSeconds(lane.completion.didi?.seconds ?? lane.seconds)}.`);
-    else lane.fail("The server ended without a text. Press Write to try again.");
+    if (lane.state !== "done") lane.fail("The server ended without a text. Press Write to try again.");
+    else say(`${lane.choice.title}: done after ${inSeconds(lane.completion.didi?.seconds ?? lane.seconds)}.`);
   } catch (error) {
     if (signal.aborted || error.name === "AbortError") return lane.stop();
     if (!(error instanceof Trouble)) throw error;
@@ -134,7 +149,8 @@ async function race(settings) {
   busy(false);
   replay.offer(lanes);
   const failed = lanes.filter((lane) => lane.state === "failed");
-  const rest = failed.length ? ` Without a text: ${failed.map((lane) => lane.choice.title).join(", ")}; the lane says why.` : "";
+  const names = failed.map((lane) => lane.choice.title).join(", ");
+  const rest = failed.length ? ` Without a text: ${names}; the lane says why.` : "";
   say(own.signal.aborted ? "Stopped." : `All done.${rest}`);
   return undefined;
 }

@@ -26,8 +26,16 @@ export function judgeOf(models) {
   return judge?.id ?? null;
 }
 
+const TOKEN_BY_TOKEN = "first-hitting"; // the sampler of masked models that takes as many steps as tokens
+
+/** The sampler to ask for, or null for the model's own. */
+function samplerOf(lane, settings) {
+  return lane.model.samplers.includes(settings.sampler) ? settings.sampler : null;
+}
+
 /** Steps of a lane; null where the text's length says them. */
 export function stepsOf(lane, settings) {
+  if (samplerOf(lane, settings) === TOKEN_BY_TOKEN) return null;
   return { few: settings.steps, many: settings.many, tokens: null }[lane.pace];
 }
 
@@ -40,8 +48,14 @@ export function describe(lane, settings) {
 
 /** The reason why a lane cannot do what is asked, or null. */
 export function refusal(lane, settings) {
-  if (settings.mode === "infill" && lane.model.kind === "ar") {
+  if (settings.mode !== "infill") return null;
+  if (lane.model.kind === "ar") {
     return "A left-to-right model sees only what comes before, so it cannot rewrite the middle of a text.";
+  }
+  const chosen = settings.gap === "auto" || settings.to <= settings.from;
+  if (lane.model.kind === "duo" && chosen) {
+    return "A uniform-state model cannot choose how long the new part is: select words, and let it be as many " +
+      "tokens as now.";
   }
   return null;
 }
@@ -65,7 +79,8 @@ export function requestOf(lane, settings, judge, gap) {
   };
   const steps = stepsOf(lane, settings);
   if (steps !== null) body.steps = steps;
-  if (settings.sampler && model.samplers.includes(settings.sampler)) body.sampler = settings.sampler;
+  const sampler = samplerOf(lane, settings);
+  if (sampler !== null) body.sampler = sampler;
   if (judge !== null) body.judge = judge;
   if (settings.mode === "infill") {
     return { path: "v1/infill", body: { ...body, text: cut(settings).text, gap } };

@@ -4,6 +4,9 @@ const TEXTS = ["mode", "prompt", "text", "gap", "sampler", "turns"];
 const NUMBERS = ["from", "to", "steps", "many", "temperature", "samples", "length", "top_p", "seed"];
 const RANGES = ["steps", "many", "temperature", "samples", "length", "top_p"];
 const MODES = ["prompt", "infill"];
+const NOTHING =
+  "Nothing is selected. Select words above, by pointer or with Shift and the arrow keys; " +
+  "or type ___ where words are to be found.";
 
 /** The part of a link behind `#`: all that decides what is seen. `at`: steps looked at, by lane. */
 export function toHash(settings, at = []) {
@@ -76,7 +79,7 @@ export class Form {
       mark.textContent = chosen.length > 160 ? `${chosen.slice(0, 150)} …` : chosen;
       said.append("Will be rewritten: ", mark);
     } else {
-      said.append(gaps ? "The gaps marked ___ will be filled." : "Nothing is selected. Select words above, by pointer or with Shift and the arrow keys; or type ___ where words are to be found.");
+      said.append(gaps ? "The gaps marked ___ will be filled." : NOTHING);
     }
   }
 
@@ -103,11 +106,9 @@ export class Form {
   offer(lanes) {
     const models = lanes.map((lane) => lane.model);
     const longest = Math.max(...models.map((model) => model.length));
-    const usual = models.find((model) => model.steps)?.steps ?? 8;
     for (const name of ["many", "length"]) this.by(name).max = longest;
     this.by("steps").max = Math.min(64, longest);
-    this.by("steps").value = usual;
-    this.by("many").value = Math.min(longest, Math.max(128, 2 * usual));
+    this.by("many").value = Math.min(longest, 128);
     this.by("length").value = longest;
     const samplers = new Set(models.filter((model) => model.kind !== "ar").flatMap((model) => model.samplers));
     const select = this.by("sampler");
