@@ -213,37 +213,36 @@ def wrong_texts(model: didi.Model, tally: Tally, steps: int) -> int:
     return sum(model.generate(seed=s, steps=steps) != [tally.texts[s]] for s in checked)
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all loads; one row for each."""
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run all loads; yield a row for each."""
     model, steps = didi.load(options.source), options.steps
     extra = ["--no-fast"] if options.no_fast else []
     serve = ["-m", "didi_instruct", "serve", options.source, "--port", "0", *extra]
     if not options.no_fast:
         model.accelerate()
-    rows, seed = [], 0
+    seed = 0
     with server(*serve) as (ours, pid), server(__file__, "--plain", options.source) as (plain, _):
         for turn in range(options.turns):
-            rows.append(ceiling(model, options.clients, steps, options.seconds) | {"turn": turn})
+            yield ceiling(model, options.clients, steps, options.seconds) | {"turn": turn}
             for name, address in (("didi serve", ours), ("lock", plain)):
                 load = closed_loop(address, options.clients, options.seconds, steps, stream=False,
                                    first_seed=seed)  # fmt: skip
                 tally, seed = asyncio.run(load), seed + 10**6
                 row = tally.row(f"{name}, {options.clients} clients") | {"turn": turn}
-                rows.append(row | {"wrong": wrong_texts(model, tally, steps)})
+                yield row | {"wrong": wrong_texts(model, tally, steps)}
         memory = resident_mib(pid)
         load = closed_loop(ours, options.crowd, options.seconds, steps, stream=True,
                            first_seed=seed)  # fmt: skip
         tally, seed = asyncio.run(load), seed + 10**6
         row = tally.row(f"didi serve, {options.crowd} clients, canvases")
         row |= {"wrong": wrong_texts(model, tally, steps), "mib_before": memory}
-        rows.append(row | {"mib_after": resident_mib(pid)})
+        yield row | {"mib_after": resident_mib(pid)}
         for rate in options.rates:
             load = open_loop(ours, rate, options.seconds, steps, first_seed=seed)
             tally, seed = asyncio.run(load), seed + 10**6
             row = tally.row(f"didi serve, {rate:g} requests/s, canvases")
             row |= {"wrong": wrong_texts(model, tally, steps), "mib_after": resident_mib(pid)}
-            rows.append(row)
-    return rows
+            yield row
 
 
 def main() -> None:
@@ -263,10 +262,11 @@ def main() -> None:
     if options.plain:
         plain_server(options.plain)
         return
-    rows = measure(options)
-    for row in rows:
+    rows = []
+    for row in measure(options):
+        rows.append(row)
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
-        print(json.dumps(shown))
+        print(json.dumps(shown), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"settings": vars(options), "rows": rows}, default=str))
 
