@@ -100,7 +100,7 @@ def kept(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
 
 def measured(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
     """Iterations per second of finished runs, by role; from now on they are kept."""
-    found = {role: _rate(folder_of(job, out) / RUN) for role, job in jobs.items()}
+    found = {role: rate_of(folder_of(job, out) / RUN) for role, job in jobs.items()}
     rates = _read(out) | {job.key: found[role] for role, job in jobs.items()}
     write_atomic(out / KEPT, json.dumps(rates, indent=1).encode())
     return found
@@ -116,7 +116,8 @@ def _read(out: Path) -> dict[str, float]:
         raise UserError(f"{out / KEPT} cannot be read: delete it to measure again.") from error
 
 
-def _rate(run: Path) -> float:
+def rate_of(run: Path) -> float:
+    """Iterations per second of a run at its end, by its log."""
     rates = [record.get("iterations_per_second") for record in read_log(run / LOG)]
     known = [rate for rate in rates if rate]
     if not known:
@@ -132,14 +133,14 @@ def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Sc
 
     def lasting(role: str, share: float = 1.0) -> Training:
         training = scale.models[role]
-        more = _schedule(training, int(60 * minutes * share * paces[role]))
+        more = schedule(training, int(60 * minutes * share * paces[role]))
         return Training(training.recipe, (*training.overrides, *more))
 
     models = {**scale.models, **{r: lasting(r) for r in STUDENTS if scale.has(r)}}
     if scale.has("path") and scale.has("token-matching"):
         models[FIRST] = lasting("path", 1 - AFTER)
         models["token-matching"] = lasting("token-matching", AFTER)
-    more = _schedule(Training(ALL_TRICKS, scale.ablation), int(60 * minutes * paces[DIDI]))
+    more = schedule(Training(ALL_TRICKS, scale.ablation), int(60 * minutes * paces[DIDI]))
     ablation = (*scale.ablation, *more)
     return replace(scale, models=models, ablation=ablation, minutes=minutes)
 
@@ -161,7 +162,7 @@ def minutes_of(job: Job, scale: Scale) -> float | None:
     return scale.minutes * shares.get(role_of(job), 1.0)
 
 
-def _schedule(training: Training, steps: int) -> tuple[str, ...]:
+def schedule(training: Training, steps: int) -> tuple[str, ...]:
     """Overrides for so many steps, or a few less: as many rounds, no larger a share of waiting."""
     config = _settings(training)
     method = config.method
