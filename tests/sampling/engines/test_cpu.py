@@ -244,3 +244,14 @@ def test_blank_texts_are_read_once(monkeypatch):
             torch.testing.assert_close(logits(tokens), dit(tokens).detach(), rtol=1e-4, atol=1e-4)
         once = 2 + (dit.config.end_id is not None)
         assert len(runs) == once + 2 * 2  # the written text and the pair, twice each
+
+
+def test_logits_are_made_of_few_numbers_of_rows():
+    """Each number is a kernel that stays in memory: beyond the first 16, multiples of 16 alone."""
+    packed, tokens, seen = PackedDiT(network()), text(length=40), set()
+    whole, head = packed.logits(Reads(tokens), 0.5, torch.arange(120)), packed._head
+    packed._head = lambda x: seen.add(len(x)) or head(x)
+    for count in range(1, 121):
+        found = packed.logits(Reads(tokens), 0.5, torch.arange(count))
+        torch.testing.assert_close(found, whole[:count], rtol=1e-5, atol=1e-5)
+    assert seen == {*range(1, 17), *range(32, 129, 16)}

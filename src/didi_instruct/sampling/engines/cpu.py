@@ -27,7 +27,8 @@ from didi_instruct.sampling.state import Reads
 BLANK_TEXTS = 32
 """Texts without a word whose states are kept: every text starts from one, often from the same."""
 ROUND = 16
-"""Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number."""
+"""Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number, and keeps
+the memory that it takes."""
 SMALL = 2**20
 """Largest number of bfloat16 attention weights that are held at once: up to it the fused kernel is
 slower."""
@@ -90,7 +91,10 @@ class PackedDiT:
         chosen = (~where).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
         x = self._last(x, turns, mask, chosen)
         x = x[torch.arange(width) < counts[:, None]]
-        found = self._head(_normed(x, *self._norm))
+        count = len(x)
+        if count > ROUND:
+            x = F.pad(x, (0, 0, 0, -count % ROUND))
+        found = self._head(_normed(x, *self._norm))[:count]
         if bool((at[1:] > at[:-1]).all()):
             return found
         return found[(where.flatten().cumsum(0) - 1)[at]]
