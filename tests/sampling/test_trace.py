@@ -154,6 +154,13 @@ class TestTexts:
         assert "".join(texts) == STORY * 20
         assert sum(decoded) < 12 * len(ids)
 
+    @pytest.mark.parametrize("text", ["\ufffd" * 500, "a" + "\ufffd" * 500 + "b🙂"])
+    def test_replacement_characters_do_not_make_it_quadratic(self, text):
+        ids, decoded = BYTES.encode([text])[0], []
+        texts = token_texts(ids, lambda tokens: decoded.append(len(tokens)) or BYTES.decode(tokens))
+        assert "".join(texts) == text
+        assert sum(decoded) < 40 * len(ids)
+
     def test_control_characters_become_visible(self):
         assert visible("a\x1b[2J\x00\x7f\n\tb") == "a␛[2J␀␡\n\tb"
 

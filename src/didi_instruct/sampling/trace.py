@@ -27,6 +27,8 @@ TEMPLATE = Path(__file__).with_name("trace.html.j2")
 Decode = Callable[[Sequence[int]], str]  # token ids to text, such as `Tokenizer.decode`
 
 _REPLACEMENT = "\ufffd"
+_MOST_UNSETTLED = 16
+"""Tokens decoded again in search of a character's end, which no character has so many of."""
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _CONTROL_PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
 _CONTROL_PICTURES[0x7F] = 0x2421
@@ -65,12 +67,13 @@ def _split_at_tokens(tokens: list[int], decode: Decode) -> list[str]:
     context = settled = settled_at = done = 0
     for k in range(len(tokens)):
         longer = decode(tokens[context : k + 1])[len(prefix) :]
-        pairs = zip(longer, text[settled_at:], strict=False)
+        pairs = zip(longer, text[settled_at : settled_at + len(longer)], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         end = max(done, settled_at + common)
         pieces.append(text[done:end])
         done = end
-        if longer and common == len(longer) and not longer.endswith(_REPLACEMENT):
+        whole = common == len(longer) and not longer.endswith(_REPLACEMENT)
+        if (longer and whole) or k - settled >= _MOST_UNSETTLED:
             context, settled, settled_at = settled, k + 1, done
             prefix = decode(tokens[context:settled])
     pieces[-1] += text[done:]
