@@ -46,11 +46,20 @@ def test_settings_reach_the_server(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [({"port": 70000}, "port is 70000"), ({"api_key": " "}, "key is empty"),
+     ({"api_key": "schlüssel"}, "key is not ASCII"), ({"positions": 0}, "positions is 0"),
      ({"grace": 0}, "grace is 0"), ({"most_texts": -1}, "most_texts is -1")],
 )  # fmt: skip
 def test_wrong_settings_are_refused(wrong, said):
     with pytest.raises(UserError, match=said):
         ServeSettings(**wrong)
+
+
+def test_an_empty_key_never_opens_the_server(folder, monkeypatch):
+    monkeypatch.setattr(run, "serve", lambda *args, **kwargs: pytest.fail("it was served"))
+    monkeypatch.delenv("DIDI_API_KEY", raising=False)
+    result = CliRunner().invoke(app, ["serve", str(folder), "--api-key", "", "--device", "cpu"])
+    assert isinstance(result.exception, UserError)
+    assert "The API key is empty" in str(result.exception)
 
 
 def test_a_model_given_twice_is_refused(folder):

@@ -336,6 +336,13 @@ def test_a_key_guards_all_but_page_and_health(models):
     parts.close()
 
 
+def test_a_key_from_a_file_may_end_with_a_line_end(models):
+    parts = Parts({"plain": models["plain"]}, key="secret\n")
+    answer = TestClient(parts.app).get("/v1/models", headers={"authorization": "Bearer secret"})
+    assert answer.status_code == 200
+    parts.close()
+
+
 def test_limits_on_bodies_and_on_the_queue(models):
     parts = Parts({"plain": models["plain"]}, limits=Limits(queue=1), most_bytes=1000)
     client = TestClient(parts.app)

@@ -63,8 +63,10 @@ def command(
     from didi_instruct.serving.run import ServeSettings, open_models, serve, usual_sources
     from didi_instruct.training.distributed import pick_device
 
+    # An empty --api-key is an unset variable of the caller's shell: refused, not served without.
+    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
     settings = ServeSettings(
-        host=host, port=port, api_key=api_key or os.environ.get(KEY_VARIABLE), queue=queue,
+        host=host, port=port, api_key=key, queue=queue,
         seconds=timeout, grace=grace, positions=batch_tokens, most_texts=max_texts,
     )  # fmt: skip
     chosen = pick_device(device)

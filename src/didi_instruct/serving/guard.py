@@ -39,7 +39,8 @@ class Guard:
         self, app: ASGIApp, *, metrics: Metrics, key: str | None = None, most_bytes: int = 1 << 18
     ) -> None:
         self.app, self.metrics, self.most_bytes = app, metrics, most_bytes
-        self._key = None if key is None else key.encode()
+        # Without the line end that a key read from a file has: no header can hold it.
+        self._key = None if key is None else key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""

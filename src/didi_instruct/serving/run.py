@@ -54,8 +54,12 @@ class ServeSettings:
                 raise UserError(f"{name} is {getattr(self, name)}: use more than 0.")
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"port is {self.port}: use 1 to 65535, or 0 for any that is free.")
+        if self.positions is not None and self.positions < 1:
+            raise UserError(f"positions is {self.positions}: use more than 0.")
         if self.api_key is not None and not self.api_key.strip():
             raise UserError("The API key is empty: give one, or leave it out.")
+        if self.api_key is not None and not self.api_key.isascii():
+            raise UserError("The API key is not ASCII, which no header carries: use another.")
 
 
 def open_models(
@@ -91,8 +95,9 @@ def serve(
         served, most_texts=settings.most_texts, most_positions=settings.most_positions
     )
     on_gpu = any(one.model.device.type == "cuda" for one in served)
+    usual = GPU_POSITIONS if on_gpu else CPU_POSITIONS
     limits = Limits(
-        positions=settings.positions or (GPU_POSITIONS if on_gpu else CPU_POSITIONS),
+        positions=usual if settings.positions is None else settings.positions,
         queue=settings.queue,
         seconds=settings.seconds,
     )
