@@ -19,9 +19,12 @@ import didi_instruct as didi
 
 pytest.importorskip("uvicorn", reason="serving needs its extra")
 
+import uvicorn
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from tests.serving.servers import Parts, listening
+
+from didi_instruct.serving.run import StoppingServer
 
 NAMES = ["windows", "plain", "ar-ends"]
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -191,6 +194,28 @@ def test_sigterm_finishes_what_runs(folder):
     finally:
         process.kill()
         process.stdout.close()
+
+
+def test_what_outlives_the_grace_is_told_so(models, monkeypatch):
+    """A request of seconds, a grace of 0.2 s: its client gets an answer that says so."""
+    parts = Parts({"plain": models["plain"]})
+    denoiser = parts.engine._brings["plain"].denoiser
+    draw = denoiser.draw
+    monkeypatch.setattr(denoiser, "draw", lambda *args: time.sleep(0.2) or draw(*args))
+    config = uvicorn.Config(parts.app, port=0, log_level="error", timeout_graceful_shutdown=30)
+    server = StoppingServer(config, parts.engine, 0.2)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    connection = send(f"http://127.0.0.1:{port}", {"steps": 1000})
+    wait_until(lambda: parts.engine.waiting)
+    server.should_exit = True
+    answer = connection.getresponse()
+    assert answer.status == 503
+    assert json.loads(answer.read())["error"]["code"] == "stopping"
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 VALUES = [None, True, -1, 0, 1, 3, 2**70, 1.5, -1e300, "", "Anna", "w1 ___ w2", "\x00", "é" * 50,

@@ -1,6 +1,8 @@
 """Load models and serve them until the process is told to stop."""
 
+import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -23,6 +25,9 @@ CPU_POSITIONS, GPU_POSITIONS = 2048, 1 << 16
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
+
+ANSWER_SECONDS = 10
+"""For answers on their way when the engine has stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +123,7 @@ def serve(
         log_level="warning",
         server_header=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=int(settings.grace) or 1,
+        timeout_graceful_shutdown=math.ceil(settings.grace) + ANSWER_SECONDS,
     )
     if listening is not None:
         host, port = bound.getsockname()[:2]
@@ -127,9 +132,23 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     try:
-        uvicorn.Server(config).run(sockets=[bound])
+        StoppingServer(config, engine, settings.grace).run(sockets=[bound])
     finally:
         engine.close(settings.grace)
+
+
+class StoppingServer(uvicorn.Server):
+    """Tells the engine to stop as soon as the process is told to, so that all are answered."""
+
+    def __init__(self, config: uvicorn.Config, engine: BatchEngine, grace: float) -> None:
+        super().__init__(config)
+        self._engine, self._grace = engine, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what runs; after the grace the engine refuses the rest, and uvicorn sends that."""
+        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, self._grace))
+        await super().shutdown(sockets)
+        await closing
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -27,8 +27,8 @@ from didi_instruct.sampling.state import Reads
 BLANK_TEXTS = 32
 """Texts without a word whose states are kept: every text starts from one, often from the same."""
 ROUND = 16
-"""Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number, and keeps
-the memory that it takes."""
+"""Selected positions are rounded up to a multiple: oneDNN makes a kernel for every number, and
+keeps it in memory."""
 SMALL = 2**20
 """Largest number of bfloat16 attention weights that are held at once: up to it the fused kernel is
 slower."""
