@@ -19,7 +19,7 @@ TOKEN_WORK = 32
 
 
 class RefusedError(Exception):
-    """The engine takes no request now: it is full, or it is closing."""
+    """The engine takes no request now: it is closing, or (`FullError`) full."""
 
 
 class FullError(RefusedError):
@@ -96,7 +96,7 @@ class Job:
     passes: float = 0.0
     """So far, per text."""
     told: bool = False
-    """Whether the observer knows that it has begun."""
+    """True once the observer knows that it has begun."""
 
     @property
     def over(self) -> bool:

@@ -111,7 +111,7 @@ class Sampling(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
