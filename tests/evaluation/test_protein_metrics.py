@@ -108,6 +108,21 @@ def test_plddt_is_of_the_chains_that_fold():
     assert (found["plddt"], found["plddt_failed"]) == (None, 1)
 
 
+def test_chains_that_did_not_fold_are_tried_again(tmp_path):
+    """A fold may fail for want of memory: its row is not kept, one without failures is."""
+    texts = samples("MK", "MV")
+
+    def measured(**known):
+        return measure_once(
+            "plddt", Measuring(texts, Yardstick(folding=PretendFolding(**known))), tmp_path
+        ).row
+
+    assert measured()["plddt"] is None
+    assert measured(MK=90.0)["plddt_failed"] == 1
+    assert measured(MK=90.0, MV=60.0)["plddt"] == 75
+    assert measured()["plddt"] == 75
+
+
 def test_a_kept_value_is_of_one_reference(tmp_path):
     texts, values = samples("MKVLMKVL", "MKVVAAAA"), []
     for name, other in (("a", "MKVL" * 5), ("b", "WWWW" * 5)):
