@@ -1,4 +1,4 @@
-"""What a set of folds looks like on disk: PDB files, a table, a picture and an HTML gallery."""
+"""Folds as files to look at: PDB files, a table, a picture and an HTML gallery."""
 
 import csv
 import io
@@ -131,7 +131,7 @@ def render_gallery(
 
 
 def _card(chain: Chain, name: str) -> dict[str, Any]:
-    """What the page says of a chain without its script."""
+    """Fields of a chain's card, which the page shows without its script."""
     fold = chain.fold
     card: dict[str, Any] = {
         "name": chain.name,
