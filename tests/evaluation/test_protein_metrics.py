@@ -60,6 +60,15 @@ def test_a_row_of_clusters_has_both_runs(monkeypatch):
     assert (found["cluster_low_complexity"], found["cluster_entropy_note"]) == (2, "again")
 
 
+def test_empty_chains_are_told_where_clusters_leave_them_out(monkeypatch):
+    given = Clusters((0, 0), (0, 0), 0, "again")
+    monkeypatch.setattr(protein_metrics, "cluster", lambda sequences: given)
+    found = row("clusters", "MK", "", "MV")
+    assert found["cluster_entropy_note"] == "again; 1 of 3 chains are empty"
+    monkeypatch.setattr(protein_metrics, "cluster", lambda sequences: Clusters((0, 0), (0, 0), 0))
+    assert "cluster_entropy_note" not in row("clusters", "MK", "MV")
+
+
 def test_one_chain_has_no_clusters_and_a_note():
     found = row("clusters", "MKV")
     assert found["cluster_entropy"] is None

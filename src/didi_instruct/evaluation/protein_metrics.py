@@ -34,11 +34,15 @@ def sequences_of(samples: SampleSet) -> list[str]:
 
 def _clusters(m: Measuring) -> Measured:
     sequences = [s for s in sequences_of(m.samples) if s]
+    empty = len(m.samples) - len(sequences)
     if len(sequences) < 2:
-        row = dict.fromkeys(("clusters", "cluster_size"))
-        return nothing("cluster_entropy", "clusters are of 2 or more chains") | Measured(row)
-    found = cluster(sequences)
-    return Measured(cluster_row(found))
+        lacking: Row = dict.fromkeys(("clusters", "cluster_size"))
+        return nothing("cluster_entropy", "clusters are of 2 or more chains") | Measured(lacking)
+    row = cluster_row(cluster(sequences))
+    if empty:
+        notes = (row.get("cluster_entropy_note"), f"{empty} of {len(m.samples)} chains are empty")
+        row["cluster_entropy_note"] = "; ".join(note for note in notes if note)
+    return Measured(row)
 
 
 def cluster_row(found: Clusters) -> Row:
