@@ -66,8 +66,11 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("recipe", DISTILLATIONS)
 def test_any_recipe_is_carried_over_to_any_method(recipe, method):
-    config, _ = settings_for(recipe, TEXT, method)
+    config, said = settings_for(recipe, TEXT, method)
     assert config.method == method
+    given = settings_for(recipe, TEXT)[0].lengths
+    assert config.lengths == ("" if method == "duo" else given)
+    assert ("lengths=" in " ".join(said)) == (method == "duo" and bool(given))
     flags = sampling_flags(config)
     assert ("--sampler dimo" in flags) == (method == "dimo")
     assert int(flags.split("--steps ")[1].split()[0]) >= 1

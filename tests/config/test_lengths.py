@@ -35,6 +35,12 @@ def test_what_names_no_lengths_is_refused(text):
         read_lengths(text)
 
 
+@pytest.mark.parametrize("text", ["1-10", "10,3", "1-999999999"])
+def test_lengths_beyond_the_model_are_refused(text):
+    with pytest.raises(UserError, match="the model reads at most 9 tokens"):
+        law_of_lengths(text, 9)
+
+
 def test_a_model_knows_the_longest_text_that_it_draws():
     """Its windows are as wide; counted lengths may be any that the model reads."""
     shape = {"layers": 1, "hidden": 8, "heads": 2, "vocab_size": 9, "length": 9, "end_id": 0}

@@ -60,6 +60,15 @@ def test_a_row_of_clusters_has_both_runs(monkeypatch):
     assert (found["cluster_low_complexity"], found["cluster_entropy_note"]) == (2, "again")
 
 
+def test_empty_chains_are_told_where_clusters_leave_them_out(monkeypatch):
+    given = Clusters((0, 0), (0, 0), 0, "again")
+    monkeypatch.setattr(protein_metrics, "cluster", lambda sequences: given)
+    found = row("clusters", "MK", "", "MV")
+    assert found["cluster_entropy_note"] == "again; 1 of 3 chains are empty"
+    monkeypatch.setattr(protein_metrics, "cluster", lambda sequences: Clusters((0, 0), (0, 0), 0))
+    assert "cluster_entropy_note" not in row("clusters", "MK", "MV")
+
+
 def test_one_chain_has_no_clusters_and_a_note():
     found = row("clusters", "MKV")
     assert found["cluster_entropy"] is None
@@ -106,6 +115,21 @@ def test_plddt_is_of_the_chains_that_fold():
     assert "1 of 3" in found["plddt_note"]
     found = row("plddt", "MK", folding=PretendFolding())
     assert (found["plddt"], found["plddt_failed"]) == (None, 1)
+
+
+def test_chains_that_did_not_fold_are_tried_again(tmp_path):
+    """A fold may fail for want of memory: its row is not kept, one without failures is."""
+    texts = samples("MK", "MV")
+
+    def measured(**known):
+        return measure_once(
+            "plddt", Measuring(texts, Yardstick(folding=PretendFolding(**known))), tmp_path
+        ).row
+
+    assert measured()["plddt"] is None
+    assert measured(MK=90.0)["plddt_failed"] == 1
+    assert measured(MK=90.0, MV=60.0)["plddt"] == 75
+    assert measured()["plddt"] == 75
 
 
 def test_a_kept_value_is_of_one_reference(tmp_path):

@@ -149,6 +149,14 @@ def test_large_sets_are_shown_in_part(folds):
     assert "<li>10 shown</li>" in page
 
 
+def test_files_have_the_names_that_they_have_on_disk(folds):
+    """Also where a page shows some of the chains, and names are alike."""
+    chains = [Chain("same", folds[0]) for _ in range(9)]
+    page = render_gallery(chains, most=3)
+    names = file_names(chains)
+    assert re.findall(r'data-file="(.*?)\.pdb"', page) == [names[0], names[3], names[6]]
+
+
 def test_file_names_are_safe_and_distinct(folds):
     names = ["../up", "a b", "a/b", "A_B", "", "...", "a_b_8", "a b"]
     found = file_names([Chain(name, folds[0]) for name in names])

@@ -25,7 +25,7 @@ def test_commonest_residue_and_longest_run(sequence, share, run):
 
 
 def test_entropy_of_3_mers():
-    assert trimer_entropy("AAAAAA") == 0
+    assert str(trimer_entropy("AAAAAA")) == str(trimer_entropy("MKV")) == "0.0"  # never -0.0
     assert trimer_entropy("AC") == 0
     assert trimer_entropy("ACDEF") == pytest.approx(math.log(3))  # ACD, CDE, DEF
     assert trimer_entropy("AAAAC") == pytest.approx(-2 / 3 * math.log(2 / 3) + math.log(3) / 3)

@@ -110,7 +110,20 @@ def test_small_scale_needs_chains(given, words):
         find_scale("small", replace(given, proteins=True))
 
 
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_chains_are_one_fasta_file(scale, tmp_path):
+    """A folder of FASTA can be learnt from, but rows of real chains are read from a file."""
+    (tmp_path / "chains.fasta").write_text(">a\nMKT\n")
+    (tmp_path / "chains.txt").write_text("MKT\n")
+    for data in (tmp_path, tmp_path / "chains.txt", "hf:owner/name"):
+        with pytest.raises(UserError, match="is no FASTA file"):
+            find_scale(scale, Given(proteins=True, data=str(data)))
+    fasta = str(tmp_path / "chains.fasta")
+    assert find_scale(scale, Given(proteins=True, data=fasta)).proteins.chains == fasta
+
+
 def test_small_scale_folds_where_a_folding_model_is_given(tmp_path):
+    (tmp_path / "chains.fasta").write_text(">a\nMKT\n")
     given = Given(data=str(tmp_path / "chains.fasta"), teacher="airkingbd/dplm_150m")
     scale = find_scale("small", replace(given, proteins=True))
     assert len(DIVERSITY.jobs(scale)) == len(WAYS)

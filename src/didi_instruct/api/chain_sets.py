@@ -11,7 +11,7 @@ from didi_instruct.evaluation.samples import OF_TEXT, SHUFFLED, Origin, SampleSe
 from didi_instruct.proteins.chains import LETTERS, read_chains, shuffling
 
 END = "<eos>"
-"""What fills the window behind a chain where the tokenizer names no end."""
+"""Token that fills the window behind a chain where the tokenizer names no end."""
 
 
 def chain_set(

@@ -22,9 +22,9 @@ def settings_for(
 ) -> tuple[DistillConfig, list[str]]:
     """Settings in force, and what is to be said of those that do not fit the method.
 
-    With `method` a recipe is carried over to it: its own order is left out where the method may not
-    know it, and what it reproduces. What `overrides` say is never left out, but refused where it
-    does not fit.
+    With `method` a recipe is carried over to it: its own order and lengths are left out where the
+    method may not know them, and what it reproduces. What `overrides` say is never left out, but
+    refused where it does not fit.
     """
     said = []
     if method is not None and not isinstance(overrides, str):
@@ -42,6 +42,12 @@ def settings_for(
         if method != own and not (entry and entry.any_order) and order != "random":
             overrides = ["order=random", *overrides]
             said.append(f"order={order} is left out: method={method} learns in random order.")
+        windows = entry is None or entry.teacher_kind != "duo"  # of their own
+        if method != own and not windows and values.get("lengths"):
+            overrides = ["lengths=''", *overrides]
+            said.append(
+                f"lengths={values['lengths']} is left out: texts of method=duo fill their windows."
+            )
         overrides = [*overrides, f"method={method}"]
     config = configure(DistillConfig, recipe, overrides)
     if not METHODS[config.method].starts_masked and config.watch.budgets:

@@ -26,7 +26,9 @@ def read_lengths(text: str) -> range | list[int]:
 def law_of_lengths(text: str, longest: int) -> tuple[int, ...]:
     """`ModelConfig.lengths` of the even law on `read_lengths`, for a model of `longest` tokens."""
     lengths = read_lengths(text)
-    if max(lengths) > longest:
+    # Not `max`, which goes through all of a range, however long.
+    most = lengths[-1] if isinstance(lengths, range) else max(lengths)
+    if most > longest:
         raise UserError(
             f"lengths is {text}, but the model reads at most {longest} tokens: use shorter ones."
         )

@@ -40,9 +40,15 @@ def content_key(samples: SampleSet) -> str:
 
 
 def measure_once(name: str, measuring: Measuring, folder: Path) -> Measured:
-    """Take a measure, or read it from the folder of these samples."""
+    """Take a measure, or read it from the folder of these samples, where it is kept if it lasts."""
     path = folder / f"{name}-{key(VERSION, *_depends_on(name, measuring.yardstick))}.json"
-    return _recalled(path, lambda: measure(name, measuring), _measured_to_json, _measured)
+    return _recalled(
+        path,
+        lambda: measure(name, measuring),
+        _measured_to_json,
+        _measured,
+        lambda found: found.lasting,
+    )
 
 
 def judge_once(name: str, judge: str, make: Callable[[], Scores], folder: Path) -> Scores:
@@ -67,7 +73,11 @@ def _depends_on(name: str, yardstick: Yardstick) -> list[Any]:
 
 
 def _recalled(
-    path: Path, make: Callable[[], T], write: Callable[[T], Any], read: Callable[[Any], T]
+    path: Path,
+    make: Callable[[], T],
+    write: Callable[[T], Any],
+    read: Callable[[Any], T],
+    lasts: Callable[[T], bool] = lambda _: True,
 ) -> T:
     """What a file holds, made and written now if there is none, or none that can be read."""
     try:
@@ -75,6 +85,8 @@ def _recalled(
     except (OSError, ValueError, KeyError, TypeError):
         pass  # what is missing or damaged is made again
     found = make()
+    if not lasts(found):
+        return found
     with no_space_as_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(write(found), allow_nan=False).encode())

@@ -92,10 +92,13 @@ class Measured:
     row: Row
     values: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """(N,) each: `nats` and `tokens` of the judge, `entropy`, `path_gap`; to compare rows with."""
+    lasting: bool = True
+    """False where another try may find more, as where memory ran out: it is not kept on disk."""
 
     def __or__(self, other: "Measured") -> "Measured":
         """Both together."""
-        return Measured(self.row | other.row, self.values | other.values)
+        both = self.lasting and other.lasting
+        return Measured(self.row | other.row, self.values | other.values, both)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from didi_instruct.evaluation.table import Column
 from didi_instruct.proteins.chains import LETTERS
 from didi_instruct.proteins.clusters import Clusters, cluster, entropy, entropy_interval
 from didi_instruct.proteins.composition import divergence
+from didi_instruct.proteins.folding import CONFIDENT
 from didi_instruct.proteins.mmseqs import find_mmseqs
 from didi_instruct.proteins.novelty import novelty
 from didi_instruct.proteins.repeats import repeats
 
-CONFIDENT = 70.0
-"""pLDDT above which a chain counts as folded."""
 KMERS = ("residue", "dimer", "trimer")
 
 
@@ -35,11 +34,15 @@ def sequences_of(samples: SampleSet) -> list[str]:
 
 def _clusters(m: Measuring) -> Measured:
     sequences = [s for s in sequences_of(m.samples) if s]
+    empty = len(m.samples) - len(sequences)
     if len(sequences) < 2:
-        row = dict.fromkeys(("clusters", "cluster_size"))
-        return nothing("cluster_entropy", "clusters are of 2 or more chains") | Measured(row)
-    found = cluster(sequences)
-    return Measured(cluster_row(found))
+        lacking: Row = dict.fromkeys(("clusters", "cluster_size"))
+        return nothing("cluster_entropy", "clusters are of 2 or more chains") | Measured(lacking)
+    row = cluster_row(cluster(sequences))
+    if empty:
+        notes = (row.get("cluster_entropy_note"), f"{empty} of {len(m.samples)} chains are empty")
+        row["cluster_entropy_note"] = "; ".join(note for note in notes if note)
+    return Measured(row)
 
 
 def cluster_row(found: Clusters) -> Row:
@@ -105,7 +108,7 @@ def _plddt(m: Measuring) -> Measured:
     failed = len(folds) - len(known)
     if not len(known):
         lacking: Row = {"plddt_above_70": None, "plddt_failed": failed}
-        return nothing("plddt", "no chain could be folded") | Measured(lacking)
+        return nothing("plddt", "no chain could be folded") | Measured(lacking, lasting=False)
     above = (known > CONFIDENT).astype(np.float64)
     row: Row = {
         "plddt": float(known.mean()),
@@ -116,8 +119,9 @@ def _plddt(m: Measuring) -> Measured:
     }
     if failed:
         row["plddt_note"] = f"{failed} of {len(folds)} chains could not be folded and do not count"
-    # Numbers that belong to samples by their place cannot lack any.
-    return Measured(row, {} if failed else {"plddt": known})
+    # Numbers that belong to samples by their place cannot lack any. A fold that failed for want of
+    # memory may succeed on another machine, so the row of a set with failures is measured again.
+    return Measured(row, {} if failed else {"plddt": known}, lasting=not failed)
 
 
 FLOOR = (

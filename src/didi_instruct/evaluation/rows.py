@@ -4,6 +4,7 @@ A new measure is one entry of `METRICS`: what computes it, and what it needs.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ AR_STEPS, TEST_STEPS = 2000, 1000
 def measure(name: str, measuring: Measuring) -> Measured:
     """Take one measure."""
     found = METRICS[name].compute(measuring)
-    return Measured({key: plain(value) for key, value in found.row.items()}, found.values)
+    return replace(found, row={key: plain(value) for key, value in found.row.items()})
 
 
 def _perplexity(m: Measuring) -> Measured:

@@ -141,9 +141,11 @@ def written(tokens: Tensor, end_id: int | None, given: Sequence[int]) -> Tensor:
 
     Shapes: tokens (B, L) -> (B, L), bool.
     """
-    known = torch.tensor(given, dtype=tokens.dtype, device=tokens.device)
-    found = ~torch.isin(tokens, known)
-    return found if end_id is None else found & before_end(tokens, end_id)
+    found = tokens >= 0 if end_id is None else before_end(tokens, end_id)
+    if not given:
+        return found
+    known = sent(torch.tensor(given, dtype=tokens.dtype), tokens.device)
+    return found & ~torch.isin(tokens, known)
 
 
 def goes_on(tokens: Tensor, end_id: int) -> bool:

@@ -38,12 +38,12 @@ class Chains:
 
 
 def is_usual(sequence: str) -> bool:
-    """Whether a chain has the 20 amino acids alone."""
+    """True if a chain has no letters but those of the 20 amino acids."""
     return not sequence.strip(AMINO_ACIDS)
 
 
 def is_fasta(source: str) -> bool:
-    """Whether a SOURCE is a FASTA file by its name, compressed or not."""
+    """True if a SOURCE is a FASTA file by its name, compressed or not; False for a folder."""
     if not Path(source).is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a set of folds looks like on disk: PDB files, a table, a picture and an HTML gallery."""
+"""Folds as files to look at: PDB files, a table, a picture and an HTML gallery."""
 
 import csv
 import io
@@ -58,9 +58,10 @@ def write_structures(chains: Sequence[Chain], folder: Path, *, title: str = "Str
                 write_atomic(folder / "pdb" / f"{name}.pdb", chain.fold.pdb().encode("ascii"))
         write_atomic(folder / "plddt.csv", _table(chains, names).encode())
         write_atomic(folder / "gallery.html", render_gallery(chains, title=title).encode())
-        folded = _evenly([c for c in chains if c.fold.plddt is not None], MOST_DRAWN)
+        folded = [chain for chain in chains if chain.fold.plddt is not None]
         if folded:
-            panels = [Panel(chain.fold.trace(), chain.caption) for chain in folded]
+            drawn = (folded[place] for place in _evenly(len(folded), MOST_DRAWN))
+            panels = [Panel(chain.fold.trace(), chain.caption) for chain in drawn]
             draw_structures(panels, folder / "structures.png", title=title)
 
 
@@ -92,10 +93,10 @@ def _table(chains: Sequence[Chain], names: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def _evenly(chains: Sequence[Chain], most: int) -> list[Chain]:
-    """Return at most `most` chains, spread evenly over all."""
-    count = min(most, len(chains))
-    return [chains[n * len(chains) // count] for n in range(count)]
+def _evenly(total: int, most: int) -> list[int]:
+    """Return at most `most` places of `total`, spread evenly over all."""
+    count = min(most, total)
+    return [n * total // count for n in range(count)]
 
 
 # HTML
@@ -107,15 +108,15 @@ def render_gallery(
     """Render a page that needs no other file: structures to turn, sequences, pLDDT, PDB files."""
     from jinja2 import Environment, StrictUndefined
 
-    shown = _evenly(chains, most)
+    places, names = _evenly(len(chains), most), file_names(chains)
     summary = summarise([chain.fold for chain in chains])
     facts = [f"{len(chains)} chains"]
     if summary.plddt is not None and summary.above_70 is not None:
         facts += [f"mean pLDDT {summary.plddt:.1f}", f"{summary.above_70:.0%} above 70"]
     if summary.failed:
         facts.append(f"{summary.failed} not folded")
-    if len(shown) < len(chains):
-        facts.append(f"{len(shown)} shown")
+    if len(places) < len(chains):
+        facts.append(f"{len(places)} shown")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -124,14 +125,14 @@ def render_gallery(
         title=title,
         facts=facts,
         legend=CONFIDENCE,
-        cards=[_card(chain, name) for chain, name in zip(shown, file_names(shown), strict=True)],
-        data=[_structure(chain) for chain in shown],
+        cards=[_card(chains[place], names[place]) for place in places],
+        data=[_structure(chains[place]) for place in places],
         plot=_PLOT,
     )
 
 
 def _card(chain: Chain, name: str) -> dict[str, Any]:
-    """What the page says of a chain without its script."""
+    """Fields of a chain's card, which the page shows without its script."""
     fold = chain.fold
     card: dict[str, Any] = {
         "name": chain.name,

@@ -14,7 +14,7 @@ from didi_instruct.errors import UserError
 LONGEST = 32_000
 """Residues of a chain that MMseqs2 aligns with its usual settings."""
 NO_KMER = "No k-mer could be extracted"
-"""What it says where all chains are masked as low complexity, or are shorter than a k-mer."""
+"""Error of MMseqs2 where all chains are masked as low complexity, or shorter than a k-mer."""
 
 
 class MMseqsError(RuntimeError):

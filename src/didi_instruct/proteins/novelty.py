@@ -28,14 +28,14 @@ CRITERIA = ("-c", "0.8", "--cov-mode", "2", "-e", "0.001", "--alignment-mode", "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Novelty:
-    """What is known of each chain, in order."""
+    """Likeness of each chain to those of the training FASTA, in order."""
 
     identity: NDArray[np.float64]
     """(N,) best identity, 0 to 1; 0 without a hit."""
     hit: NDArray[np.bool_]
-    """(N,) whether it has one."""
+    """(N,) True for a chain with a hit or in the file word for word."""
     copy: NDArray[np.bool_]
-    """(N,) whether it is in the file word for word."""
+    """(N,) True for a chain that is in the file word for word."""
 
 
 def novelty(sequences: Sequence[str], training: Chains) -> Novelty:

@@ -49,7 +49,8 @@ def trimer_entropy(sequence: str) -> float:
     """Entropy in nats of the counts of all overlapping 3-mers; 0 for fewer than 4 residues."""
     counts = Counter(sequence[place : place + 3] for place in range(len(sequence) - 2))
     total = counts.total()
-    return -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
+    found = -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
+    return max(0.0, found)  # not the -0.0 of a single 3-mer, which tables print with its sign
 
 
 def longest_run(sequence: str) -> int:
@@ -58,7 +59,7 @@ def longest_run(sequence: str) -> int:
 
 
 def is_low_complexity(sequence: str) -> bool:
-    """Whether its 3-mer entropy is below `LOW` of the highest that a chain of its length has."""
+    """True if its 3-mer entropy is below `LOW` of the highest that its length allows."""
     places = len(sequence) - 2
     if places < 2:
         return False

@@ -18,6 +18,7 @@ from didi_instruct.api.yardstick import open_folding
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.files import write_atomic
 from didi_instruct.evaluation.measuring import Progress
+from didi_instruct.evaluation.protein_metrics import sequences_of
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.proteins.folding import Predictor
@@ -235,7 +236,7 @@ def _write_gallery(
     folder: Path, label: str, drawn: Sequence[tuple[int, SampleSet]], folding: Predictor
 ) -> None:
     """Structures of the first chain of each set of samples, which have a length each."""
-    folds = folding.fold(["".join(samples.texts[0].split()) for _, samples in drawn])
+    folds = folding.fold([sequences_of(samples)[0] for _, samples in drawn])
     name = "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split())
     chains = [
         Chain(f"{name}-{length}-in-{samples.origin.nfe}", fold, {"NFE": samples.origin.nfe})

@@ -12,6 +12,7 @@ from didi_instruct.api.shipped import find_shipped, shipped
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import is_ours, read_manifest
+from didi_instruct.proteins.chains import is_fasta
 from didi_instruct.reproduce.adopting import adopted
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.proteins import ITEMS as PROTEIN_ITEMS
@@ -47,6 +48,7 @@ def _small_on_proteins(given: Given) -> Scale:
         raise UserError(
             "--scale small needs chains for the items on proteins: give a FASTA file with --data."
         )
+    _check_chains(given)
     says = (
         "Small scale: chains of --data, a teacher of the shape of DPLM and of about 20M parameters "
         "if none is given, and a shortened schedule. Directions may be compared with the paper's, "
@@ -56,8 +58,18 @@ def _small_on_proteins(given: Given) -> Scale:
 
 
 def _paper_on_proteins(given: Given) -> Scale:
+    _check_chains(given)
     says = "Paper scale: DPLM-150M, the paper's distillation to the letter, and ESMFold."
     return _on_proteins("paper", says, paper_proteins(given), given)
+
+
+def _check_chains(given: Given) -> None:
+    """Refuse what rows of real chains cannot be read from, before days of training end at it."""
+    if given.data is not None and not is_fasta(given.data):
+        raise UserError(
+            f"--data {given.data} is no FASTA file, which the items on proteins compare with: give "
+            "chains as one .fasta or .fa (it may be compressed)."
+        )
 
 
 def _on_proteins(name: ScaleName, says: str, proteins: Proteins, given: Given) -> Scale:
