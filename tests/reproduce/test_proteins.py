@@ -142,6 +142,15 @@ def test_items_on_proteins_are_asked_for_apart(didi, tmp_path):
     assert "ask for them apart" in err
 
 
+def test_a_dry_run_of_made_up_chains_needs_no_texts(didi, tmp_path):
+    """The teacher's texts are another job's output: there is no file to ask for yet."""
+    asked = ("reproduce", "protein-plddt,protein-diversity", "--scale", "toy")
+    _, out, err = didi(*asked, "--out", tmp_path / "out", "--dry-run")
+    assert "10 jobs, 10 to do" in out
+    assert "ok      esm (built in)" in out
+    assert err == ""
+
+
 def test_a_dry_run_checks_for_everything(didi, tmp_path, monkeypatch):
     fasta = tmp_path / "chains.fasta"
     fasta.write_text(">a\nMKT\n")

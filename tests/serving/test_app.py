@@ -322,6 +322,25 @@ def test_metrics_count_by_model(client):
     assert "didi_requests_waiting 0.0" in text
 
 
+def test_prompt_tokens_leave_out_what_fills_a_window(client):
+    """What stands behind the end of a drawn length was not given: it fills the row."""
+
+    def counted():
+        lines = client.get("/metrics").text.splitlines()
+        of = 'didi_prompt_tokens_total{model="windows"} '
+        return sum(float(line.removeprefix(of)) for line in lines if line.startswith(of))
+
+    before = counted()
+    usage = complete(client, model="windows", prompt="w3 w2", n=4, steps=3)["usage"]
+    assert usage["prompt_tokens"] == 2
+    assert counted() - before == 4 * 2
+
+
+def test_a_body_without_its_type_is_told_which_to_send(client):
+    answer = client.post("/v1/completions", content=b'{"prompt": "Anna"}')
+    assert "Content-Type: application/json" in error_of(answer, 400)
+
+
 def test_a_key_guards_all_but_page_and_health(models):
     parts = Parts({"plain": models["plain"]}, key="secret")
     client = TestClient(parts.app)

@@ -96,8 +96,9 @@ def _bytes(parts: dict[str, int]) -> list[str]:
     """Memory by part; the total first, and what it is for."""
     of = ", ".join(f"{name} {parts[name]}" for name in _GIVEN if name in parts)
     rest = (name for name in parts if name not in (*_GIVEN, "total"))
-    lines = [f"{parts[name] / 1e9:8.2f} GB {name.replace('_', ' ')}" for name in rest]
-    return [f"{parts['total'] / 1e9:8.2f} GB ({of})", *lines]
+    size, unit = (1e9, "GB") if parts["total"] >= 1e8 else (1e6, "MB")
+    lines = [f"{parts[name] / size:8.2f} {unit} {name.replace('_', ' ')}" for name in rest]
+    return [f"{parts['total'] / size:8.2f} {unit} ({of})", *lines]
 
 
 def _text(value: Any) -> str:

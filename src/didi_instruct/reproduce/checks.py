@@ -179,7 +179,9 @@ def _words(job: Job) -> str | None:
     if job.does == ADOPT:
         return str(job.inputs[WORDS])
     data = job.settings().data if job.does == "pretrain" else None
-    if data is None or data.source == "oracle" or is_prepared(Path(data.source)):
+    if data is None or data.source == "oracle":
+        return None
+    if data.source is not None and is_prepared(Path(data.source)):  # None: another job writes it
         return None
     return None if data.tokenizer.startswith("bpe:") else str(data.tokenizer)
 

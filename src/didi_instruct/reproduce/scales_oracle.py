@@ -113,8 +113,9 @@ def toy_scale(given: Given) -> Scale:
         name="toy",
         says=(
             "Toy scale: the built-in oracle language (32 tokens a text), networks of two layers "
-            "trained for seconds, judged by the language itself, exactly. It shows that every part "
-            "runs and which way differences point here; none of its values can be set against the "
+            "trained for seconds, judged by the language itself, exactly (tables of proteins: "
+            "made-up chains, and a folding model of random weights). It shows that every part runs "
+            "and which way differences point here; none of its values can be set against the "
             "paper's, which has another language, another judge and models a thousand times larger."
         ),
         teacher=given.teacher or teacher,

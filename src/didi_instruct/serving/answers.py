@@ -85,7 +85,7 @@ class Answer:
             text = list(zip(row, marks, strict=True))
             written += sum(mark and t not in none for t, mark in text[: self._end(i, done)])
             if i % self.body.n == 0:
-                given += sum(not mark and t not in none for t, mark in text)
+                given += done.given(i)
         return {
             "prompt_tokens": given,
             "completion_tokens": written,

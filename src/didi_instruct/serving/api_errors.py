@@ -70,12 +70,14 @@ def error_of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return wrong("The body is not JSON.")
+        return wrong('The body is not JSON: send an object, such as {"prompt": "Once"}.')
     name = first.get("ctx", {}).get("name") if first["type"] == "unsupported" else None
     param = name or (place[0] if place else None)
     if first["type"] == "extra_forbidden":
         return wrong(f"`{'.'.join(place)}` is not supported: leave it out.", param, "unsupported")
     if name is not None:
         return wrong(str(first["msg"]), param, "unsupported")
+    if not place:
+        return wrong("The body is no JSON object: send one, with `Content-Type: application/json`.")
     where = f"`{param}`: " if param else "The body: "
     return wrong(f"{where}{first['msg']}.", param)

@@ -239,6 +239,8 @@ def _add_errors(app: FastAPI) -> None:
 
     async def no_such(http: HttpRequest, error: StarletteHTTPException) -> Response:
         said, headers = str(error.detail), error.headers or {}
+        if error.status_code in (404, 405):
+            said += ": GET /openapi.json lists all paths."
         return ApiError(error.status_code, said, headers=headers).response()
 
     async def gone(http: HttpRequest, error: GoneError) -> Response:

@@ -55,6 +55,8 @@ class Done:
     tokens: list[list[int]]
     written: list[list[bool]]
     """Which of the tokens were not given."""
+    eot_id: int | None
+    """The id that ends a text and fills what is behind it."""
     log_prob: list[float] | None
     nats: list[float] | None
     """Nats per token of each text under the judge."""
@@ -64,6 +66,11 @@ class Done:
     """Seconds before the first pass was begun."""
     seconds: float
     """Seconds from then on."""
+
+    def given(self, index: int) -> int:
+        """Count the tokens of a text that its request brought, without ends and padding."""
+        marks = zip(self.tokens[index], self.written[index], strict=True)
+        return sum(not written and token not in (PAD, self.eot_id) for token, written in marks)
 
 
 Watch = Callable[[Canvas], None]

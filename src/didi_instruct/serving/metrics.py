@@ -66,7 +66,7 @@ class Metrics:
         self.nfe.labels(name).observe(done.nfe)
         self.last.labels(name).observe(seconds)
         self.written.labels(name).inc(written)
-        self.prompt_tokens.labels(name).inc(sum(map(len, done.tokens)) - written)
+        self.prompt_tokens.labels(name).inc(sum(map(done.given, range(len(done.tokens)))))
 
     def text(self) -> bytes:
         """All numbers, as Prometheus reads them."""
