@@ -128,7 +128,7 @@ def toy_proteins() -> Proteins:
         folding=_written("folding"),
         lengths=(24, 40),
         plddt_steps=(2, 8),
-        diversity_steps=(4, 8),
+        diversity_steps=(8,),
         num=4,
     )
 

@@ -309,7 +309,7 @@ class BatchEngine:
             texts=model.texts(tokens, found.written),
             tokens=tokens.tolist(),
             written=found.written.tolist(),
-            eot_id=tokenizer.eot_id,
+            eot_id=None if tokenizer is None else tokenizer.eot_id,
             log_prob=None if samples.log_prob is None else samples.log_prob.tolist(),
             nats=nats,
             nfe=samples.nfe,
