@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from didi_instruct.api import lengths
 from didi_instruct.api.quality import Quality
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
@@ -57,7 +58,7 @@ def test_a_row_has_numbers_by_length_and_their_mean(monkeypatch, tmp_path):
         real = {**rows[0], "model": "real", "nfe": None, "passes": None, "cluster_size": None}
         return Quality(rows=rows, baseline=[], judge=None, reference={}, controls=(real,))
 
-    monkeypatch.setattr(proteins, "evaluate_quality", evaluate)
+    monkeypatch.setattr(lengths, "evaluate_quality", evaluate)
     chains = tmp_path / "run"
     chains.mkdir()
     context = Context(

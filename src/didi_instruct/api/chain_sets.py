@@ -7,7 +7,7 @@ import torch
 
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.samples import OF_TEXT, SHUFFLED, Origin, SampleSet
+from didi_instruct.evaluation.samples import SHUFFLED, Origin, SampleSet
 from didi_instruct.proteins.chains import LETTERS, read_chains, shuffling
 
 END = "<eos>"
@@ -32,21 +32,8 @@ def chain_set(
         raise UserError(f"{name}: the tokenizer does not cut `{odd[:20]}` into single residues.")
     end = _end(tokenizer)
     tokens = torch.tensor([[*ids, *[end] * (length - len(ids))] for ids in rows])
-    origin = Origin(
-        model=name,
-        fingerprint="",
-        tokenizer=None if tokenizer is None else tokenizer.hash,
-        sampler=OF_TEXT,
-        steps=0,
-        nfe=0,
-        passes=0.0,
-        disc_calls=0,
-        temperature=1.0,
-        top_p=1.0,
-        seed=0,
-        length=length,
-        until_eot=until_eot,
-    )
+    spoken = None if tokenizer is None else tokenizer.hash
+    origin = Origin.of_text(name, spoken, length, until_eot=until_eot)
     counts = torch.tensor([len(ids) for ids in rows])
     return SampleSet(origin, tokens, tuple(sequences), None, counts)
 

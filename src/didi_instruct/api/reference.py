@@ -15,7 +15,6 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.fitting import FEWEST_SAMPLES
 from didi_instruct.evaluation.mauve import FEWEST as FEWEST_OF_MAUVE
 from didi_instruct.evaluation.samples import (
-    OF_TEXT,
     Origin,
     SampleSet,
     is_sample_file,
@@ -114,21 +113,7 @@ def _text(data: str, like: Like, reading: ReadOptions) -> SampleSet:
     if like.tokenizer is not None:
         tokenizer = like.tokenizer  # the same, but for a token that ends no text of the model's
     texts, lengths = texts_of(tokenizer, tokens, like.until_eot)
-    origin = Origin(
-        model=data,
-        fingerprint="",
-        tokenizer=like.hash,
-        sampler=OF_TEXT,
-        steps=0,
-        nfe=0,
-        passes=0.0,
-        disc_calls=0,
-        temperature=1.0,
-        top_p=1.0,
-        seed=0,
-        length=like.length,
-        until_eot=like.until_eot,
-    )
+    origin = Origin.of_text(data, like.hash, like.length, until_eot=like.until_eot)
     return SampleSet(origin, tokens, texts, None, lengths)
 
 

@@ -65,6 +65,27 @@ class Origin:
     """Whether the length of each text was drawn first and the rest of its window filled with its
     end, so that `log_prob` is that of a text and its end."""
 
+    @classmethod
+    def of_text(
+        cls, name: str, tokenizer: str | None, length: int, *, until_eot: bool = False
+    ) -> "Origin":
+        """Origin of texts that nobody sampled, in windows of `length`."""
+        return cls(
+            model=name,
+            fingerprint="",
+            tokenizer=tokenizer,
+            sampler=OF_TEXT,
+            steps=0,
+            nfe=0,
+            passes=0.0,
+            disc_calls=0,
+            temperature=1.0,
+            top_p=1.0,
+            seed=0,
+            length=length,
+            until_eot=until_eot,
+        )
+
     @property
     def ends_with_text(self) -> bool:
         """Whether nothing was written after an end, so that a path is that of text and end."""

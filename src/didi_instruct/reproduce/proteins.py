@@ -6,18 +6,17 @@ measured and kept as `didi eval --lengths` does it.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from didi_instruct.api.lengths import evaluate_lengths
 from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import Quality, evaluate_quality
 from didi_instruct.api.yardstick import open_folding
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.files import write_atomic
-from didi_instruct.evaluation.measuring import Progress
+from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.protein_metrics import sequences_of
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
@@ -180,56 +179,45 @@ def cells(
     if "folding" in context.inputs:
         folds = context.shared / FOLDS
         folding = open_folding(context.inputs["folding"], folds, context.device)
-    found: dict[int, Quality] = {}
-    for length in lengths:
-        plan = Plan(
-            steps=tuple(steps),
-            num=num,
-            length=length,
-            sampler=sampler,
-            seed=seed,
-            batch_size=batch_size,
-        )
-        found[length] = evaluate_quality(
-            [context.inputs["model"]],
-            plan,
-            metrics,
-            out=context.shared / EVALS,
-            reference=_fasta(context.inputs.get("chains")),
-            folding=folding,
-            device=context.device,
-            progress=_telling(context, length),
-        )
+    plan = Plan(steps=tuple(steps), num=num, sampler=sampler, seed=seed, batch_size=batch_size)
+    found = evaluate_lengths(
+        [context.inputs["model"]],
+        plan,
+        metrics,
+        lengths,
+        out=context.shared / EVALS,
+        reference=_fasta(context.inputs.get("chains")),
+        folding=folding,
+        device=context.device,
+        progress=lambda stage, done, total: context.tell(f"{stage} {done} of {total}"),
+    )
     if folding is not None:
-        drawn = [(n, s) for n, quality in found.items() for s in quality.samples]
+        of_samples = [length for length in lengths for _ in steps]
+        drawn = list(zip(of_samples, found.samples, strict=True))
         _write_gallery(context.shared / STRUCTURES, label, drawn, folding)
     columns = [column.field for name in metrics for column in METRICS[name].columns]
     return {
-        "rows": [
-            _across({n: quality.rows[place] for n, quality in found.items()}, columns)
-            for place in range(len(steps))
-        ],
-        "controls": [
-            _across({n: quality.controls[place] for n, quality in found.items()}, columns)
-            for place in range(min(len(quality.controls) for quality in found.values()))
-        ],
+        "rows": _lines(found.rows, lengths, columns),
+        "controls": _lines(found.controls, lengths, columns),
     }
 
 
-def _telling(context: Context, length: int) -> Progress:
-    return lambda stage, done, total: context.tell(f"length {length}: {stage} {done} of {total}")
+def _lines(
+    rows: Sequence[Row], lengths: Sequence[int], columns: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows of several lengths and their mean as one line, with the numbers of each (`…_100`)."""
+    size = len(lengths) + (len(lengths) > 1)  # one length has no mean beside it
+    return [
+        _line(rows[first : first + size], lengths, columns) for first in range(0, len(rows), size)
+    ]
 
 
-def _across(rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
-    """Rows of several lengths as one, their numbers apart (`…_100`) and as means."""
-    first = next(iter(rows.values()))
-    row = {name: first[name] for name in ("model", "nfe", "passes", "num_samples", "seed")}
-    row["passes"] = None if row["passes"] is None else fmean(r["passes"] for r in rows.values())
-    for name in columns:
-        row |= {f"{name}_{length}": r[name] for length, r in rows.items()}
-        known = [r[name] for r in rows.values()]
-        row[name] = None if None in known else fmean(known)
-    return row
+def _line(rows: Sequence[Row], lengths: Sequence[int], columns: Sequence[str]) -> dict[str, Any]:
+    kept = ("model", "nfe", "passes", "num_samples", "seed", *columns)
+    line = {name: rows[-1][name] for name in kept}
+    for length, row in zip(lengths, rows[: len(lengths)], strict=True):
+        line |= {f"{name}_{length}": row[name] for name in columns}
+    return line
 
 
 def _write_gallery(
