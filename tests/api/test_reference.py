@@ -8,12 +8,12 @@ import torch
 from tests.api.test_studio import save
 
 from didi_instruct.api import quality
-from didi_instruct.api.evaluate import evaluate_likelihood, likelihood_row
 from didi_instruct.api.model import load
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.preflight import check_models, check_needs
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.reference import Like, open_reference
+from didi_instruct.api.text_likelihood import evaluate_likelihood, likelihood_row
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare

@@ -6,10 +6,10 @@ from tests.random_models import add_noise
 
 import didi_instruct as didi
 from didi_instruct.api import studio
-from didi_instruct.api.evaluate import evaluate_likelihood
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.studio import Studio
+from didi_instruct.api.text_likelihood import evaluate_likelihood
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer

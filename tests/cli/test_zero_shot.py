@@ -12,7 +12,7 @@ from tests.models.foreign.reference import hub_config, hub_folder, prefixed
 from tests.random_models import add_noise
 
 import didi_instruct as library
-from didi_instruct.api import zeroshot as module
+from didi_instruct.api import text_likelihood as module
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from didi_instruct.api.chain_sets import chain_set
-from didi_instruct.api.evaluate import held_out
 from didi_instruct.api.studio import texts_of
+from didi_instruct.api.text_likelihood import held_out
 from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions

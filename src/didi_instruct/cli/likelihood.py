@@ -32,7 +32,7 @@ def nelbo(
         raise UserError("The metric nelbo measures one model: name it.")
     if data is None:
         raise UserError("The metric nelbo needs text to measure: add --data DATA.")
-    from didi_instruct.api.evaluate import evaluate_likelihood
+    from didi_instruct.api.text_likelihood import evaluate_likelihood
     from didi_instruct.cli.progress import ProgressBar
 
     with ProgressBar() as bar:
@@ -64,7 +64,7 @@ def zero_shot(
     """Likelihood of the seven corpora, one row each."""
     if not sources:
         raise UserError("The metric zero-shot measures models: name one or more.")
-    from didi_instruct.api.zeroshot import evaluate_zero_shot
+    from didi_instruct.api.text_likelihood import evaluate_zero_shot
     from didi_instruct.cli.progress import ProgressBar
 
     names = [name.strip() for name in (corpora or "").split(",") if name.strip()]
