@@ -20,7 +20,7 @@ from torch import Tensor
 
 import didi_instruct as didi
 from didi_instruct.evaluation.diversity import unigram_entropy
-from didi_instruct.evaluation.likelihood import nats_of_texts
+from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import make_objective
 
 MOST_MASKS = 8

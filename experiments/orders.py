@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from didi_instruct.api.model import Model, load
 from didi_instruct.data.dataset import open_data
+from didi_instruct.model import Model, load
 from didi_instruct.process.masking import before_end, interleaved_plan
 
 GOLDEN = (5**0.5 - 1) / 2

@@ -11,7 +11,6 @@ from tests.random_models import save_random
 import didi_instruct as didi
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
-from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.config.distill import (
     DiscriminatorConfig,
     DistillConfig,
@@ -29,6 +28,7 @@ from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import make_denoiser
+from didi_instruct.sampling.registry import SAMPLERS
 from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.tasks.registry import TASKS, evaluate_task
 from didi_instruct.training.distributed import World

@@ -9,13 +9,13 @@ __all__ = ["Model", "__version__", "distill", "finetune", "load", "pretrain"]
 
 if TYPE_CHECKING:
     from didi_instruct.api.distill import distill
-    from didi_instruct.api.model import Model, load
     from didi_instruct.api.pretrain import pretrain
     from didi_instruct.finetune import finetune
+    from didi_instruct.model import Model, load
 
 _HOMES = {
-    "Model": "didi_instruct.api.model",
-    "load": "didi_instruct.api.model",
+    "Model": "didi_instruct.model",
+    "load": "didi_instruct.model",
     "distill": "didi_instruct.api.distill",
     "finetune": "didi_instruct.finetune",
     "pretrain": "didi_instruct.api.pretrain",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.open import find, fingerprint, open_source
 from didi_instruct.api.pretrain import held_out_likelihood
 from didi_instruct.api.runs import (
     check_folder,
@@ -24,6 +23,7 @@ from didi_instruct.api.runs import (
 from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.errors import UserError
+from didi_instruct.hub.open import find, fingerprint, open_source
 from didi_instruct.models.bidirectional import load_bidirectional
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.tasks.finetune_data import FinetuneData, held_out_answers, open_finetune_data

@@ -13,12 +13,12 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 import didi_instruct as didi
 from didi_instruct.api import distill as module
 from didi_instruct.api.distill_lengths import give_lengths, take_lengths
-from didi_instruct.api.open import open_source
 from didi_instruct.config.model import NEVER
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.hub.open import open_source
 from didi_instruct.process.masking import before_end
+from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.objectives import make_objective
 
 from .distill.small import Heard, recipe

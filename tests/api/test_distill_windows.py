@@ -13,20 +13,20 @@ from tests.runs import STATE, entries, same_tensors
 import didi_instruct as didi
 from didi_instruct.api import distill as module
 from didi_instruct.api.distill_watch import quick_test
-from didi_instruct.api.open import open_source
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.hub.open import open_source
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.process.masking import LengthLaw, before_end
 from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World
+from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.objectives import make_objective
 
 from .distill.small import Heard, recipe

@@ -8,7 +8,6 @@ import torch
 from tests.api.test_studio import save
 
 from didi_instruct.api import quality
-from didi_instruct.api.model import load
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.preflight import check_models, check_needs
 from didi_instruct.api.quality import evaluate_quality
@@ -23,6 +22,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import self_bleu, unigram_entropy
 from didi_instruct.evaluation.judges import CausalJudge, OracleJudge, open_judge
 from didi_instruct.evaluation.samples import read_samples
+from didi_instruct.model import load
 
 LETTERS = Tokenizer.load("bytes")
 READING = ReadOptions()

@@ -10,7 +10,7 @@ from didi_instruct.api.text_likelihood import pack
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import likelihood
+from didi_instruct.training.likelihood import likelihood
 
 
 def test_documents_are_joined_by_end_of_text_and_the_tail_is_dropped():

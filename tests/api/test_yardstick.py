@@ -7,7 +7,6 @@ import pytest
 import torch
 from tests.api.test_studio import save
 
-from didi_instruct.api.candidates import candidates
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.preflight import check_models
 from didi_instruct.api.quality import evaluate_quality
@@ -17,6 +16,7 @@ from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.samples import read_samples, write_samples
+from didi_instruct.hub.candidates import candidates
 
 LETTERS = Tokenizer.load("bytes")
 

@@ -9,11 +9,11 @@ import torch
 from didi_instruct.api.bench import sweep
 from didi_instruct.api.bench_cases import remark
 from didi_instruct.api.bench_plan import BenchPlan
-from didi_instruct.api.model import Model
 from didi_instruct.benchmarking import sampling
 from didi_instruct.benchmarking.distillation import TOGETHER
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.dit import DiT
 
@@ -326,7 +326,7 @@ def test_generate_asks_for_the_fast_path(didi, monkeypatch):
         asked.append(settings["fast"])
         raise UserError("no more")
 
-    monkeypatch.setattr("didi_instruct.api.model.load", load)
+    monkeypatch.setattr("didi_instruct.model.load", load)
     didi("generate", "x")
     didi("generate", "x", "--fast")
     assert asked == [False, True]

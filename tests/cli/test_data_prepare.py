@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from didi_instruct.api.shipped import shipped
 from didi_instruct.cli.data import app
 from didi_instruct.cli.progress import PrepareBar
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareProgress
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.hub.shipped import shipped
 
 runner = CliRunner()
 

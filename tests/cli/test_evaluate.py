@@ -16,7 +16,6 @@ from tokenizers import models, pre_tokenizers
 
 import didi_instruct as library
 from didi_instruct.api import quality
-from didi_instruct.api.model import Model
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
@@ -26,6 +25,7 @@ from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.evaluation.token_judges import OracleJudge
+from didi_instruct.model import Model
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 

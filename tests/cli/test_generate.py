@@ -6,7 +6,6 @@ import shutil
 import pytest
 from tests.models.masked_folders import esm
 
-from didi_instruct.api import shipped
 from didi_instruct.config.pretrain import (
     DataConfig,
     ModelRecipe,
@@ -14,6 +13,7 @@ from didi_instruct.config.pretrain import (
     PretrainConfig,
     PretrainTrainConfig,
 )
+from didi_instruct.hub import shipped
 
 
 @pytest.fixture(scope="module")

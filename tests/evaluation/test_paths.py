@@ -9,7 +9,6 @@ from tests.random_models import add_noise
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.evaluation.paths import (
     gap_closed,
     gap_closed_resampled,
@@ -25,6 +24,7 @@ from didi_instruct.sampling.denoiser import function_denoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import Canvas, Samples, State
 from didi_instruct.sampling.variants import first_hitting
+from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.objectives import make_objective
 
 V, L, MASK = 3, 4, 3

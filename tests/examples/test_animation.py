@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from didi_instruct.api import shipped
+from didi_instruct.hub import shipped
 
 from .test_demo import EXAMPLES, ignorant
 

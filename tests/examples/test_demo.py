@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 import didi_instruct as didi
-from didi_instruct.api import shipped
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.hub import shipped
 from didi_instruct.models.dit import build_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import didi_instruct as didi
-from didi_instruct.api.candidates import candidates
-from didi_instruct.api.info import describe_source
 from didi_instruct.errors import UserError
+from didi_instruct.hub.candidates import candidates
+from didi_instruct.hub.info import describe_source
 from didi_instruct.models.bidirectional import load_bidirectional
 
 from . import causal_folders

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from didi_instruct.api.model import Model
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
 from didi_instruct.models.checkpoint import load_model, save_model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.masked_lm import load_masked_lm

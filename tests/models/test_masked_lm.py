@@ -14,14 +14,14 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from didi_instruct.api.model import Model
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import nats_of_texts
+from didi_instruct.model import Model
 from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm
 from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.network import Mixture, logits_at
+from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import make_objective
 
 from .masked_folders import BERT_WORDS, ESM, FAMILIES, bert, esm, roberta, write_tokenizer

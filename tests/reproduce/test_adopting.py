@@ -2,10 +2,10 @@
 
 import pytest
 
-from didi_instruct.api.convert import convert
-from didi_instruct.api.open import open_source
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.hub.convert import convert
+from didi_instruct.hub.open import open_source
 from didi_instruct.models.dit import count_parameters
 from didi_instruct.reproduce import checks
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, adopted

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.evaluation.measuring import Measured
@@ -44,6 +43,7 @@ from didi_instruct.reproduce.paces import DIDI, STUDENTS, with_minutes
 from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import FIRST, Given, Training
 from didi_instruct.reproduce.scales import find_scale
+from didi_instruct.sampling.registry import SAMPLERS
 
 from .small_models import LANGUAGE, config_of, save, save_letters
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from didi_instruct.api.model import Model
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
 from didi_instruct.models.dit import build_model
 from didi_instruct.reproduce import downstream, task_files
 from didi_instruct.reproduce.catalogue import ITEMS

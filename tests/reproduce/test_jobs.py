@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from didi_instruct.api import shipped
 from didi_instruct.data.prepare import PrepareSettings, prepare
+from didi_instruct.hub import shipped
 from didi_instruct.reproduce import jobs
 from didi_instruct.reproduce.jobs import Job, content, in_order, spread, stored
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from didi_instruct.api.model import Model
 from didi_instruct.benchmarking import timing
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.model import Model
 from didi_instruct.reproduce import latency
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from didi_instruct.api.model import load
 from didi_instruct.cli.reproduce import _time as told_time
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
+from didi_instruct.model import load
 from didi_instruct.reproduce import making, paces, scales
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.jobs import Job

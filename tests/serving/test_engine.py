@@ -10,8 +10,8 @@ import torch
 from tests.golden import tiny
 
 import didi_instruct as didi
-from didi_instruct.api.generation import Request
 from didi_instruct.errors import UserError
+from didi_instruct.sampling.generate import Request
 
 pytest.importorskip("greenlet", reason="serving needs its extra")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.random_models import randomise, save_random
 
-from didi_instruct.api.model import Model, load
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.model import Model, load
 from didi_instruct.models.dit import build_model
 from didi_instruct.tasks import harness
 from didi_instruct.tasks.harness import HarnessModel, HarnessOptions, Writing

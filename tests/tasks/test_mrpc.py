@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.random_models import add_noise, save_random
 
-from didi_instruct.api.model import Model
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
 from didi_instruct.models.dit import build_model
 from didi_instruct.tasks import features, mrpc
 from didi_instruct.tasks.mrpc import MrpcOptions, evaluate

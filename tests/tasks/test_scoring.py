@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.tasks.tiny_models import LENGTH, V, tiny
 
-from didi_instruct.api.model import Model
+from didi_instruct.model import Model
 from didi_instruct.process import uniform
 from didi_instruct.tasks.baselines import untrained
 from didi_instruct.tasks.encoding import Encoded

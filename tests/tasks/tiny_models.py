@@ -5,10 +5,10 @@ from tests.models.masked_folders import bert
 from tests.random_models import randomise
 from torch import nn
 
-from didi_instruct.api.model import Model
-from didi_instruct.api.open import open_source
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.hub.open import open_source
+from didi_instruct.model import Model
 from didi_instruct.models.dit import build_model
 from didi_instruct.tasks.mmlu_data import LETTERS, Question, with_shots
 

@@ -8,11 +8,11 @@ import torch
 
 from didi_instruct.api.bench_cases import make_cases
 from didi_instruct.api.bench_plan import BenchPlan, open_model, open_others
-from didi_instruct.api.model import Model
 from didi_instruct.benchmarking.report import Bench, add_ratios, make_rows
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case, Progress, empty, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
+from didi_instruct.model import Model
 from didi_instruct.models.compile import remarks
 from didi_instruct.training.distributed import pick_device
 

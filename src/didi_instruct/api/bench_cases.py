@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from didi_instruct.api.bench_plan import BenchPlan
-from didi_instruct.api.model import Model
-from didi_instruct.api.samplers import GuidedOptions, Sampler, find_sampler
 from didi_instruct.benchmarking.sampling import ar_case, floor_case, naive_case, transformers_case
 from didi_instruct.benchmarking.timing import TOO_LARGE, Case
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
 from didi_instruct.models.ar import ARModel
 from didi_instruct.sampling.engines.cuda import why_not
+from didi_instruct.sampling.registry import GuidedOptions, Sampler, find_sampler
 
 if TYPE_CHECKING:
     from didi_instruct.models.network import Network

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from didi_instruct.api.model import Model, dtype_of, load
-from didi_instruct.api.samplers import USUAL_STEPS
 from didi_instruct.benchmarking.sampling import fill
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.config.parse import parse
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model, dtype_of, load
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT, build_model
 from didi_instruct.sampling.engines.cuda import why_not
+from didi_instruct.sampling.registry import USUAL_STEPS
 from didi_instruct.training.distributed import pick_device
 
 RIVALS = ("plain", "naive", "ar", "transformers")

@@ -20,7 +20,6 @@ from didi_instruct.api.distill_parts import (
 )
 from didi_instruct.api.distill_settings import check_rounds, sampling_flags, settings_for
 from didi_instruct.api.distill_watch import evaluator, quick_test
-from didi_instruct.api.open import find, fingerprint, open_source
 from didi_instruct.api.runs import (
     Change,
     check_folder,
@@ -38,6 +37,7 @@ from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
+from didi_instruct.hub.open import find, fingerprint, open_source
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.models.network import window_of
 from didi_instruct.training.distributed import World, open_world

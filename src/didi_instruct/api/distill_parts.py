@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from didi_instruct.api.distill_lengths import give_lengths
-from didi_instruct.api.open import open_source
 from didi_instruct.api.runs import open_data_together
 from didi_instruct.api.sources import PrepareBar, is_prepared
 from didi_instruct.config.distill import DistillConfig, Method
@@ -24,7 +23,7 @@ from didi_instruct.distillation.methods import METHODS, check_fit
 from didi_instruct.distillation.rollout import Starts
 from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import check_data
+from didi_instruct.hub.open import open_source
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
@@ -35,6 +34,7 @@ from didi_instruct.sampling.draw import DrawOptions, Noise
 from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, uses_bf16
+from didi_instruct.training.likelihood import check_data
 
 ROWS_LOOKED_AT = 4096
 """Rows of the data that tell whether it is a stream."""

@@ -10,13 +10,13 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.run import Distillation, DistillTask
-from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.evaluation.paths import Judge, nelbo_judge
 from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
 from didi_instruct.evaluation.quick_uniform import UniformQuickTest
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.sampling.draw import Noise
 from didi_instruct.seeding import mix
+from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Batch, make_objective
 from didi_instruct.training.replica import Replica

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from didi_instruct.api.generation import Request
-from didi_instruct.api.model import Model
-from didi_instruct.api.samplers import SAMPLERS, find_sampler
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.rows import METRICS
+from didi_instruct.model import Model
+from didi_instruct.sampling.generate import Request
+from didi_instruct.sampling.registry import SAMPLERS, find_sampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

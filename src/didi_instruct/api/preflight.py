@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 
-from didi_instruct.api.candidates import Candidate, candidates, shared_ids, shared_tokenizer
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.reference import FEWEST, Like, is_of_residues, open_reference
-from didi_instruct.api.samplers import find_sampler
 from didi_instruct.config.parse import parse
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.evaluation.judges import CausalJudge, Judge
 from didi_instruct.evaluation.rows import METRICS, knows_texts
 from didi_instruct.evaluation.token_judges import TokenJudge
+from didi_instruct.hub.candidates import Candidate, candidates, shared_ids, shared_tokenizer
 from didi_instruct.proteins.chains import is_fasta, read_chains
+from didi_instruct.sampling.registry import find_sampler
 
 
 def check_models(

@@ -24,12 +24,12 @@ from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.alphabet import amino_ids, is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import likelihood
 from didi_instruct.models.masked_lm import new_esm
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.masking import before_end, goes_on
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, open_world
+from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
 from didi_instruct.training.pretrain_task import PretrainTask
 from didi_instruct.training.reporting import Reporter

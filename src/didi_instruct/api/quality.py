@@ -4,10 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from didi_instruct.api.candidates import Candidate, candidates, shared_tokenizer
 from didi_instruct.api.chain_sets import read_chain_set, shuffled_set
-from didi_instruct.api.model import load
-from didi_instruct.api.open import open_source
 from didi_instruct.api.plan import Plan, check_metrics
 from didi_instruct.api.studio import Studio, sampling_fingerprint
 from didi_instruct.api.yardstick import make_yardstick
@@ -21,6 +18,9 @@ from didi_instruct.evaluation.measuring import Begun, Folding, Measured, Progres
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import OF_TEXT, REAL, SampleSet, read_samples
 from didi_instruct.evaluation.token_judges import TokenJudge
+from didi_instruct.hub.candidates import Candidate, candidates, shared_tokenizer
+from didi_instruct.hub.open import open_source
+from didi_instruct.model import load
 from didi_instruct.models.ar import ARModel
 from didi_instruct.proteins.chains import is_fasta
 

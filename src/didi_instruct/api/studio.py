@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.api.generation import Request
-from didi_instruct.api.model import Model
-from didi_instruct.api.open import digests, find
 from didi_instruct.api.plan import Plan, plan_of_baseline
-from didi_instruct.api.samplers import Sampler, find_sampler
 from didi_instruct.config.model import Order
 from didi_instruct.config.parse import parse
 from didi_instruct.data.tokenizer import Tokenizer
@@ -30,7 +26,11 @@ from didi_instruct.evaluation.samples import (
     text_lengths,
     write_samples,
 )
+from didi_instruct.hub.open import digests, find
+from didi_instruct.model import Model
 from didi_instruct.models.checkpoint import read_manifest
+from didi_instruct.sampling.generate import Request
+from didi_instruct.sampling.registry import Sampler, find_sampler
 
 
 class Studio:

@@ -26,10 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from didi_instruct.api.candidates import Candidate, candidates
 from didi_instruct.api.evaluate import Report
-from didi_instruct.api.model import Model, load
-from didi_instruct.api.open import fingerprint
 from didi_instruct.api.sources import is_prepared
 from didi_instruct.data.dataset import TokenDataset, TokenSource, open_data
 from didi_instruct.data.excerpt import excerpt
@@ -40,10 +37,13 @@ from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA, Documents, open_corpora
-from didi_instruct.evaluation.likelihood import check_data
 from didi_instruct.evaluation.scores import digest
+from didi_instruct.hub.candidates import Candidate, candidates
+from didi_instruct.hub.open import fingerprint
+from didi_instruct.model import Model, load
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.masking import goes_on
+from didi_instruct.training.likelihood import check_data
 
 ROWS_AT_ONCE = 1024
 DOCUMENTS_AT_ONCE = 64

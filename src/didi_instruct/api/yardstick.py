@@ -7,7 +7,6 @@ kept under it would else not be found again.
 from collections.abc import Sequence
 from pathlib import Path
 
-from didi_instruct.api.candidates import Candidate, shared_ids, shared_tokenizer
 from didi_instruct.api.reference import Like, open_reference
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
@@ -16,6 +15,7 @@ from didi_instruct.evaluation.kept import content_key
 from didi_instruct.evaluation.measuring import Begun, Folding, Reference, Yardstick
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.hub.candidates import Candidate, shared_ids, shared_tokenizer
 from didi_instruct.proteins.chains import Chains, is_fasta, read_chains
 from didi_instruct.proteins.folding import FoldSettings, Predictor
 from didi_instruct.training.distributed import pick_device

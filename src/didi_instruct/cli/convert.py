@@ -50,8 +50,8 @@ def command(
     ] = False,
 ) -> None:
     """Write a model in another layout, bit by bit the same unless --storage asks for less."""
-    from didi_instruct.api.convert import convert
     from didi_instruct.cli.progress import ProgressBar
+    from didi_instruct.hub.convert import convert
 
     with ProgressBar() as bar:
 

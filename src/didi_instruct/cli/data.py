@@ -80,10 +80,10 @@ def prepare(
 
     Stopped at any time, the same command goes on where it was.
     """
-    from didi_instruct.api.shipped import find_shipped
     from didi_instruct.cli.progress import PrepareBar
     from didi_instruct.data.prepare import PrepareSettings
     from didi_instruct.data.prepare import prepare as run
+    from didi_instruct.hub.shipped import find_shipped
 
     settings = PrepareSettings(
         src=src,

@@ -272,7 +272,7 @@ def _check_dtype(dtype: str | None, metrics: "Sequence[str]", models: "Sequence[
     """Refuse a type that is none, before anything is loaded."""
     if dtype is None:
         return
-    from didi_instruct.api.model import dtype_of
+    from didi_instruct.model import dtype_of
 
     dtype_of(dtype)
     if ZERO_SHOT in metrics:

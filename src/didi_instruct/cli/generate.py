@@ -91,14 +91,14 @@ def command(
     ] = None,
 ) -> None:
     """Sample text or proteins: from nothing, after a prompt, or into gaps."""
-    from didi_instruct.api.generation import Request
-    from didi_instruct.api.model import load
-    from didi_instruct.api.samplers import find_sampler
-    from didi_instruct.api.shipped import DEFAULT
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
     from didi_instruct.data.alphabet import is_protein
+    from didi_instruct.hub.shipped import DEFAULT
+    from didi_instruct.model import load
+    from didi_instruct.sampling.generate import Request
+    from didi_instruct.sampling.registry import find_sampler
     from didi_instruct.sampling.trace import Trace, check_path
 
     source = DEFAULT if source is None else source
@@ -169,8 +169,8 @@ def _check_fasta(file: Path | None, as_json: bool) -> None:
 
 
 def _write_fasta(file: Path, chains: list[str], seed: int) -> None:
-    from didi_instruct.api.fasta import as_fasta
     from didi_instruct.data.files import no_space_as_user_error, write_atomic
+    from didi_instruct.sampling.fasta import as_fasta
 
     content = as_fasta(chains, seed)
     if str(file) == "-":

@@ -38,7 +38,7 @@ def command(
     """Parameters, shapes, memory and provenance of a model or a named architecture."""
     if (source is None) == (arch is None):
         raise UserError("Give a model or --arch NAME, one of the two.")
-    from didi_instruct.api.info import describe_architecture, describe_source
+    from didi_instruct.hub.info import describe_architecture, describe_source
 
     settings: Any = {"weights": weights, "family": family}
     facts = describe_architecture(arch) if arch else describe_source(str(source), **settings)

@@ -40,10 +40,10 @@ def quality(
     """Sample quality, as a table and as JSON."""
     from didi_instruct.api.lengths import evaluate_lengths
     from didi_instruct.api.preflight import check_models, check_needs
-    from didi_instruct.api.shipped import find_shipped
     from didi_instruct.api.yardstick import open_folding
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
+    from didi_instruct.hub.shipped import find_shipped
 
     folder = out or default_folder([*sources, *map(str, samples)], against)
     models = []

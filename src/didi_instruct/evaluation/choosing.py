@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from didi_instruct.evaluation.comparison import ONE_SAMPLER, compare
-from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.measuring import Measured, Row
+from didi_instruct.training.likelihood import perplexity
 
 NAME = "vsf_best"
 NEEDED = ("nats", "tokens", "entropy")

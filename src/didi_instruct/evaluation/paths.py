@@ -21,8 +21,8 @@ from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.sampling.state import Samples
+from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import Batch
 
 Judge = Callable[[Tensor], Tensor]

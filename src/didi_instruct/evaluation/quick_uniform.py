@@ -13,12 +13,12 @@ import torch
 
 from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.evaluation.diversity import unigram_entropy
-from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.quick import LAW_ENTRIES, ROWS, QuickTest, nothing
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.state import Canvas, Samples, State, join
 from didi_instruct.sampling.uniform_state import uniform_state
+from didi_instruct.training.likelihood import perplexity
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import bootstrap
-from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.training.likelihood import perplexity
 
 Progress = Callable[[int, int], None]
 """Called with how many samples are done, and of how many."""

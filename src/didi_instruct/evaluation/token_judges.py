@@ -10,7 +10,6 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.causal_nats import Nats, causal_nats
-from didi_instruct.evaluation.likelihood import nats_of_texts
 from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
 from didi_instruct.evaluation.scores import (
     Progress,
@@ -21,6 +20,7 @@ from didi_instruct.evaluation.scores import (
     told_apart,
 )
 from didi_instruct.process.masking import before_end
+from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import Batch
 
 

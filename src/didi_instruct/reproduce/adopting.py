@@ -6,9 +6,9 @@ that a table asks of a teacher (texts, banks, students) needs it.
 
 from pathlib import Path
 
-from didi_instruct.api.convert import convert
-from didi_instruct.api.open import open_source
-from didi_instruct.api.shipped import find_shipped
+from didi_instruct.hub.convert import convert
+from didi_instruct.hub.open import open_source
+from didi_instruct.hub.shipped import find_shipped
 from didi_instruct.models.checkpoint import is_ours
 from didi_instruct.reproduce.jobs import Context, Job
 from didi_instruct.reproduce.running import RUN

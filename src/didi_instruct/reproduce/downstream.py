@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from didi_instruct.api.model import load
 from didi_instruct.data.dataset import TokenDataset, open_data
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import check_data, nats_of_texts, perplexity
+from didi_instruct.model import load
 from didi_instruct.reproduce.jobs import DATA, Context
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.finetune_data import PREPARED
@@ -22,6 +21,7 @@ from didi_instruct.tasks.registry import find_task
 from didi_instruct.tasks.scoring import TOKENS
 from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.tasks.task import NamedModel
+from didi_instruct.training.likelihood import check_data, nats_of_texts, perplexity
 from didi_instruct.training.objectives import make_objective
 
 HERE = "didi_instruct.reproduce.downstream"

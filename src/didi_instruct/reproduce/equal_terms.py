@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.candidates import Candidate, candidates
-from didi_instruct.api.model import Model, load
 from didi_instruct.api.plan import Plan, check_metrics
-from didi_instruct.api.samplers import find_sampler
 from didi_instruct.api.studio import Studio
 from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.errors import UserError
@@ -21,6 +18,9 @@ from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.measuring import Measured, Progress, Row, Yardstick
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.hub.candidates import Candidate, candidates
+from didi_instruct.model import Model, load
+from didi_instruct.sampling.registry import find_sampler
 
 WHOLE = (0, 1)
 """The only part there is."""

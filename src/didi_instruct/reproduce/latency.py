@@ -15,15 +15,15 @@ from statistics import median
 
 import torch
 
-from didi_instruct.api.candidates import Candidate, candidates
-from didi_instruct.api.model import Model, load
-from didi_instruct.api.samplers import find_sampler
 from didi_instruct.api.studio import all_options, end_of_text, fast_products
 from didi_instruct.benchmarking.timing import Case, Timing, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.samples import text_lengths
+from didi_instruct.hub.candidates import Candidate, candidates
+from didi_instruct.model import Model, load
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
+from didi_instruct.sampling.registry import find_sampler
 from didi_instruct.training.distributed import pick_device
 
 TOKENS = 1024

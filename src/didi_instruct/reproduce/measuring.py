@@ -14,12 +14,12 @@ from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.judges import Judge, open_judge
-from didi_instruct.evaluation.likelihood import perplexity
 from didi_instruct.evaluation.measuring import plain
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.reproduce.jobs import Context, Job
 from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.scale import Scale
+from didi_instruct.training.likelihood import perplexity
 
 QUALITY = "didi_instruct.reproduce.measuring:quality"
 TEXTS = "didi_instruct.reproduce.measuring:texts"

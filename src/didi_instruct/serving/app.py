@@ -13,8 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from didi_instruct.api.generation import Request
 from didi_instruct.errors import UserError
+from didi_instruct.sampling.generate import Request
 from didi_instruct.serving import page
 from didi_instruct.serving.answers import Answer, Growing
 from didi_instruct.serving.api_errors import ApiError, api_error, error_of_validation, wrong

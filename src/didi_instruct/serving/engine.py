@@ -23,9 +23,9 @@ import greenlet
 import torch
 from torch import Tensor
 
-from didi_instruct.api.generation import Request, generate
-from didi_instruct.api.model import Model
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
+from didi_instruct.sampling.generate import Request, generate
 from didi_instruct.sampling.state import PAD, Callback, Snapshot
 from didi_instruct.serving.jobs import (
     Done,

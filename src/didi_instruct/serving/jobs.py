@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import greenlet
 
-from didi_instruct.api.generation import Request
-from didi_instruct.api.model import Model
-from didi_instruct.api.samplers import USUAL_STEPS, find_sampler
+from didi_instruct.model import Model
+from didi_instruct.sampling.generate import Request
+from didi_instruct.sampling.registry import USUAL_STEPS, find_sampler
 from didi_instruct.sampling.state import PAD, Snapshot
 from didi_instruct.serving.passes import Pass
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from didi_instruct.api.generation import Request
-from didi_instruct.api.model import Model
-from didi_instruct.api.samplers import SAMPLERS, USUAL_STEPS, find_sampler
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
+from didi_instruct.sampling.generate import Request
 from didi_instruct.sampling.infill import parse_gaps, split_infill
+from didi_instruct.sampling.registry import SAMPLERS, USUAL_STEPS, find_sampler
 from didi_instruct.sampling.state import PAD
 from didi_instruct.sampling.trace import token_texts
 from didi_instruct.serving.api_errors import ApiError, wrong

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from didi_instruct.api.model import Model
+from didi_instruct.model import Model
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.task import NamedModel
 

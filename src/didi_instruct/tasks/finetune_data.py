@@ -17,7 +17,6 @@ from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import check_data, evaluation_config, losses
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.network import Network, NetworkRecord
 from didi_instruct.tasks.answer_files import open_answers
@@ -27,6 +26,7 @@ from didi_instruct.tasks.prompts import Example, read_examples, read_texts
 from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.training.answers import make_answer_objective
 from didi_instruct.training.distributed import World, compiles
+from didi_instruct.training.likelihood import check_data, evaluation_config, losses
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Objective, make_objective
 from didi_instruct.training.pretrain_task import PretrainTask

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 
-from didi_instruct.api.model import Model, load
 from didi_instruct.config.parse import parse
 from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.model import Model, load
 from didi_instruct.models.compile import warn_once
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from didi_instruct.api.model import Model
 from didi_instruct.errors import UserError
+from didi_instruct.model import Model
 from didi_instruct.process import uniform
 from didi_instruct.process.masking import with_code
 from didi_instruct.sampling.denoiser import make_denoiser

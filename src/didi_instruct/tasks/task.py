@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from didi_instruct.api.model import Model
 from didi_instruct.data.files import write_atomic
 from didi_instruct.evaluation.provenance import versions
+from didi_instruct.model import Model
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, how many questions (or steps) are done, and of how many."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from didi_instruct.api.generation import Request, mask_symbol
-from didi_instruct.api.model import Model
+from didi_instruct.model import Model
+from didi_instruct.sampling.generate import Request, mask_symbol
 from didi_instruct.sampling.state import PAD, Callback
 
 GREEDY_SAMPLERS = {"mdlm": "confidence", "duo": "uniform-state", "ar": None}

@@ -28,7 +28,7 @@ class Objective(Protocol):
     """A loss in nats per position: an upper bound of -log p(x) / L, or that itself.
 
     Where each text has a window of its own, what follows its end costs nothing, but its positions
-    count: `evaluation.likelihood` gives nats per token of text.
+    count: `training.likelihood` gives nats per token of text.
     """
 
     head_fraction: float

@@ -5,12 +5,12 @@ from tests.random_models import save_random
 from tests.runs import entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api.open import fingerprint
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
+from didi_instruct.hub.open import fingerprint
 from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign.writing import write_foreign
 

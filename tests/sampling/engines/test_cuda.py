@@ -10,7 +10,7 @@ from tests.devices import DEVICES
 from tests.pretend_gpu import pretended
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from didi_instruct.api.model import Model
+from didi_instruct.model import Model
 from didi_instruct.models import compile as remarks
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.sampling.ancestral import ancestral

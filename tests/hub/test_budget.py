@@ -11,11 +11,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
-from didi_instruct.api import budget
-from didi_instruct.api.convert import convert
-from didi_instruct.api.info import describe_source
 from didi_instruct.cli.main import app
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.hub import budget
+from didi_instruct.hub.convert import convert
+from didi_instruct.hub.info import describe_source
 from didi_instruct.models.causal_lm import CAUSAL
 from didi_instruct.models.masked_network import MaskedLM, SpecialIds
 from didi_instruct.models.native import described

@@ -21,10 +21,10 @@ from tests.models.foreign.reference import (
 )
 
 import didi_instruct as didi
-from didi_instruct.api.info import describe_source
-from didi_instruct.api.open import digests, find, fingerprint
 from didi_instruct.data.files import sha256_file
 from didi_instruct.errors import UserError
+from didi_instruct.hub.info import describe_source
+from didi_instruct.hub.open import digests, find, fingerprint
 from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign import hub
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.private import without_paths
 from didi_instruct.errors import UserError
+from didi_instruct.hub.private import without_paths
 from didi_instruct.models.checkpoint import read_json
 
 SETTINGS = {

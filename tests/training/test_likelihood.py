@@ -6,7 +6,7 @@ import torch
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import check_data, evaluation_config, likelihood
+from didi_instruct.training.likelihood import check_data, evaluation_config, likelihood
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-3])

@@ -6,7 +6,7 @@ from tests.models import masked_folders
 from tests.random_models import add_noise
 
 import didi_instruct
-from didi_instruct.api import model as api
+from didi_instruct import model as api
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError

@@ -1,18 +1,18 @@
 """From one layout to another: `didi convert`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from didi_instruct.api import publish
-from didi_instruct.api.card_numbers import read_numbers
-from didi_instruct.api.esm import copy_esm
-from didi_instruct.api.model import Model
-from didi_instruct.api.open import Origin, check_choices, find, open_source, refuse_choices
-from didi_instruct.api.private import publishable
-from didi_instruct.api.shipped import shipped_name
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
+from didi_instruct.hub import publish
+from didi_instruct.hub.card_numbers import read_numbers
+from didi_instruct.hub.esm import copy_esm
+from didi_instruct.hub.open import Origin, check_choices, find, open_source, refuse_choices
+from didi_instruct.hub.private import publishable
+from didi_instruct.hub.shipped import shipped_name
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.foreign.folders import refuse_full
 from didi_instruct.models.foreign.layouts import WeightSet
@@ -72,9 +72,7 @@ def convert(
         loaded = open_source(source, weights=weights, family=family, tokenizer=tokenizer)
         if to == "didi":
             critic = loaded.discriminator if discriminator else None
-            parts = loaded.tokenizer, critic, loaded.provenance
-            model = Model(loaded.model, loaded.config, *parts)
-            _write_ours(model, folder, license, stored, told, about)
+            _write_ours(replace(loaded, discriminator=critic), folder, license, stored, told, about)
             return folder
         _refuse_discriminator(loaded, to, discriminator)
         return write_foreign(loaded, folder, to, discriminator)
@@ -131,7 +129,7 @@ def _refuse_ours(to: str, **settings: object) -> None:
 
 
 def _write_ours(
-    model: Model,
+    model: LoadedModel,
     folder: Path,
     license: str | None,
     storage: Storage | None,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.api.fasta import check_residues
-from didi_instruct.api.samplers import Call, Engine, find_sampler
 from didi_instruct.config.lengths import read_lengths
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.alphabet import is_protein
@@ -18,6 +16,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
 from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import DrawOptions, Purpose, uniforms
+from didi_instruct.sampling.fasta import check_residues
 from didi_instruct.sampling.infill import (
     Ending,
     Template,
@@ -26,6 +25,7 @@ from didi_instruct.sampling.infill import (
     split_infill,
     stack,
 )
+from didi_instruct.sampling.registry import Call, Engine, find_sampler
 from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State, join
 from didi_instruct.sampling.trace import output_ids
 

@@ -12,10 +12,10 @@ from tests.models.foreign.reference import (
 )
 
 import didi_instruct as didi
-from didi_instruct.api.candidates import candidates
 from didi_instruct.api.studio import sampling_fingerprint
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.hub.candidates import candidates
 
 
 def masked_lm(family):

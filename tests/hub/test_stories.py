@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import didi_instruct as didi
-from didi_instruct.api.shipped import root
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import nats_of_texts
+from didi_instruct.hub.shipped import root
+from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import make_objective
 
 pytestmark = pytest.mark.skipif(not (root() / "stories").exists(), reason="no model is shipped")

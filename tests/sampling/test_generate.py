@@ -7,13 +7,13 @@ import torch
 from tests.random_models import add_noise
 
 import didi_instruct as didi
-from didi_instruct.api.generation import Request, _encode
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import train_tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import build_model
+from didi_instruct.sampling.generate import Request, _encode
 
 TEXT = "once upon a time there was a small cat who liked to play in the garden every day"
 

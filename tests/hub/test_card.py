@@ -10,12 +10,12 @@ import torch
 import yaml
 
 import didi_instruct as didi
-from didi_instruct.api import publish
-from didi_instruct.api.card import MARK, Subject, card
-from didi_instruct.api.private import publishable, without_paths
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
+from didi_instruct.hub import publish
+from didi_instruct.hub.card import MARK, Subject, card
+from didi_instruct.hub.private import publishable, without_paths
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import build_model
 

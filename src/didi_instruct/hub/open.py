@@ -10,11 +10,11 @@ from typing import Literal, get_args
 
 import torch
 
-from didi_instruct.api.shipped import find_shipped, refuse_missing, shipped
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.hub.shipped import find_shipped, refuse_missing, shipped
 from didi_instruct.models.causal_lm import is_causal
 from didi_instruct.models.checkpoint import (
     CONFIG,

@@ -5,26 +5,23 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from didi_instruct.api.card import README, Subject, is_ours, write_card
-from didi_instruct.api.private import publishable
 from didi_instruct.data.tokenizer import quiet, require_network
 from didi_instruct.errors import UserError, first_line
+from didi_instruct.hub.card import README, Subject, is_ours, write_card
+from didi_instruct.hub.private import publishable
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.checkpoint import save_model
+from didi_instruct.models.checkpoint import LoadedModel, save_model
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.models.quantised import Storage
 
-if TYPE_CHECKING:
-    from didi_instruct.api.model import Model
-
 
 def save(
-    model: "Model",
+    model: LoadedModel,
     folder: Path,
     name: str,
     license: str | None = None,
@@ -38,13 +35,13 @@ def save(
     `storage` as in `save_model`. For the card: `numbers` of an evaluation (`didi eval --json`), and
     words `about` the model.
     """
-    refuse(model.network)
+    refuse(model.model)
     critic = model.discriminator
     told = dict(model.provenance if provenance is None else provenance)
     subject = Subject(
         name=name,
         config=model.config,
-        parameters=_count(model.network),
+        parameters=_count(model.model),
         discriminator_parameters=None if critic is None else _count(critic),
         tokens=None if model.tokenizer is None else model.tokenizer.size,
         license=license,
@@ -55,7 +52,7 @@ def save(
     )
     save_model(
         folder,
-        model.network,
+        model.model,
         model.config,
         tokenizer=model.tokenizer,
         discriminator=critic,
@@ -66,7 +63,7 @@ def save(
 
 
 def push(
-    model: "Model", repo_id: str, private: bool, token: str | None, license: str | None = None
+    model: LoadedModel, repo_id: str, private: bool, token: str | None, license: str | None = None
 ) -> str:
     """Upload a model, saved for a moment; return the repository's address.
 
@@ -77,7 +74,7 @@ def push(
 
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id) is None:
         raise UserError(f"`{repo_id}` is no name on Hugging Face: give `owner/name`.")
-    refuse(model.network)
+    refuse(model.model)
     if token is None and huggingface_hub.get_token() is None:
         raise UserError(
             f"{repo_id}: there is no token to write with: log in with `hf auth login`, or give "

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import didi_instruct as didi
-from didi_instruct.api import shipped
-from didi_instruct.api.convert import convert
-from didi_instruct.api.open import find, fingerprint
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.hub import shipped
+from didi_instruct.hub.convert import convert
+from didi_instruct.hub.open import find, fingerprint
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.foreign import hub
 

@@ -16,8 +16,8 @@ from tests.models.foreign.reference import (
 )
 
 import didi_instruct as didi
-from didi_instruct.api.convert import convert
 from didi_instruct.errors import UserError
+from didi_instruct.hub.convert import convert
 
 ESM = {
     "esm.embeddings.word_embeddings.weight": torch.randn(7, 4, dtype=torch.float64),

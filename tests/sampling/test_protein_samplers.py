@@ -10,9 +10,6 @@ from tests.random_models import add_noise
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 import didi_instruct as didi
-from didi_instruct.api.fasta import as_fasta
-from didi_instruct.api.generation import Request
-from didi_instruct.api.samplers import SAMPLERS
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.oracle import OracleLanguage
@@ -21,6 +18,9 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.masked_lm import load_masked_lm
+from didi_instruct.sampling.fasta import as_fasta
+from didi_instruct.sampling.generate import Request
+from didi_instruct.sampling.registry import SAMPLERS
 from didi_instruct.sampling.state import PAD
 
 WORDS = ESM.split()

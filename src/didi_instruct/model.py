@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from didi_instruct.api import publish
-from didi_instruct.api.generation import Generated, Request, generate, mask_symbol, to_text
-from didi_instruct.api.open import open_source
-from didi_instruct.api.samplers import Engine
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.likelihood import Likelihood, likelihood
+from didi_instruct.hub import publish
+from didi_instruct.hub.open import open_source
 from didi_instruct.models.ar import ARModel
+from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.compile import warn_once
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
@@ -27,9 +25,12 @@ from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.denoiser import CachedDenoiser
 from didi_instruct.sampling.engines.cuda import Decoders, why_not
+from didi_instruct.sampling.generate import Generated, Request, generate, mask_symbol, to_text
 from didi_instruct.sampling.guide import DiscriminatorGuide
+from didi_instruct.sampling.registry import Engine
 from didi_instruct.sampling.state import Callback, Samples
 from didi_instruct.training.distributed import pick_device
+from didi_instruct.training.likelihood import Likelihood, likelihood
 from didi_instruct.training.objectives import make_objective
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class Model:
         `license` is the hub's name of the weights' licence (`mit`, `apache-2.0`); the card says
         none where none is given. A README.md that someone else wrote stays as it is.
         """
-        publish.save(self, Path(folder), str(folder), license)
+        publish.save(self._parts(), Path(folder), str(folder), license)
 
     def push_to_hub(
         self,
@@ -256,7 +257,12 @@ class Model:
         license: str | None = None,
     ) -> str:
         """Upload the model and its card to the Hugging Face hub; return the address."""
-        return publish.push(self, repo_id, private, token, license)
+        return publish.push(self._parts(), repo_id, private, token, license)
+
+    def _parts(self) -> LoadedModel:
+        """What its layout holds."""
+        parts = self.tokenizer, self.discriminator, self.provenance
+        return LoadedModel(self.network, self.config, *parts)
 
     def _checked(self, tokens: Tensor) -> Tensor:
         if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= self.config.length:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from didi_instruct.api import budget
-from didi_instruct.api.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.hub import budget
+from didi_instruct.hub.open import Origin, check_choices, find, refuse_choices
 from didi_instruct.models.causal_lm import CAUSAL, is_causal
 from didi_instruct.models.checkpoint import CONFIG, load_model
 from didi_instruct.models.discriminator import build_discriminator

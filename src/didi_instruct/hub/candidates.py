@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from didi_instruct.api.open import Origin, find, refuse_causal
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.hub.open import Origin, find, refuse_causal
 from didi_instruct.models.checkpoint import TOKENIZER, read_manifest
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import recognise

@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from didi_instruct.api.card_numbers import table
-from didi_instruct.api.private import publishable, without_paths
-from didi_instruct.api.samplers import USUAL_STEPS
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
+from didi_instruct.hub.card_numbers import table
+from didi_instruct.hub.private import publishable, without_paths
 from didi_instruct.models.quantised import Storage
+from didi_instruct.sampling.registry import USUAL_STEPS
 
 README = "README.md"
 MARK = (

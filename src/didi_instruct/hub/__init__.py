@@ -1,0 +1,1 @@
+"""Models as sources: find and load them, describe them, write and publish them."""
