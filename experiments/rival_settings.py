@@ -19,8 +19,8 @@ from typing import Any
 
 from rivals import ORACLE, Told, foretold, paced, table_jobs, truth
 
-from didi_instruct.evaluation.curves import read_log
-from didi_instruct.evaluation.frontier import Point, equal_nfe, vsf
+from didi_instruct.evaluation.compare import Point, equal_nfe, vsf
+from didi_instruct.evaluation.training_curves import read_log
 from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.baselines_compared import BASELINE
 from didi_instruct.reproduce.grid import Grid

@@ -5,7 +5,7 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.evaluation.paths import paired_difference, path_gaps
+from didi_instruct.evaluation.compare import paired_difference, path_gaps
 from didi_instruct.evaluation.quick import oracle_facts, oracle_judge
 
 SAMPLES = 3072

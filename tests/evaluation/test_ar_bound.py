@@ -6,10 +6,9 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import TrainingError, UserError
-from didi_instruct.evaluation import fitting
-from didi_instruct.evaluation.ar_bound import ar_kl
-from didi_instruct.evaluation.fitting import Split
-from didi_instruct.evaluation.paths import path_kl
+from didi_instruct.evaluation import probes
+from didi_instruct.evaluation.compare import path_kl
+from didi_instruct.evaluation.probes import Split, ar_kl
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
@@ -62,8 +61,8 @@ def test_a_model_that_knows_the_language_makes_the_bound_tighter():
     torch.manual_seed(0)
     start = ARModel(config)
     split = Split.draw(len(many), 0)
-    learner = fitting.Learner(1, 16, 2, 200, 64, 1e-2, 0)
-    fitting.fit(start, lambda r: -start.log_prob(many[r]) / 4, split, learner, 4096, None)
+    learner = probes.Learner(1, 16, 2, 200, 64, 1e-2, 0)
+    probes.fit(start, lambda r: -start.log_prob(many[r]) / 4, split, learner, 4096, None)
     before = {name: value.clone() for name, value in start.state_dict().items()}
     nats = -language.log_prob(few)
     begun = ar_kl(few, nats, 3, **TINY | {"steps": 5, "lr": None}, start=start)
@@ -165,7 +164,7 @@ def test_the_seed_decides_and_the_global_stream_is_left_alone():
 def test_small_passes_change_the_memory_not_the_result(monkeypatch):
     samples, nats = random_tokens(), torch.zeros(300)
     whole = ar_kl(samples, nats, 5, **TINY)
-    monkeypatch.setattr(fitting, "LOGITS_AT_ONCE", 5 * 6 * 5)
+    monkeypatch.setattr(probes, "LOGITS_AT_ONCE", 5 * 6 * 5)
     parts = ar_kl(samples, nats, 5, **TINY)
     assert parts.cross_entropy == pytest.approx(whole.cross_entropy, abs=1e-3)
 

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from didi_instruct.evaluation.choosing import best_by_vsf
-from didi_instruct.evaluation.comparison import compare
+from didi_instruct.evaluation.compare import best_by_vsf, compare
 
 from .test_comparison import measured
 

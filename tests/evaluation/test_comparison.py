@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from didi_instruct.evaluation.comparison import OTHER_ORDER, compare
-from didi_instruct.evaluation.intervals import Noise, Resampling, reflected
+from didi_instruct.evaluation.compare import OTHER_ORDER, compare
 from didi_instruct.evaluation.measuring import Measured
+from didi_instruct.evaluation.stats import Noise, Resampling, reflected
 
 TOKENS = 10.0
 

@@ -11,12 +11,12 @@ import didi_instruct
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import (
-    bootstrap,
     self_bleu,
     unigram_entropy,
     unique_with_interval,
     word_ids,
 )
+from didi_instruct.evaluation.stats import bootstrap
 
 
 def ngrams(text, n):
@@ -280,7 +280,7 @@ def test_the_bootstrap_takes_any_statistic():
 def test_the_bootstrap_does_not_depend_on_memory(monkeypatch):
     values = np.random.default_rng(0).normal(size=51)
     expected = bootstrap(values, seed=3)
-    monkeypatch.setattr("didi_instruct.evaluation.diversity.DRAWS_AT_ONCE", 200)
+    monkeypatch.setattr("didi_instruct.evaluation.stats.DRAWS_AT_ONCE", 200)
     assert bootstrap(values, seed=3) == expected != bootstrap(values, seed=4)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from didi_instruct.errors import TrainingError
-from didi_instruct.evaluation import fitting
-from didi_instruct.evaluation.fitting import Learner, Split, ask, fit
+from didi_instruct.evaluation import probes
+from didi_instruct.evaluation.probes import Learner, Split, ask, fit
 
 
 def learner(**changes):
@@ -68,7 +68,7 @@ def test_the_network_is_left_as_it_validated_best(monkeypatch):
     split = Split.draw(100, seed=1)
     table = Table(torch.randn(100, generator=torch.Generator().manual_seed(2)))
     looks = []
-    monkeypatch.setattr(fitting, "ask", lambda *args: looks.append(ask(*args)) or looks[-1])
+    monkeypatch.setattr(probes, "ask", lambda *args: looks.append(ask(*args)) or looks[-1])
     best = fit(table, table.loss, split, learner(steps=60), 7, None)
     found = [look.mean().item() for look in looks]
     assert best == 3 * (1 + found.index(min(found)))

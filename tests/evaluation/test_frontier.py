@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.frontier import (
+from didi_instruct.evaluation.compare import (
     Point,
     Setting,
     Vsf,

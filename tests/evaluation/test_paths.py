@@ -9,7 +9,7 @@ from tests.random_models import add_noise
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.paths import (
+from didi_instruct.evaluation.compare import (
     gap_closed,
     gap_closed_resampled,
     nelbo_judge,

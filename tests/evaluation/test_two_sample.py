@@ -6,8 +6,8 @@ import torch
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation import two_sample as module
-from didi_instruct.evaluation.two_sample import auc, split_both, two_sample
+from didi_instruct.evaluation import probes as module
+from didi_instruct.evaluation.probes import auc, split_both, two_sample
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "steps": 20, "batch_size": 32}
 

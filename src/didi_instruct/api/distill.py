@@ -35,8 +35,8 @@ from didi_instruct.distillation.methods import check_fit
 from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.curves import draw_curves
 from didi_instruct.evaluation.quick import QuickTest
+from didi_instruct.evaluation.training_curves import draw_curves
 from didi_instruct.hub.open import find, fingerprint, open_source
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.models.network import window_of

@@ -10,7 +10,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.run import Distillation, DistillTask
-from didi_instruct.evaluation.paths import Judge, nelbo_judge
+from didi_instruct.evaluation.compare import Judge, nelbo_judge
 from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
 from didi_instruct.evaluation.quick_uniform import UniformQuickTest
 from didi_instruct.models.checkpoint import LoadedModel

@@ -11,7 +11,7 @@ from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.comparison import compare
+from didi_instruct.evaluation.compare import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
 from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.measuring import Begun, Folding, Measured, Progress, Row, Yardstick

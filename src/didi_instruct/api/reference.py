@@ -12,8 +12,8 @@ from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.fitting import FEWEST_SAMPLES
 from didi_instruct.evaluation.mauve import FEWEST as FEWEST_OF_MAUVE
+from didi_instruct.evaluation.probes import FEWEST_SAMPLES
 from didi_instruct.evaluation.samples import (
     Origin,
     SampleSet,

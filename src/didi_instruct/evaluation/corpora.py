@@ -18,8 +18,8 @@ from didi_instruct.data.hub import stream_of
 from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Compression, Meter, Source
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation import detokenise as rules
-from didi_instruct.evaluation.detokenise import Rules, detokenise
+from didi_instruct.evaluation import detokenize as rules
+from didi_instruct.evaluation.detokenize import Rules, detokenize
 
 _COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
@@ -194,7 +194,7 @@ def read_corpus(name: str, path: Path) -> Iterator[str]:
 
 
 def _detokenised(texts: Iterable[str], table: Rules) -> Iterator[str]:
-    return (detokenise(text, table) for text in texts if text.strip())
+    return (detokenize(text, table) for text in texts if text.strip())
 
 
 def _lines(path: Path) -> Iterator[str]:

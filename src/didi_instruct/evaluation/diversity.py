@@ -6,9 +6,9 @@ and lays the occurrences of each n-gram side by side, sample after sample.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ Tokens = Tensor | NDArray[np.integer] | Sequence[Any]
 
 EPSILON = 0.1
 """Matches credited to an order without any ("method 1" of Chen and Cherry, 2014)."""
-
-DRAWS_AT_ONCE = 1 << 22
-"""Indices the bootstrap holds in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,40 +165,6 @@ def _jackknife(
     half = 1.96 * float(np.sqrt((number - 1) * (without / (number - 1)).var()))
     mean = float(values.mean())
     return max(0.0, mean - half), min(1.0, mean + half)
-
-
-def bootstrap(
-    values: ArrayLike,
-    *,
-    statistic: Literal["mean"] | Callable[[NDArray[Any]], float] = "mean",
-    samples: int = 1000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """95% percentile interval of a statistic: `values` are resampled along their first axis.
-
-    A callable gets an array of the same shape as `values`, so a row may hold several numbers (nats
-    and tokens of one text, say). The rows must be independent; Self-BLEU values are not, they share
-    references.
-    """
-    table = np.asarray(values)
-    if table.ndim == 0 or len(table) < 2:
-        raise UserError("A bootstrap interval needs 2 or more values.")
-    if samples < 1:
-        raise UserError(f"samples is {samples}: use 1 or more.")
-    if statistic == "mean" and table.ndim > 1:
-        raise UserError("The mean is of plain numbers: give one per row, or a callable statistic.")
-    generator = np.random.default_rng(seed)
-    at_once = max(1, DRAWS_AT_ONCE // len(table))
-    results: list[float] = []
-    while len(results) < samples:
-        draws = min(at_once, samples - len(results))
-        rows = generator.integers(len(table), size=(draws, len(table)))
-        if callable(statistic):
-            results += [statistic(table[row]) for row in rows]
-        else:
-            results += table[rows].mean(1).tolist()
-    low, high = np.quantile(results, [0.025, 0.975])
-    return float(low), float(high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from didi_instruct.evaluation.diversity import bootstrap
-from didi_instruct.evaluation.intervals import Interval
 from didi_instruct.evaluation.judges import CausalJudge, DiffusionJudge, Judge, Scores
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.scores import ReadsOn, checked
+from didi_instruct.evaluation.stats import Interval, bootstrap
 from didi_instruct.evaluation.table import Column
 from didi_instruct.models.ar import ARModel
 from didi_instruct.proteins.chains import Chains

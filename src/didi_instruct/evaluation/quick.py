@@ -9,7 +9,7 @@ from torch import Tensor
 from didi_instruct.config.model import Order
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.watch import unique_ngrams
-from didi_instruct.evaluation.paths import Judge, path_kl
+from didi_instruct.evaluation.compare import Judge, path_kl
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser

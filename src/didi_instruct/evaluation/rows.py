@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.ar_bound import ar_kl
 from didi_instruct.evaluation.diversity import (
     Tokens,
     self_bleu,
@@ -20,7 +19,6 @@ from didi_instruct.evaluation.diversity import (
     unique_with_interval,
     word_ids,
 )
-from didi_instruct.evaluation.intervals import around
 from didi_instruct.evaluation.judges import CausalJudge, Judge
 from didi_instruct.evaluation.mauve import mauve_score
 from didi_instruct.evaluation.measuring import (
@@ -32,10 +30,11 @@ from didi_instruct.evaluation.measuring import (
     nothing,
     plain,
 )
+from didi_instruct.evaluation.probes import ar_kl, two_sample
 from didi_instruct.evaluation.protein_metrics import PROTEIN_METRICS
 from didi_instruct.evaluation.samples import constant_after_end, with_end
+from didi_instruct.evaluation.stats import around
 from didi_instruct.evaluation.table import COLUMNS, Column
-from didi_instruct.evaluation.two_sample import two_sample
 
 AR_STEPS, TEST_STEPS = 2000, 1000
 """Training steps of the networks behind the AR-entropy bound and the two-sample test."""

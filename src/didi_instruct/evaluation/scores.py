@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.diversity import bootstrap
 from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.stats import bootstrap
 from didi_instruct.training.likelihood import perplexity
 
 Progress = Callable[[int, int], None]

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.evaluation.choosing import best_by_vsf
-from didi_instruct.evaluation.comparison import compare
+from didi_instruct.evaluation.compare import best_by_vsf, compare
 from didi_instruct.evaluation.measuring import Measured, Row
 
 BASELINE = "MDLM, ancestral"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from statistics import fmean
 
-from didi_instruct.evaluation.comparison import order_of
+from didi_instruct.evaluation.compare import order_of
 from didi_instruct.evaluation.measuring import Row
 from didi_instruct.reproduce.baselines import PLAIN
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS

@@ -8,7 +8,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.distillation.bank import drawing_seconds
-from didi_instruct.evaluation.curves import read_log
+from didi_instruct.evaluation.training_curves import read_log
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
 SHARED = "shared-gpu"

@@ -13,7 +13,7 @@ from typing import Any
 
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.curves import read_log
+from didi_instruct.evaluation.training_curves import read_log
 from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.minutes import LOG

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.curves import COLOURS
-from didi_instruct.evaluation.intervals import around
 from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.report.drawing import FONT, INK, SOFT, new_figure
+from didi_instruct.evaluation.stats import around
+from didi_instruct.evaluation.training_curves import COLOURS
 from didi_instruct.reproduce.anova import Parameter, importances, latin_hypercube
 from didi_instruct.reproduce.landscape import Strength
 from didi_instruct.reproduce.paper import ANOVA_CANDIDATES, ANOVA_SCALES

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.evaluation.intervals import Interval, Noise, Resampling, reflected
+from didi_instruct.evaluation.stats import Interval, Noise, Resampling, reflected
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.task import Row
 

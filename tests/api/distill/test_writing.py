@@ -15,7 +15,7 @@ from didi_instruct.api import distill as module
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.evaluation.paths import path_kl
+from didi_instruct.evaluation.compare import path_kl
 from didi_instruct.evaluation.quick import oracle_judge
 from didi_instruct.seeding import mix
 

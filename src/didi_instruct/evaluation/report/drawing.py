@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from didi_instruct.evaluation.curves import COLOURS
 from didi_instruct.evaluation.report.lines import Line
+from didi_instruct.evaluation.training_curves import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ Rules = tuple[tuple[re.Pattern[str], str], ...]
 """What to look for and what to put in its place, in this order."""
 
 
-def detokenise(text: str, rules: Rules) -> str:
+def detokenize(text: str, rules: Rules) -> str:
     """Apply each rule once, in order."""
     for pattern, replacement in rules:
         text = pattern.sub(replacement, text)

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from didi_instruct.evaluation import intervals
-from didi_instruct.evaluation.intervals import (
+from didi_instruct.evaluation import stats
+from didi_instruct.evaluation.stats import (
     Noise,
     Resampling,
     around,
@@ -51,7 +51,7 @@ def test_sets_of_one_noise_are_resampled_together_and_others_apart():
 def test_memory_changes_nothing_and_sizes_must_agree(monkeypatch):
     values = np.random.default_rng(3).normal(size=30)
     expected = Resampling().means(values, Noise(0, 30))
-    monkeypatch.setattr(intervals, "WEIGHTS_AT_ONCE", 100)
+    monkeypatch.setattr(stats, "WEIGHTS_AT_ONCE", 100)
     assert Resampling().means(values, Noise(0, 30)) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match="30 values of 31 samples"):
         Resampling().means(values, Noise(0, 31))

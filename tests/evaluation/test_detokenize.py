@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from didi_instruct.evaluation import detokenise as rules
-from didi_instruct.evaluation.detokenise import detokenise
+from didi_instruct.evaluation import detokenize as rules
+from didi_instruct.evaluation.detokenize import detokenize
 
 # Every line is made up; the left side is in the form of its corpus.
 LINES: dict[str, list[tuple[str, str]]] = {
@@ -82,7 +82,7 @@ EACH = [pytest.param(name, *pair) for name, pairs in LINES.items() for pair in p
 
 @pytest.mark.parametrize(("name", "tokenised", "text"), EACH)
 def test_a_line_is_detokenised(name, tokenised, text):
-    assert detokenise(tokenised, getattr(rules, name)) == text
+    assert detokenize(tokenised, getattr(rules, name)) == text
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -91,7 +91,7 @@ def test_every_rule_is_needed(name):
     table = getattr(rules, name)
     for k in range(len(table)):
         without = table[:k] + table[k + 1 :]
-        assert any(detokenise(a, without) != b for a, b in LINES[name]), table[k]
+        assert any(detokenize(a, without) != b for a, b in LINES[name]), table[k]
 
 
 def characters(text: str) -> str:
@@ -111,4 +111,4 @@ def test_only_white_space_and_marks_change(name, tokenised, text):
 def test_detokenising_again_changes_nothing(name, tokenised, text):
     """Except behind single quotes: an opening one then looks like an apostrophe."""
     if not re.search(r"(?<!\w)'\w", text):
-        assert detokenise(text, getattr(rules, name)) == text
+        assert detokenize(text, getattr(rules, name)) == text

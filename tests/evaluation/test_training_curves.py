@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.curves import (
+from didi_instruct.evaluation.training_curves import (
     COLOURS,
     GROUPS,
     draw_curves,

@@ -6,11 +6,13 @@ independent all the same, that is no worse than resampling each alone.) Other se
 apart.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 
 Numbers = NDArray[np.float64]
@@ -22,6 +24,8 @@ ENOUGH = 0.95
 """Share of resamples that must have a value, else there is no interval."""
 WEIGHTS_AT_ONCE = 1 << 22
 """Weights that are held as floats."""
+DRAWS_AT_ONCE = 1 << 22
+"""Indices the bootstrap holds in memory."""
 
 
 class Noise(NamedTuple):
@@ -85,3 +89,37 @@ def around(value: float, error: float) -> Interval | None:
     if not np.isfinite([value, error]).all():
         return None
     return [value - 1.96 * error, value + 1.96 * error]
+
+
+def bootstrap(
+    values: ArrayLike,
+    *,
+    statistic: Literal["mean"] | Callable[[NDArray[Any]], float] = "mean",
+    samples: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """95% percentile interval of a statistic: `values` are resampled along their first axis.
+
+    A callable gets an array of the same shape as `values`, so a row may hold several numbers (nats
+    and tokens of one text, say). The rows must be independent; Self-BLEU values are not, they share
+    references.
+    """
+    table = np.asarray(values)
+    if table.ndim == 0 or len(table) < 2:
+        raise UserError("A bootstrap interval needs 2 or more values.")
+    if samples < 1:
+        raise UserError(f"samples is {samples}: use 1 or more.")
+    if statistic == "mean" and table.ndim > 1:
+        raise UserError("The mean is of plain numbers: give one per row, or a callable statistic.")
+    generator = np.random.default_rng(seed)
+    at_once = max(1, DRAWS_AT_ONCE // len(table))
+    results: list[float] = []
+    while len(results) < samples:
+        draws = min(at_once, samples - len(results))
+        rows = generator.integers(len(table), size=(draws, len(table)))
+        if callable(statistic):
+            results += [statistic(table[row]) for row in rows]
+        else:
+            results += table[rows].mean(1).tolist()
+    low, high = np.quantile(results, [0.025, 0.975])
+    return float(low), float(high)
