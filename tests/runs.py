@@ -1,10 +1,13 @@
 """What a run has written: its log, its files, its weights."""
 
+import importlib
 import json
 
 import torch
 from safetensors.torch import load_file
 
+distilling = importlib.import_module("didi_instruct.distill")
+"""The module; `didi_instruct.distill` is its function."""
 SPEEDS = {"iterations_per_second", "tokens_per_second"}
 STATE = "state-00000-of-00001.safetensors"
 

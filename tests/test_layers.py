@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
-ORDER += ["proteins", "hub", "model", "evaluation", "benchmarking", "api", "tasks", "finetune"]
-ORDER += ["serving", "reproduce", "cli"]
+ORDER += ["proteins", "hub", "model", "evaluation", "benchmarking", "api", "tasks"]
+ORDER += ["pretrain", "distill", "finetune", "serving", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
 ENTRANCES = {"__init__", "__main__"}  # lead to all the rest
 

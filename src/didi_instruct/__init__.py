@@ -8,17 +8,17 @@ __version__ = "0.1.0"
 __all__ = ["Model", "__version__", "distill", "finetune", "load", "pretrain"]
 
 if TYPE_CHECKING:
-    from didi_instruct.api.distill import distill
-    from didi_instruct.api.pretrain import pretrain
+    from didi_instruct.distill import distill
     from didi_instruct.finetune import finetune
     from didi_instruct.model import Model, load
+    from didi_instruct.pretrain import pretrain
 
 _HOMES = {
     "Model": "didi_instruct.model",
     "load": "didi_instruct.model",
-    "distill": "didi_instruct.api.distill",
+    "distill": "didi_instruct.distill",
     "finetune": "didi_instruct.finetune",
-    "pretrain": "didi_instruct.api.pretrain",
+    "pretrain": "didi_instruct.pretrain",
 }
 
 

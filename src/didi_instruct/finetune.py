@@ -11,18 +11,9 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.pretrain import held_out_likelihood
-from didi_instruct.api.runs import (
-    check_folder,
-    check_held,
-    configure,
-    nothing_to_do,
-    only_run,
-    start_of,
-)
-from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.quick_eval import held_out_likelihood
 from didi_instruct.hub.open import find, fingerprint, open_source
 from didi_instruct.models.bidirectional import load_bidirectional
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
@@ -31,6 +22,15 @@ from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Evaluate, Loop, Outcome
 from didi_instruct.training.pretrain_task import PretrainTask
 from didi_instruct.training.reporting import Reporter
+from didi_instruct.training.run_data import PrepareBar
+from didi_instruct.training.run_dir import (
+    check_folder,
+    check_held,
+    configure,
+    nothing_to_do,
+    only_run,
+    start_of,
+)
 
 KEPT = ("foreign", "padding")
 """Facts about a model's layout that its fine-tuned form shares."""

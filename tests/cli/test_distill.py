@@ -10,12 +10,12 @@ import time
 
 import pytest
 import torch
+from tests.runs import distilling
 
-from didi_instruct.api import distill as module
-from didi_instruct.api import distill_parts
 from didi_instruct.cli.distill import evaluation_line
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation import bank
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.training.loop import Outcome
@@ -79,7 +79,7 @@ def test_a_run_prints_what_was_won_and_can_be_lengthened(didi, place):
 
 
 def test_a_method_is_chosen_without_touching_the_recipe(didi, place, monkeypatch):
-    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+    monkeypatch.setattr(distilling, "draw_curves", lambda *_, **__: False)
     code, out, err = didi(
         "distill", "short.yaml", "--teacher", "teacher", "--method", "token-matching",
         "--out", "run", "--set", "watch.budgets=[]",
@@ -209,8 +209,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(didi, place):
 def test_after_ctrl_c_no_line_advises_a_command_that_would_be_refused(didi, place, monkeypatch):
     """The run is begun: the same command without --resume neither goes on nor starts over."""
     outcome = Outcome(3, signal.SIGINT, place / "run" / "checkpoints" / "step-00000003")
-    stopped = module.DistillResult(place / "run", outcome, True)
-    monkeypatch.setattr(module, "distill", lambda *_, **__: stopped)
+    stopped = distilling.DistillResult(place / "run", outcome, True)
+    monkeypatch.setattr(distilling, "distill", lambda *_, **__: stopped)
     code, out, err = didi("distill", "short.yaml", "--teacher", "teacher", "--out", "run")
     assert code == 130
     assert "Go on with --resume." in out
@@ -225,7 +225,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(didi, place, monkeypatch):
 
     command = ["distill", "short.yaml", "--teacher", "teacher", "--out", "run"]
     with monkeypatch.context() as patch:
-        patch.setattr(distill_parts, "open_bank", interrupted)
+        patch.setattr(bank, "open_bank", interrupted)
         code, _, err = didi(*command)
     assert code == 130
     assert err.strip() == (
@@ -239,7 +239,7 @@ def test_running_out_of_memory_names_the_remedy(didi, place, monkeypatch):
     def starve(*_, **__):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory: 9 bytes\nx")
 
-    monkeypatch.setattr(module, "distill", starve)
+    monkeypatch.setattr(distilling, "distill", starve)
     code, _, err = didi("distill", "short.yaml", "--teacher", "teacher")
     assert code == 1
     assert err.startswith("didi: Out of memory: use smaller batches or texts.")
@@ -269,10 +269,10 @@ def test_an_evaluation_is_one_short_line():
 )
 def test_the_table_says_who_judges(didi, place, monkeypatch, exact, prompt, heading):
     numbers = {"path_entropy_4": 0.5} if prompt else {"path_kl_4": -1.0, "path_entropy_4": 0.5}
-    found = module.DistillResult(
+    found = distilling.DistillResult(
         place / "run", Outcome(3, None, None), True, numbers, numbers, None, exact, prompt, False
     )
-    monkeypatch.setattr(module, "distill", lambda *_, **__: found)
+    monkeypatch.setattr(distilling, "distill", lambda *_, **__: found)
     code, out, _ = didi("distill", "short.yaml", "--teacher", "teacher", "--out", "run")
     assert code == 0
     assert heading in out.splitlines()[0]

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from didi_instruct.api.distill import DistillResult
 from didi_instruct.cli.distill import _comparison, evaluation_line
+from didi_instruct.distill import DistillResult
 from didi_instruct.training.loop import Outcome
 
 TEACHER = {"judge_nats_4": 1.5, "judge_nats_4_se": 0.25, "judge_ppl_4": 4.48, "entropy_4": 2.75}

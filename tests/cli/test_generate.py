@@ -19,7 +19,7 @@ from didi_instruct.hub import shipped
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny model of a tiny corpus."""
-    from didi_instruct.api.pretrain import pretrain
+    from didi_instruct.pretrain import pretrain
 
     folder = tmp_path_factory.mktemp("generate")
     corpus = folder / "corpus.txt"

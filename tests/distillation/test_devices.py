@@ -5,11 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.api.distill.small import recipe
+from tests.distill.small import recipe
 from tests.pretend_gpu import GPU, on_gpu, pretended
 from tests.random_models import save_random
+from tests.runs import distilling as api
 
-from didi_instruct.api import distill as api
 from didi_instruct.training.distributed import World
 from didi_instruct.transfer import Later, sent
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.random_models import DUO, save_random
-from tests.runs import entries
+from tests.runs import distilling, entries
 
-from didi_instruct.api import distill as module
+import didi_instruct as didi
 from didi_instruct.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def no_curves(*_: object, **__: object) -> bool:
 
 def run_commands(commands: list[list[str]]) -> None:
     """Be one of the processes: run `didi` once for each command."""
-    join, module.draw_curves = dist.init_process_group, no_curves
+    join, distilling.draw_curves = dist.init_process_group, no_curves
     for number, command in enumerate(commands):
 
         def join_anew(backend: str, number: int = number) -> None:
@@ -90,7 +90,7 @@ def run_commands(commands: list[list[str]]) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _no_curves():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "draw_curves", no_curves)
+        patch.setattr(distilling, "draw_curves", no_curves)
         yield
 
 
@@ -146,7 +146,7 @@ def teacher_of(place, method):
 def distil_alone(place, method, out, *, resume=False):
     recipe, teacher = str(place / "recipe.yaml"), teacher_of(place, method)
     options = {"overrides": METHODS[method].split(), "resume": resume, "device": "cpu"}
-    module.distill(recipe, teacher=teacher, out=out, **options)
+    didi.distill(recipe, teacher=teacher, out=out, **options)
 
 
 def check_same(ours: Path, theirs: Path) -> None:

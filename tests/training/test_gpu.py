@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import didi_instruct as didi
-from didi_instruct.api.pretrain import pretrain
+from didi_instruct.pretrain import pretrain
 from didi_instruct.sampling.draw import uniforms
 
 from .small import logged, tiny_recipe

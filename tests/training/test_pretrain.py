@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from didi_instruct.api.pretrain import pretrain
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import CurriculumConfig
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import TrainingError, UserError
+from didi_instruct.pretrain import pretrain
 from didi_instruct.training.distributed import World
 from didi_instruct.training.pretrain_task import PretrainTask
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from didi_instruct.api.runs import write_recipe
+from didi_instruct.training.run_dir import write_recipe
 
 from .small import logged, tiny_recipe
 

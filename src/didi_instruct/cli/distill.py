@@ -10,8 +10,8 @@ import typer
 from didi_instruct.cli.ending import leave_unless_done
 
 if TYPE_CHECKING:
-    from didi_instruct.api.distill import DistillResult
     from didi_instruct.config.distill import Method
+    from didi_instruct.distill import DistillResult
 
 SHOWN = (
     "loss",
@@ -57,8 +57,8 @@ def command(
 
     Several processes: torchrun --nproc-per-node N -m didi_instruct distill ...
     """
-    from didi_instruct.api.distill import distill
     from didi_instruct.cli.progress import BankBar, PrepareBar
+    from didi_instruct.distill import distill
     from didi_instruct.training.reporting import TerminalReporter
 
     folder = out or Path("runs") / "-".join(filter(None, (Path(recipe).stem, method)))

@@ -25,8 +25,8 @@ def command(
 
     Several processes: torchrun --nproc-per-node N -m didi_instruct pretrain ...
     """
-    from didi_instruct.api.pretrain import pretrain
     from didi_instruct.cli.progress import PrepareBar
+    from didi_instruct.pretrain import pretrain
     from didi_instruct.training.reporting import TerminalReporter
 
     folder = out or Path("runs") / Path(recipe).stem

@@ -158,6 +158,11 @@ class Manifest:
         )
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder was written by `didi data prepare`."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
 def _parse_split(content: dict[str, Any]) -> SplitInfo:
     return SplitInfo(**{**content, "shards": [Shard(**shard) for shard in content["shards"]]})
 

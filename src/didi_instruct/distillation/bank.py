@@ -16,14 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.data import files
-from didi_instruct.data.dataset import TokenDataset
+from didi_instruct.data.dataset import TokenDataset, TokenSource
 from didi_instruct.data.manifest import write_json
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.distillation.rollout import Starts
+from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
-from didi_instruct.training.distributed import World
+from didi_instruct.models.network import window_of
+from didi_instruct.process.schedule import make_schedule
+from didi_instruct.sampling.ancestral import ancestral
+from didi_instruct.sampling.denoiser import network_denoiser
+from didi_instruct.sampling.draw import DrawOptions, Noise
+from didi_instruct.sampling.state import Canvas, State
+from didi_instruct.seeding import mix
+from didi_instruct.training.distributed import World, uses_bf16
 
 BANK_FILE, DRAWN = "bank.json", "drawn.json"
 ROWS_PER_SHARD = 1024
@@ -42,6 +54,8 @@ Draw = Callable[[int, int], Tensor]
 """(first, count) -> (count, length), int64, on the CPU; row i depends on i alone."""
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
+BankBar = Callable[[], Any]
+"""Opens a progress display (`Progress`) for as long as a bank is being drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,3 +243,66 @@ def _draw_missing(
         np.save(buffer, np.concatenate(pieces), allow_pickle=False)
         with files.no_space_as_user_error(path.parent):
             files.write_atomic(path, buffer.getvalue())
+
+
+def teacher_bank(
+    config: DistillConfig,
+    teacher: Teacher,
+    world: World,
+    data: TokenSource | None,
+    folder: Path,
+    progress: BankBar,
+) -> TokenSource:
+    """Teacher samples on disk, drawn now where they are missing."""
+    model, reference = teacher.network.config, config.reference
+    length = window_of(teacher.network) if data is None else data.length
+    settings = BankSettings(
+        teacher=teacher.fingerprint,
+        steps=reference.steps,
+        rows=reference.rows,
+        length=length,
+        num_tokens=model.num_tokens,
+        seed=reference.seed,
+        prompt=config.prompt,
+        prompts=data.fingerprint if data is not None and config.prompt else "",
+        lengths=_law_of(model),
+    )
+    schedule = make_schedule(model.schedule)
+    denoiser = network_denoiser(teacher.network, schedule)
+    seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
+    starts = Starts(model, length, config.prompt)
+    if teacher.tokenizer is None:
+        raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
+
+    def draw(first: int, count: int) -> Tensor:
+        indices, prompts = torch.arange(first, first + count), None
+        if config.prompt:
+            assert data is not None
+            prompts = data.rows(first, count)
+        start, owner = starts(Noise(seed, indices), prompts)
+        there, samples = (each.to(world.device) for each in (start[owner], indices))
+        canvas = Canvas(there, starts.mask_id, samples)
+        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
+            state = State(canvas, DrawOptions(seed=seed))
+            drawn = ancestral(denoiser, schedule, state, steps=reference.steps)
+        return drawn.tokens.cpu()
+
+    where = Path(reference.bank) if reference.bank else folder / "bank"
+    with progress() as bar:
+        report: Progress | None = bar if world.is_main else None
+        return open_bank(
+            where,
+            settings,
+            draw,
+            teacher.tokenizer,
+            world=world,
+            seed=config.train.seed,
+            progress=report,
+        )
+
+
+def _law_of(model: ModelConfig) -> str:
+    """Fingerprint of how texts end and how long they are; empty where they fill their windows."""
+    if model.end_id is None:
+        return ""
+    return hashlib.sha256(json.dumps([model.end_id, model.lengths]).encode()).hexdigest()[:16]

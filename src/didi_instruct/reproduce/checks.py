@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from didi_instruct.api.sources import is_prepared
+from didi_instruct.data.manifest import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA
 from didi_instruct.hub.shipped import shipped

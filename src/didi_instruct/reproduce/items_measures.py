@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from didi_instruct.api.sources import is_prepared
+from didi_instruct.data.manifest import is_prepared
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS, METHODS, Ask, answers, ask_method, learnt

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import configure
-from didi_instruct.api.sources import is_prepared
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
-from didi_instruct.data.manifest import Manifest
+from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.hub.open import digests
 from didi_instruct.hub.shipped import find_shipped
 from didi_instruct.models.checkpoint import is_ours
+from didi_instruct.training.run_dir import configure
 
 VERSION, TRAINED = 4, 4
 """Raised where a function behind a job changes its numbers, so that old results are made again; and

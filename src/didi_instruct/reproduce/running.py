@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.runs import RECIPE, is_begun, steps_made
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce.jobs import DATA, Context, Job, content, digest
 from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.reporting import Reporter
+from didi_instruct.training.run_dir import RECIPE, is_begun, steps_made
 
 DONE, SPENT, RUN = "done.json", "spent.json", "run"
 Tell = Callable[[str], None]
@@ -105,7 +105,7 @@ def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) ->
     }
     overrides = [f"data.source={json.dumps(given[DATA])}"] if DATA in given else []
     if job.does == "pretrain":
-        from didi_instruct.api.pretrain import pretrain
+        from didi_instruct.pretrain import pretrain
 
         outcome = pretrain(config, overrides=overrides, **common).outcome
     elif job.does == "finetune":
@@ -113,7 +113,7 @@ def _train(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) ->
 
         outcome = finetune(config, model=given["model"], overrides=overrides, **common).outcome
     else:
-        from didi_instruct.api.distill import distill
+        from didi_instruct.distill import distill
 
         overrides += _share_bank(job, config, out)
         outcome = distill(config, teacher=given["teacher"], overrides=overrides, **common).outcome

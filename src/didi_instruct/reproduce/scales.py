@@ -8,7 +8,7 @@ paper's own setting: 169M and 424M parameters, OpenWebText, GPT-2 Large as judge
 from dataclasses import replace
 from pathlib import Path
 
-from didi_instruct.api.sources import is_prepared
+from didi_instruct.data.manifest import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.hub.shipped import find_shipped, shipped
 from didi_instruct.models.checkpoint import is_ours, read_manifest

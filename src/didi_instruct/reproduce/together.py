@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from didi_instruct.api.sources import is_prepared
-from didi_instruct.data.manifest import Manifest
+from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Meter, find_sources

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from didi_instruct.api.distill import distill
-from didi_instruct.api.pretrain import pretrain
 from didi_instruct.data.files import write_atomic
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distill import distill
+from didi_instruct.pretrain import pretrain
 from didi_instruct.reproduce.running import StoppedError
 
 SAYS = (

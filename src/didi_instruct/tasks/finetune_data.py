@@ -8,13 +8,11 @@ from typing import cast
 
 import torch
 
-from didi_instruct.api.pretrain import with_lengths
-from didi_instruct.api.runs import is_begun, main_first, open_data_together
-from didi_instruct.api.sources import PrepareBar, is_prepared
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.manifest import is_prepared
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel
@@ -30,6 +28,8 @@ from didi_instruct.training.likelihood import check_data, evaluation_config, los
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Objective, make_objective
 from didi_instruct.training.pretrain_task import PretrainTask
+from didi_instruct.training.run_data import PrepareBar, main_first, open_data_together, with_lengths
+from didi_instruct.training.run_dir import is_begun
 
 Reader = Callable[[], Iterable[Example]]
 """Reads the examples of a run from the start."""

@@ -4,19 +4,20 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.runs import distilling
 
-from didi_instruct.api import distill as module
-from didi_instruct.api.distill_settings import sampling_flags, settings_for
-from didi_instruct.api.runs import write_recipe
+import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.config.recipes import recipe_names
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distillation.settings import sampling_flags, settings_for
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.training.reporting import Reporter
+from didi_instruct.training.run_dir import write_recipe
 
 METHODS = get_args(Method)
 OTHERS = [n for n in recipe_names() if n.startswith("finetune-") or n.endswith(("-teacher", "-ar"))]
@@ -42,7 +43,7 @@ class Told(Reporter):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Distil a random teacher, of the kind that a method needs."""
-    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+    monkeypatch.setattr(distilling, "draw_curves", lambda *_, **__: False)
 
     def start(method, *more, **options):
         kind = "duo" if method == "duo" else "mdlm"
@@ -55,7 +56,7 @@ def run(tmp_path, monkeypatch):
         if not (tmp_path / kind).exists():
             tokenizer = OracleLanguage.default().tokenizer
             save_model(tmp_path / kind, build_model(config), config, tokenizer)
-        return module.distill(
+        return didi.distill(
             "oracle-didi", teacher=tmp_path / kind, out=tmp_path / "run", method=method,
             overrides=[*TINY, *more], device="cpu", **options,
         )  # fmt: skip

@@ -7,22 +7,21 @@ import pytest
 import torch
 from tests.models.masked_folders import bert, dplm
 from tests.random_models import save_random
-from tests.runs import STATE, entries, same_tensors
+from tests.runs import STATE, distilling, entries, same_tensors
 from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 import didi_instruct as didi
-from didi_instruct.api import distill as module
-from didi_instruct.api.distill_lengths import give_lengths, take_lengths
 from didi_instruct.config.model import NEVER
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
+from didi_instruct.distillation.lengths import give_lengths, take_lengths
 from didi_instruct.errors import UserError
 from didi_instruct.hub.open import open_source
 from didi_instruct.process.masking import before_end
 from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.objectives import make_objective
 
-from .distill.small import Heard, recipe
-from .test_distill_windows import END, save_teacher
+from .small import Heard, recipe
+from .test_windows import END, save_teacher
 
 LENGTHS = "5-12"
 
@@ -37,11 +36,11 @@ def models(tmp_path_factory):
 @pytest.fixture
 def run(models, tmp_path, monkeypatch):
     """Distil the DPLM into tmp_path / name; no picture, which takes longer than a run."""
-    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+    monkeypatch.setattr(distilling, "draw_curves", lambda *_, **__: False)
 
     def start(config, name="run", *, teacher="dplm", **options):
         out = tmp_path / name
-        return module.distill(config, teacher=models / teacher, out=out, device="cpu", **options)
+        return didi.distill(config, teacher=models / teacher, out=out, device="cpu", **options)
 
     return start
 
@@ -194,7 +193,7 @@ def test_rates_of_the_discriminator_rise(run):
         critic = {"discriminator": {"lr_warmup": warmup, "trainable_blocks": None}}
         result = run(of("didi", train={"steps": 1}, **critic), f"run-{warmup}")
         model = didi.load(result.folder, device="cpu")
-        teacher = dict(module.open_source(json.loads(
+        teacher = dict(distilling.open_source(json.loads(
             (result.folder / "config.json").read_text())["provenance"]["teacher_source"]
         ).model.named_parameters())  # fmt: skip
         own = dict(model.discriminator.trunk.named_parameters())

@@ -19,6 +19,7 @@ from didi_instruct.seeding import mix
 from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Batch, make_objective
+from didi_instruct.training.pretrain_task import PretrainTask
 from didi_instruct.training.replica import Replica
 
 Facts = Callable[[Tensor], Mapping[str, float]]
@@ -100,5 +101,32 @@ def evaluator(
         result.clear()
         result.update(found)
         return found
+
+    return evaluate
+
+
+def held_out_likelihood(task: PretrainTask, valid: TokenSource) -> Evaluate:
+    """Held-out nats per token of the averaged model, under the same noise each time.
+
+    Every process computes the same.
+    """
+    most = task.config.train.eval_sequences
+    count = min(most, valid.num_sequences or most)
+
+    def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
+        with task.averaged():
+            result = likelihood(
+                task.losses,
+                task.model_config,
+                valid.ordered,
+                sequences=count,
+                batch_size=task.rows_per_pass,
+                device=task.world.device,
+                progress=lambda _: tick(),
+            )
+        numbers = {"valid_nats_per_token": result.nats_per_token}
+        if result.sequences > 1:  # one has no spread
+            numbers["valid_ci95"] = (result.ci95[1] - result.ci95[0]) / 2
+        return numbers
 
     return evaluate

@@ -8,8 +8,8 @@ import yaml
 from tests.runs import STATE, contents, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api.runs import write_recipe
 from didi_instruct.errors import TrainingError, UserError
+from didi_instruct.training.run_dir import write_recipe
 
 from .small import METHODS, Heard, recipe
 

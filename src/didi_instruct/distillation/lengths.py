@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from didi_instruct.api.pretrain import with_lengths
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.lengths import DATA_LENGTHS, law_of_lengths
 from didi_instruct.config.model import ModelConfig
@@ -11,6 +10,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.models.network import Network
+from didi_instruct.training.run_data import with_lengths
 
 
 def give_lengths(loaded: LoadedModel, config: DistillConfig, source: str) -> LoadedModel:

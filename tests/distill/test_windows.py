@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 from tests.random_models import add_noise
-from tests.runs import STATE, entries, same_tensors
+from tests.runs import STATE, distilling, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api import distill as module
-from didi_instruct.api.distill_watch import quick_test
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.quick_eval import quick_test
 from didi_instruct.hub.open import open_source
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
@@ -29,7 +28,7 @@ from didi_instruct.training.distributed import World
 from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.objectives import make_objective
 
-from .distill.small import Heard, recipe
+from .small import Heard, recipe
 
 LENGTH = 12
 LENGTHS = (0, 0, 5, 9, 0, 30, 0, 12, 2, 0, 0, 3, 8)
@@ -62,11 +61,11 @@ def models(tmp_path_factory):
 @pytest.fixture
 def run(models, tmp_path, monkeypatch):
     """Distil the teacher into tmp_path / name; no picture, which takes longer than a run."""
-    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+    monkeypatch.setattr(distilling, "draw_curves", lambda *_, **__: False)
 
     def start(config, name="run", *, teacher="teacher", **options):
         teacher = models / teacher if isinstance(teacher, str) else teacher
-        return module.distill(config, teacher=teacher, out=tmp_path / name, device="cpu", **options)
+        return didi.distill(config, teacher=teacher, out=tmp_path / name, device="cpu", **options)
 
     return start
 
@@ -157,8 +156,8 @@ def quick(models, name="teacher", **changes):
     config = of("token-matching", watch={"samples": 40, "budgets": [1]}, **changes)
     loaded = open_source(str(models / name))
     teacher = Teacher(network=loaded.model, tokenizer=TOKENIZER, fingerprint="x")
-    student, world = module.open_student(config, loaded, "teacher"), World(torch.device("cpu"))
-    task = module.make_task(config, teacher, student, world, None, models, nullcontext)
+    student, world = distilling.open_student(config, loaded, "teacher"), World(torch.device("cpu"))
+    task = distilling.make_task(config, teacher, student, world, None, models, nullcontext)
     return task, quick_test(task, None, loaded)
 
 

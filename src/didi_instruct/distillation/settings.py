@@ -5,11 +5,11 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.runs import Change, configure
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.recipes import find_recipe, read_recipe
 from didi_instruct.distillation.methods import METHODS
 from didi_instruct.errors import UserError
+from didi_instruct.training.run_dir import Change, configure
 
 OWN = ("optim.lr", "train.batch_size", "train.steps")
 """Settings that every method wants otherwise."""

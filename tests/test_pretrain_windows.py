@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import didi_instruct as didi
-from didi_instruct.api.pretrain import pretrain
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
+from didi_instruct.pretrain import pretrain
 from didi_instruct.process.masking import before_end
 
 TEXTS = ["ab", "abc", "abc", "b" * 7] * 8

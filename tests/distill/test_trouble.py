@@ -14,12 +14,12 @@ import torch
 from tests.runs import contents, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api.runs import check_held, only_run
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.training.distributed import World
+from didi_instruct.training.run_dir import check_held, only_run
 
 from .small import METHODS, Heard, recipe
 

@@ -1,8 +1,9 @@
 import pytest
 from tests.random_models import save_random
+from tests.runs import distilling
 
-from didi_instruct.api import distill as module
-from didi_instruct.api import distill_parts
+import didi_instruct as didi
+from didi_instruct.distillation import bank
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +18,12 @@ def models(tmp_path_factory):
 @pytest.fixture
 def run(models, tmp_path, monkeypatch):
     """Distil the teacher into tmp_path / name; no picture, which takes longer than a run."""
-    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+    monkeypatch.setattr(distilling, "draw_curves", lambda *_, **__: False)
 
     def start(config, name="run", *, teacher="teacher", **options):
         options = {"device": "cpu"} | options
         teacher = models / teacher if isinstance(teacher, str) else teacher
-        return module.distill(config, teacher=teacher, out=tmp_path / name, **options)
+        return didi.distill(config, teacher=teacher, out=tmp_path / name, **options)
 
     return start
 
@@ -30,11 +31,11 @@ def run(models, tmp_path, monkeypatch):
 @pytest.fixture
 def draws(monkeypatch):
     """How many texts the bank's sampler is asked for, call by call."""
-    asked, draw = [], distill_parts.ancestral
+    asked, draw = [], bank.ancestral
 
     def counted(denoiser, schedule, state, **options):
         asked.append(len(state.z))
         return draw(denoiser, schedule, state, **options)
 
-    monkeypatch.setattr(distill_parts, "ancestral", counted)
+    monkeypatch.setattr(bank, "ancestral", counted)
     return asked

@@ -5,16 +5,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.random_models import save_random
-from tests.runs import contents
+from tests.runs import contents, distilling
 
 import didi_instruct as didi
-from didi_instruct.api import distill as module
-from didi_instruct.api.runs import write_recipe
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.training.distributed import World
+from didi_instruct.training.run_dir import write_recipe
 
 from .small import METHODS, recipe
 
@@ -129,7 +128,7 @@ def test_a_batch_that_processes_cannot_share_is_refused_before_the_bank_is_drawn
     run, tmp_path, monkeypatch, draws
 ):
     world = World(torch.device("cpu"), 0, 3)
-    monkeypatch.setattr(module, "open_world", lambda _: nullcontext(world))
+    monkeypatch.setattr(distilling, "open_world", lambda _: nullcontext(world))
     monkeypatch.setattr(World, "wait", lambda _: None)
     with pytest.raises(UserError, match="batch_size is 8, which 3 processes cannot share"):
         run(recipe(reference={"source": "bank"}))

@@ -2,20 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields, is_dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from didi_instruct.api.sources import PrepareBar, is_prepared, open_training_data
 from didi_instruct.config.parse import apply_overrides, parse, read_yaml
-from didi_instruct.config.pretrain import DataConfig, OptimConfig, PretrainTrainConfig
+from didi_instruct.config.pretrain import OptimConfig, PretrainTrainConfig
 from didi_instruct.config.recipes import load_recipe
-from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, read_manifest
 from didi_instruct.training.distributed import World
@@ -226,48 +223,6 @@ def write_recipe(folder: Path, config: Any) -> None:
     with no_space_as_user_error(folder):
         text = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
         write_atomic(folder / RECIPE, text.encode())
-
-
-def open_data_together(
-    config: DataConfig,
-    folder: Path,
-    world: World,
-    progress: PrepareBar,
-    *,
-    length: int,
-    seed: int,
-    tokenizer: Tokenizer | None = None,
-) -> tuple[TokenSource, TokenSource | None]:
-    """Open the data in every process; the main one goes first, since it may have to prepare it.
-
-    `tokenizer` stands in place of the one that the settings name.
-    """
-    prepared, source = folder / "data", config
-    if is_prepared(prepared) and is_begun(folder):
-        # A run that goes on needs its tokens, not the corpus they were made from.
-        source = replace(source, source=str(prepared))
-
-    def open_now(is_first: bool) -> tuple[TokenSource, TokenSource | None]:
-        bar: PrepareBar = progress if is_first else nullcontext
-        return open_training_data(
-            source, length=length, seed=seed, prepared=prepared, progress=bar, tokenizer=tokenizer
-        )
-
-    return main_first(world, open_now)
-
-
-def main_first(world: World, open_now: Callable[[bool], T]) -> T:
-    """Open something in every process, first in the main one (True), which may have to make it."""
-    opened: T | None = None
-    error: Exception | None = None
-    if world.is_main:
-        try:
-            opened = open_now(True)
-        except Exception as problem:
-            error = problem
-    if world.any(error is not None):
-        raise error or SystemExit(2)  # the main process says what is wrong
-    return open_now(False) if opened is None else opened
 
 
 def _plain(value: Any) -> Any:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from didi_instruct.api.sources import open_training_data
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
+from didi_instruct.training.run_data import open_training_data
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from tests.random_models import save_random
 from tests.runs import SPEEDS, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api import distill as module
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse, read_yaml
 from didi_instruct.data.oracle import OracleLanguage
@@ -36,7 +35,7 @@ def finished(request, models, tmp_path_factory):
         train={"eval_sequences": 32, "eval_every": 3},
     )
     out = tmp_path_factory.mktemp("finished") / "run"
-    return config, module.distill(config, teacher=models / "teacher", out=out, device="cpu")
+    return config, didi.distill(config, teacher=models / "teacher", out=out, device="cpu")
 
 
 def test_a_run_writes_a_student_that_loads(finished):
@@ -150,7 +149,7 @@ def test_curves_are_drawn_where_matplotlib_is(finished):
 def test_a_run_needs_no_matplotlib(models, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     config = recipe("token-matching", train={"steps": 1})
-    result = module.distill(config, teacher=models / "teacher", out=tmp_path / "run", device="cpu")
+    result = didi.distill(config, teacher=models / "teacher", out=tmp_path / "run", device="cpu")
     assert result.finished
     assert result.curves is None
     assert not (result.folder / "curves.png").exists()

@@ -6,10 +6,9 @@ import signal
 import pytest
 import torch
 from tests.random_models import DUO, save_random
-from tests.runs import STATE, entries, same_tensors
+from tests.runs import STATE, distilling, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.api import distill as module
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.data.oracle import OracleLanguage
@@ -42,11 +41,11 @@ def teacher(tmp_path_factory):
 
 @pytest.fixture
 def run(teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "draw_curves", lambda *_, **__: False)
+    monkeypatch.setattr(distilling, "draw_curves", lambda *_, **__: False)
 
     def start(config, name="run", **options):
         options = {"device": "cpu", "teacher": teacher} | options
-        return module.distill(config, out=tmp_path / name, **options)
+        return didi.distill(config, out=tmp_path / name, **options)
 
     return start
 

@@ -3,16 +3,27 @@
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
+import torch
+
+from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import DataConfig
 from didi_instruct.data.dataset import TokenSource, open_data
-from didi_instruct.data.manifest import Manifest
+from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.prepare import PrepareSettings, Report, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.process.masking import before_end, goes_on
+from didi_instruct.training.distributed import World
+from didi_instruct.training.run_dir import is_begun
 
+T = TypeVar("T")
+ROWS_AT_ONCE = 4096
+"""Rows whose lengths are counted together."""
 PrepareBar = Callable[[], AbstractContextManager[Report | None]]
 """Opens a progress display for as long as data is being prepared."""
 
@@ -102,6 +113,59 @@ def _in_words_of_a_recipe(advice: str, folder: Path) -> str:
     return advice
 
 
-def is_prepared(folder: Path) -> bool:
-    """Whether a folder was written by `didi data prepare`."""
-    return (folder / "manifest.json").is_file()
+def open_data_together(
+    config: DataConfig,
+    folder: Path,
+    world: World,
+    progress: PrepareBar,
+    *,
+    length: int,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[TokenSource, TokenSource | None]:
+    """Open the data in every process; the main one goes first, since it may have to prepare it.
+
+    `tokenizer` stands in place of the one that the settings name.
+    """
+    prepared, source = folder / "data", config
+    if is_prepared(prepared) and is_begun(folder):
+        # A run that goes on needs its tokens, not the corpus they were made from.
+        source = replace(source, source=str(prepared))
+
+    def open_now(is_first: bool) -> tuple[TokenSource, TokenSource | None]:
+        bar: PrepareBar = progress if is_first else nullcontext
+        return open_training_data(
+            source, length=length, seed=seed, prepared=prepared, progress=bar, tokenizer=tokenizer
+        )
+
+    return main_first(world, open_now)
+
+
+def main_first(world: World, open_now: Callable[[bool], T]) -> T:
+    """Open something in every process, first in the main one (True), which may have to make it."""
+    opened: T | None = None
+    error: Exception | None = None
+    if world.is_main:
+        try:
+            opened = open_now(True)
+        except Exception as problem:
+            error = problem
+    if world.any(error is not None):
+        raise error or SystemExit(2)  # the main process says what is wrong
+    return open_now(False) if opened is None else opened
+
+
+def with_lengths(model: ModelConfig, data: TokenSource, end_id: int) -> ModelConfig:
+    """The model for texts that have windows of their own, with the law of their lengths."""
+    counts = torch.zeros(model.length + 1, dtype=torch.long)
+    assert data.num_sequences is not None
+    for first in range(0, data.num_sequences, ROWS_AT_ONCE):
+        rows = data.ordered(first, min(ROWS_AT_ONCE, data.num_sequences - first))
+        if goes_on(rows, end_id):
+            raise UserError(
+                "model.own_window needs rows of one text each: prepare the data with --rows "
+                "document (data.rows=document), or leave it out."
+            )
+        counts += before_end(rows, end_id).sum(1).bincount(minlength=len(counts))
+    lengths = tuple(counts.tolist()) if model.kind == "mdlm" else ()  # an AR model ends by itself
+    return replace(model, end_id=end_id, lengths=lengths)

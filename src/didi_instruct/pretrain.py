@@ -9,33 +9,28 @@ from typing import Any
 import torch
 
 from didi_instruct import __version__
-from didi_instruct.api.runs import (
-    check_folder,
-    check_held,
-    configure,
-    nothing_to_do,
-    only_run,
-    open_data_together,
-    start_of,
-)
-from didi_instruct.api.sources import PrepareBar
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.alphabet import amino_ids, is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.quick_eval import held_out_likelihood
 from didi_instruct.models.masked_lm import new_esm
 from didi_instruct.models.masked_network import MaskedLM
-from didi_instruct.process.masking import before_end, goes_on
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, open_world
-from didi_instruct.training.likelihood import likelihood
-from didi_instruct.training.loop import Evaluate, Loop, Outcome, Tick
+from didi_instruct.training.loop import Loop, Outcome
 from didi_instruct.training.pretrain_task import PretrainTask
 from didi_instruct.training.reporting import Reporter
-
-ROWS_AT_ONCE = 4096
-"""Rows whose lengths are counted together."""
+from didi_instruct.training.run_data import PrepareBar, open_data_together, with_lengths
+from didi_instruct.training.run_dir import (
+    check_folder,
+    check_held,
+    configure,
+    nothing_to_do,
+    only_run,
+    start_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +136,6 @@ def _network(config: PretrainConfig, model: ModelConfig, data: TokenSource) -> M
     return new_esm(model, data.tokenizer)
 
 
-def with_lengths(model: ModelConfig, data: TokenSource, end_id: int) -> ModelConfig:
-    """The model for texts that have windows of their own, with the law of their lengths."""
-    counts = torch.zeros(model.length + 1, dtype=torch.long)
-    assert data.num_sequences is not None
-    for first in range(0, data.num_sequences, ROWS_AT_ONCE):
-        rows = data.ordered(first, min(ROWS_AT_ONCE, data.num_sequences - first))
-        if goes_on(rows, end_id):
-            raise UserError(
-                "model.own_window needs rows of one text each: prepare the data with --rows "
-                "document (data.rows=document), or leave it out."
-            )
-        counts += before_end(rows, end_id).sum(1).bincount(minlength=len(counts))
-    lengths = tuple(counts.tolist()) if model.kind == "mdlm" else ()  # an AR model ends by itself
-    return replace(model, end_id=end_id, lengths=lengths)
-
-
 def _notes(
     config: PretrainConfig, model: ModelConfig, data: TokenSource, world: World
 ) -> Iterator[str]:
@@ -171,33 +150,6 @@ def _notes(
         yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
     elif train.checkpoints == "sharded" and train.strategy == "ddp":
         yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
-
-
-def held_out_likelihood(task: PretrainTask, valid: TokenSource) -> Evaluate:
-    """Held-out nats per token of the averaged model, under the same noise each time.
-
-    Every process computes the same.
-    """
-    most = task.config.train.eval_sequences
-    count = min(most, valid.num_sequences or most)
-
-    def evaluate(step: int, tick: Tick) -> Mapping[str, float]:
-        with task.averaged():
-            result = likelihood(
-                task.losses,
-                task.model_config,
-                valid.ordered,
-                sequences=count,
-                batch_size=task.rows_per_pass,
-                device=task.world.device,
-                progress=lambda _: tick(),
-            )
-        numbers = {"valid_nats_per_token": result.nats_per_token}
-        if result.sequences > 1:  # one has no spread
-            numbers["valid_ci95"] = (result.ci95[1] - result.ci95[0]) / 2
-        return numbers
-
-    return evaluate
 
 
 def _provenance(config: PretrainConfig, outcome: Outcome) -> dict[str, Any]:
