@@ -27,7 +27,7 @@ import time
 import torch
 torch.set_num_threads(1)  # on a busy machine threads that wait for each other take time, too
 from didi_instruct.model import load
-from didi_instruct.hub.shipped import shipped
+from didi_instruct.hub.sources import shipped
 def once():
     started = time.process_time()
     for name in shipped():

@@ -26,7 +26,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.evaluation.quick_eval import evaluator, quick_test
 from didi_instruct.evaluation.training_curves import draw_curves
-from didi_instruct.hub.open import find, fingerprint, open_source
+from didi_instruct.hub.sources import LoadOptions, find_source, load_source
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
@@ -104,7 +104,7 @@ def distill(
     config, said = settings_for(recipe, overrides, method)
     verb = f"didi distill RECIPE --teacher {source}"
     check_rounds(config, check_folder(folder, config, resume, verb=verb), folder)
-    loaded = open_source(source, tokenizer=tokenizer)
+    loaded = load_source(source, LoadOptions(tokenizer=tokenizer))
     network = denoiser_of(loaded, source, config.method)
     give_lengths(loaded, config, source)
     student = open_student(config, loaded, source)
@@ -117,14 +117,14 @@ def distill(
                 shown.say(line)
             if nothing_to_do(folder, config.iterations, resume, shown.say):
                 return _as_before(folder, config, world)
-            words = str(tokenizer or find(source).path)
+            words = str(tokenizer or find_source(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
             take_lengths(data, config, loaded, student)
             loaded.model.to(world.device)
             taught = Teacher(
                 network=network,
                 tokenizer=loaded.tokenizer,
-                fingerprint=fingerprint(source),
+                fingerprint=find_source(source).fingerprint(),
                 source=source,
             )
             if resume:
@@ -304,7 +304,7 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Ne
 
 def _other_student(config: DistillConfig, other: str, teacher: LoadedModel, source: str) -> Network:
     """A student that is not a copy of the teacher, if the two fit."""
-    loaded = give_lengths(open_source(other), config, other)
+    loaded = give_lengths(load_source(other), config, other)
     student = denoiser_of(loaded, other, config.method)
     hashes = [m.tokenizer.hash if m.tokenizer else None for m in (teacher, loaded)]
     if hashes[0] != hashes[1] or loaded.config.num_tokens != teacher.config.num_tokens:

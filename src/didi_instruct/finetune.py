@@ -14,7 +14,7 @@ from didi_instruct import __version__
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.quick_eval import held_out_likelihood
-from didi_instruct.hub.open import find, fingerprint, open_source
+from didi_instruct.hub.sources import LoadOptions, find_source, load_source
 from didi_instruct.models.bidirectional import load_bidirectional
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.tasks.finetune_data import FinetuneData, held_out_answers, open_finetune_data
@@ -113,8 +113,8 @@ def _open_model(source: str, tokenizer: str | Path | None, config: FinetuneConfi
     if config.bidirectional:
         if tokenizer is not None:
             raise UserError(f"{source} has its own tokenizer: leave out `tokenizer`.")
-        return load_bidirectional(find(source).path, torch.float32, config.data.length)
-    loaded = open_source(source, dtype=torch.float32, tokenizer=tokenizer)
+        return load_bidirectional(find_source(source).path, torch.float32, config.data.length)
+    loaded = load_source(source, LoadOptions(dtype=torch.float32, tokenizer=tokenizer))
     if loaded.tokenizer is None:
         raise UserError(f"{source} brings no tokenizer: name the one it was trained with.")
     return loaded
@@ -127,7 +127,7 @@ def _make_task(
     network: Any = copy.deepcopy(loaded.model)  # tensors of a loaded model are views of its file
     network.config = data.model
     network.requires_grad_(True)
-    mark = fingerprint(source)
+    mark = find_source(source).fingerprint()
     origin = {"source": source, "sha256": mark, "provenance": loaded.provenance}
     provenance = {
         "recipe": asdict(config),

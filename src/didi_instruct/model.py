@@ -13,7 +13,7 @@ from didi_instruct.config.parse import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import publish
-from didi_instruct.hub.open import open_source
+from didi_instruct.hub.sources import LoadOptions, load_source
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.compile import warn_once
@@ -307,14 +307,14 @@ def load(
     that brings none. `fast` as `Model.accelerate`: worth the compiling where much is sampled on a
     GPU.
     """
-    loaded = open_source(
-        source,
+    options = LoadOptions(
         device=str(pick_device(device)),
         dtype=dtype_of(dtype) if isinstance(dtype, str) else dtype,
         weights=weights,
         family=family,
         tokenizer=tokenizer,
     )
+    loaded = load_source(source, options)
     config = loaded.config
     if time_conditioning is not None:
         config = _tell_time(loaded.model, config, time_conditioning)

@@ -16,7 +16,7 @@ from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.samples import read_samples, write_samples
-from didi_instruct.hub.candidates import candidates
+from didi_instruct.hub.sources import peek_models
 
 LETTERS = Tokenizer.load("bytes")
 
@@ -41,7 +41,7 @@ def samples_of(shelf, name):
 
 def models_of(shelf):
     """The second does not know what ends a text, as a masked LM that fills its window."""
-    tight, wide = candidates([str(shelf / "tight"), str(shelf / "wide")])
+    tight, wide = peek_models([str(shelf / "tight"), str(shelf / "wide")])
     return tight, replace(wide, tokenizer=LETTERS.endless())
 
 
@@ -64,7 +64,7 @@ def test_every_token_has_its_place_those_of_files_too(shelf, tmp_path):
     other = replace(ours, tokens=ours.tokens.clone())
     other.tokens[0, 0] = 400
     write_samples(tmp_path / "other.jsonl", other)
-    models = candidates([str(shelf / "tight")])
+    models = peek_models([str(shelf / "tight")])
     alone, _ = make_yardstick([ours], models, seed=0, device="cpu")
     assert alone.num_tokens == models[0].config.num_tokens == 257
     beside, _ = make_yardstick([ours, other], models, seed=0, device="cpu")
@@ -86,6 +86,6 @@ def test_a_reference_has_no_tokens_that_one_of_the_models_does_not_know(shelf, t
     reference, words = str(tmp_path / "data"), "has 257 token ids, but the model knows 100"
     for order in permutations(sources):
         with pytest.raises(UserError, match=words):
-            make_yardstick(sets, candidates(order), seed=0, reference=reference, device="cpu")
+            make_yardstick(sets, peek_models(order), seed=0, reference=reference, device="cpu")
         with pytest.raises(UserError, match=words):  # and before anything is drawn
             check_models(order, None, Plan(steps=(2,)), reference, ReadOptions())

@@ -14,7 +14,7 @@ from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareProgress
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.hub.shipped import shipped
+from didi_instruct.hub.sources import shipped
 
 runner = CliRunner()
 

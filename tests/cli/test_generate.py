@@ -13,7 +13,7 @@ from didi_instruct.config.pretrain import (
     PretrainConfig,
     PretrainTrainConfig,
 )
-from didi_instruct.hub import shipped
+from didi_instruct.hub import sources
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_json_tells_what_was_done(didi, model):
         assert sample["log_prob"] < 0
 
 
-@pytest.mark.skipif(not (shipped.root() / "stories").exists(), reason="no model is shipped")
+@pytest.mark.skipif(not (sources.root() / "stories").exists(), reason="no model is shipped")
 def test_json_for_a_program_leaves_progress_for_its_user(didi, model):
     """Two batches of four steps: lines on standard error, where there is no terminal."""
     _, out, err = didi(model, "--num", 3, "--batch-size", 2, "--steps", 4, "--json")
@@ -185,7 +185,7 @@ def test_a_mistake_is_one_line(didi, model, tmp_path, monkeypatch, arguments, me
 
 
 def test_without_a_model_the_shipped_one_writes(didi, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped, "root", lambda: tmp_path / "shipped")
+    monkeypatch.setattr(sources, "root", lambda: tmp_path / "shipped")
     code, _, err = didi()
     assert code == 2
     assert "`stories` ships with didi, but is not in" in err

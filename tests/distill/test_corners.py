@@ -10,7 +10,7 @@ from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.config.parse import parse
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.hub.open import fingerprint
+from didi_instruct.hub.sources import find_source
 from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign.writing import write_foreign
 
@@ -110,4 +110,4 @@ def test_a_public_checkpoint_is_a_teacher(run, models, tmp_path):
     student = didi.load(result.folder, device="cpu")
     assert student.tokenizer.hash == OracleLanguage.default().tokenizer.hash
     assert student.provenance["teacher_source"] == str(tmp_path / "hub")
-    assert student.provenance["teacher"] == fingerprint(tmp_path / "hub")
+    assert student.provenance["teacher"] == find_source(tmp_path / "hub").fingerprint()

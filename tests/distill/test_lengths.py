@@ -15,7 +15,7 @@ from didi_instruct.config.model import NEVER
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.distillation.lengths import give_lengths, take_lengths
 from didi_instruct.errors import UserError
-from didi_instruct.hub.open import open_source
+from didi_instruct.hub.sources import load_source
 from didi_instruct.process.masking import before_end
 from didi_instruct.training.likelihood import likelihood
 from didi_instruct.training.objectives import make_objective
@@ -158,7 +158,7 @@ def test_an_endless_language_has_no_lengths_to_count(models):
         of("mixture", data={"source": "oracle"}, lengths="data"),
         OracleSource(OracleLanguage.default()),
     )
-    loaded = give_lengths(open_source(models / "dplm"), config, "dplm")
+    loaded = give_lengths(load_source(models / "dplm"), config, "dplm")
     with pytest.raises(UserError, match="data.source=oracle has no end of them: name the lengths"):
         take_lengths(data, config, loaded, loaded.model)
 
@@ -193,7 +193,7 @@ def test_rates_of_the_discriminator_rise(run):
         critic = {"discriminator": {"lr_warmup": warmup, "trainable_blocks": None}}
         result = run(of("didi", train={"steps": 1}, **critic), f"run-{warmup}")
         model = didi.load(result.folder, device="cpu")
-        teacher = dict(distilling.open_source(json.loads(
+        teacher = dict(load_source(json.loads(
             (result.folder / "config.json").read_text())["provenance"]["teacher_source"]
         ).model.named_parameters())  # fmt: skip
         own = dict(model.discriminator.trunk.named_parameters())

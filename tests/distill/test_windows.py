@@ -18,7 +18,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.quick_eval import quick_test
-from didi_instruct.hub.open import open_source
+from didi_instruct.hub.sources import load_source
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.process.masking import LengthLaw, before_end
@@ -154,7 +154,7 @@ def test_a_bank_of_other_lengths_is_refused(run, models, tmp_path):
 def quick(models, name="teacher", **changes):
     """The quick test of a task that is not run, and the model it is of."""
     config = of("token-matching", watch={"samples": 40, "budgets": [1]}, **changes)
-    loaded = open_source(str(models / name))
+    loaded = load_source(str(models / name))
     teacher = Teacher(network=loaded.model, tokenizer=TOKENIZER, fingerprint="x")
     student, world = distilling.open_student(config, loaded, "teacher"), World(torch.device("cpu"))
     task = distilling.make_task(config, teacher, student, world, None, models, nullcontext)
@@ -236,7 +236,7 @@ def test_the_judge_sees_the_probability_of_the_lengths_too(models):
 def test_the_held_out_likelihood_is_of_texts_up_to_their_ends(run, tmp_path):
     """As `likelihood` has it of the written student: lengths included, per token of text."""
     result = run(of("mixture", data=corpus(tmp_path / "text"), reference={"source": "data"}))
-    loaded = open_source(str(result.folder))
+    loaded = load_source(str(result.folder))
     objective = make_objective(loaded.config)
     valid = open_data(result.folder / "data", split="valid")
     found = likelihood(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from didi_instruct.hub import shipped
+from didi_instruct.hub import sources
 
 from .test_demo import EXAMPLES, ignorant
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not 
 @pytest.fixture
 def animation(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(shipped, "root", lambda: tmp_path / "shipped")
+    monkeypatch.setattr(sources, "root", lambda: tmp_path / "shipped")
     module = importlib.import_module("animation")
 
     def run(*arguments):

@@ -13,7 +13,7 @@ from rich.console import Console
 import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.hub import shipped
+from didi_instruct.hub import sources
 from didi_instruct.models.dit import build_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -83,7 +83,7 @@ def test_many_codes_are_not_waited_for(stories):
 
 
 def test_student_and_teacher_are_told_of(stories, tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped, "root", lambda: tmp_path)
+    monkeypatch.setattr(sources, "root", lambda: tmp_path)
     for part in ("student", "teacher"):
         ignorant().save(tmp_path / "stories" / part)
     page = io.StringIO()

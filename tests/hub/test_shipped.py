@@ -12,9 +12,9 @@ import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.hub import shipped
+from didi_instruct.hub import sources
 from didi_instruct.hub.convert import convert
-from didi_instruct.hub.open import find, fingerprint
+from didi_instruct.hub.sources import DidiFolder, find_source
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.foreign import hub
 
@@ -36,7 +36,7 @@ def make(seed, **provenance):
 def package(tmp_path, monkeypatch):
     """A package without its models, and a folder to stand in; there is no network."""
     root = tmp_path / "package" / "shipped"
-    monkeypatch.setattr(shipped, "root", lambda: root)
+    monkeypatch.setattr(sources, "root", lambda: root)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(hub, "require_network", pytest.fail)
@@ -57,14 +57,14 @@ def test_an_installation_without_its_models_says_so_in_one_line(package, name):
     assert "\n" not in str(told.value)
     with pytest.raises(UserError, match=f"^{name}: no such file or folder"):
         didi.load(Path(name))
-    assert shipped.shipped() == {}
+    assert sources.shipped() == {}
 
 
 def test_what_is_shipped_is_what_is_there(both):
-    assert list(shipped.shipped()) == ["stories", "stories/teacher"]
+    assert list(sources.shipped()) == ["stories", "stories/teacher"]
     (both / "stories" / "notes").mkdir()
     shutil.rmtree(both / "stories" / "teacher")
-    assert list(shipped.shipped()) == ["stories"]
+    assert list(sources.shipped()) == ["stories"]
     with pytest.raises(UserError, match="`stories/teacher` ships with didi, but is not in"):
         didi.load("stories/teacher")
     with pytest.raises(UserError, match=r"no model that ships with didi \(stories\)"):
@@ -73,9 +73,9 @@ def test_what_is_shipped_is_what_is_there(both):
 
 def test_names_lead_to_their_folders(both):
     for name, part in (("stories", "student"), ("stories/teacher", "teacher")):
-        origin, folder = find(name), both / "stories" / part
-        assert (origin.name, origin.path, origin.form) == (name, folder, "didi")
-        assert fingerprint(name) == fingerprint(folder)
+        origin, folder = find_source(name), both / "stories" / part
+        assert origin == DidiFolder(name, folder)
+        assert find_source(name).fingerprint() == find_source(folder).fingerprint()
     texts = [didi.load(s).generate(num=3, steps=4, seed=1) for s in ("stories", "stories/teacher")]
     assert texts == [make(n).generate(num=3, steps=4, seed=1) for n in (1, 2)]
 
@@ -85,10 +85,10 @@ def test_a_name_means_the_same_beside_other_folders(both, tmp_path):
     here = tmp_path / "here" / "stories"
     here.mkdir()
     (here / "one.txt").write_text("once")
-    assert find("stories").path == both / "stories" / "student"
+    assert find_source("stories").path == both / "stories" / "student"
     for path in ("./stories", here):
         with pytest.raises(UserError, match="holds no model"):
-            find(path)
+            find_source(path)
 
 
 def test_a_model_of_that_name_here_is_asked_about(both, tmp_path):
@@ -97,15 +97,15 @@ def test_a_model_of_that_name_here_is_asked_about(both, tmp_path):
     with pytest.raises(UserError, match=r"write \./stories/teacher for the folder") as caught:
         didi.load("stories/teacher")
     spelled = str(caught.value).rpartition("for the folder, ")[2].removesuffix(" for the other.")
-    assert find(spelled).path == both / "stories" / "teacher"  # what it says can be written
-    assert find("./stories/teacher").path.resolve() == here
-    assert find(here).path == here
-    assert find("stories").path == both / "stories" / "student"
+    assert find_source(spelled).path == both / "stories" / "teacher"  # what it says can be written
+    assert find_source("./stories/teacher").path.resolve() == here
+    assert find_source(here).path == here
+    assert find_source("stories").path == both / "stories" / "student"
 
 
 def test_where_nothing_is_shipped_a_folder_has_the_name(package, tmp_path):
     make(3).save(tmp_path / "here" / "stories")
-    assert find("stories").path.resolve() == tmp_path / "here" / "stories"
+    assert find_source("stories").path.resolve() == tmp_path / "here" / "stories"
 
 
 def test_what_goes_into_the_package_is_public_and_knows_its_name(package, tmp_path):
@@ -152,7 +152,7 @@ def test_a_file_without_numbers_is_refused_before_anything_is_written(tmp_path):
 def test_what_is_shipped_is_small_and_opens_at_once(tmp_path, monkeypatch):
     """Two networks with their tokenizers in a second; the best of three, others may be busy."""
     monkeypatch.chdir(tmp_path)
-    files = [path for path in shipped.root().rglob("*") if path.is_file()]
+    files = [path for path in sources.root().rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= ALL
     seconds = []
     for _ in range(3):
@@ -161,6 +161,6 @@ def test_what_is_shipped_is_small_and_opens_at_once(tmp_path, monkeypatch):
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 1
     assert models[0].tokenizer.hash == models[1].tokenizer.hash
-    for folder in shipped.shipped().values():
+    for folder in sources.shipped().values():
         assert (folder / "README.md").is_file()
     assert len(models[0].generate(num=1, steps=8, seed=0)[0].split()) > 10

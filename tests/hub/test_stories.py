@@ -5,7 +5,7 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.errors import UserError
-from didi_instruct.hub.shipped import root
+from didi_instruct.hub.sources import root
 from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import make_objective
 

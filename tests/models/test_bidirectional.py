@@ -5,8 +5,8 @@ import torch
 
 import didi_instruct as didi
 from didi_instruct.errors import UserError
-from didi_instruct.hub.candidates import candidates
 from didi_instruct.hub.info import describe_source
+from didi_instruct.hub.sources import peek_models
 from didi_instruct.models.bidirectional import load_bidirectional
 
 from . import causal_folders
@@ -95,7 +95,7 @@ def test_what_cannot_be_made_bidirectional_is_refused(tmp_path, changes, length,
 def test_a_causal_lm_is_no_denoiser_by_itself(tmp_path):
     """Nothing turns its attention around unasked; what can be done with it is said."""
     qwen2(tmp_path)
-    for ask in (lambda: didi.load(tmp_path, device="cpu"), lambda: candidates([str(tmp_path)])):
+    for ask in (lambda: didi.load(tmp_path, device="cpu"), lambda: peek_models([str(tmp_path)])):
         with pytest.raises(UserError, match="is a causal LM.*--set bidirectional=true"):
             ask()
     facts = describe_source(str(tmp_path))

@@ -5,7 +5,7 @@ import pytest
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.hub.convert import convert
-from didi_instruct.hub.open import open_source
+from didi_instruct.hub.sources import load_source
 from didi_instruct.models.dit import count_parameters
 from didi_instruct.reproduce import checks
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, adopted
@@ -38,7 +38,7 @@ def test_it_is_the_same_model_with_words(hub, tmp_path):
     job = adopted(hub, "bytes")
     done = run_job(job, tmp_path / "out", device="cpu")
     assert done.result == {"given": True}
-    found, before = open_source(done.folder / RUN), open_source(hub)
+    found, before = load_source(done.folder / RUN), load_source(hub)
     assert before.tokenizer is None
     assert found.tokenizer.hash == Tokenizer.load("bytes").hash
     state = before.model.state_dict()
@@ -49,7 +49,7 @@ def test_one_that_brings_words_keeps_them(tmp_path):
     ours = save(tmp_path / "ours", config_of())
     done = run_job(adopted(ours, "bytes"), tmp_path / "out", device="cpu")
     assert done.result == {"given": False}
-    assert open_source(done.folder / RUN).tokenizer.hash == LANGUAGE.tokenizer.hash
+    assert load_source(done.folder / RUN).tokenizer.hash == LANGUAGE.tokenizer.hash
 
 
 def test_a_student_learns_from_it(hub, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from didi_instruct.data.prepare import PrepareSettings, prepare
-from didi_instruct.hub import shipped
+from didi_instruct.hub import sources
 from didi_instruct.reproduce import jobs
 from didi_instruct.reproduce.jobs import Job, content, in_order, spread, stored
 
@@ -129,7 +129,7 @@ def test_a_shipped_name_is_the_weights_behind_it(tmp_path, monkeypatch):
     folders = {n: Path(save(tmp_path / n, config_of(), seed=s)) for s, n in enumerate("ab")}
     keys = {}
     for name, folder in folders.items():
-        monkeypatch.setattr(shipped, "shipped", lambda f=folder: {"stories/teacher": f})
+        monkeypatch.setattr(sources, "shipped", lambda f=folder: {"stories/teacher": f})
         keys[name] = student("stories/teacher").key
         assert keys[name] == student(str(folder)).key
     assert keys["a"] != keys["b"]
@@ -137,7 +137,7 @@ def test_a_shipped_name_is_the_weights_behind_it(tmp_path, monkeypatch):
 
 def test_texts_of_a_shipped_name_are_not_the_model_of_that_name(tmp_path, monkeypatch):
     model = Path(save(tmp_path / "model", config_of()))
-    monkeypatch.setattr(shipped, "shipped", lambda: {"stories": model})
+    monkeypatch.setattr(sources, "shipped", lambda: {"stories": model})
     keys = []
     for name, text in (("here", "one"), ("there", "two")):
         (tmp_path / name / "stories").mkdir(parents=True)

@@ -7,7 +7,7 @@ from torch import nn
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.hub.open import open_source
+from didi_instruct.hub.sources import LoadOptions, load_source
 from didi_instruct.model import Model
 from didi_instruct.models.dit import build_model
 from didi_instruct.tasks.mmlu_data import LETTERS, Question, with_shots
@@ -36,7 +36,7 @@ def tiny(kind, tmp_path=None, **changes):
     """A model whose weights are noise, all of which matter."""
     if kind == "bert":
         bert(tmp_path)
-        loaded = open_source(tmp_path, device="cpu")
+        loaded = load_source(tmp_path, LoadOptions(device="cpu"))
         return Model(loaded.model, loaded.config, loaded.tokenizer)
     config = ModelConfig(**SHAPE | KINDS[kind] | changes)
     return Model(randomise(build_model(config), seed=3), config)

@@ -12,7 +12,7 @@ from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.evaluation.judges import CausalJudge, Judge
 from didi_instruct.evaluation.rows import METRICS, knows_texts
 from didi_instruct.evaluation.token_judges import TokenJudge
-from didi_instruct.hub.candidates import Candidate, candidates, shared_ids, shared_tokenizer
+from didi_instruct.hub.sources import ModelInfo, peek_models, shared_ids, shared_tokenizer
 from didi_instruct.proteins.chains import is_fasta, read_chains
 from didi_instruct.sampling.registry import find_sampler
 
@@ -25,14 +25,14 @@ def check_models(
     reading: ReadOptions,
     metrics: Sequence[str] = (),
     tokenizer: str | None = None,
-) -> list[Candidate]:
+) -> list[ModelInfo]:
     """Refuse models that are missing, that do not belong into one table or cannot draw the plan.
 
     A baseline that cannot be sampled as the others is sampled plainly: its sampler is not checked.
     """
     wish = next(plan.requests())
     sources = [source for source in sources if not is_fasta(source)]
-    found = candidates([*sources, *([against] if against else [])], tokenizer)
+    found = peek_models([*sources, *([against] if against else [])], tokenizer)
     _check_proteins(metrics, found, reference)
     for model in found:
         if wish.length is not None and wish.length > model.config.length:
@@ -68,7 +68,7 @@ def check_models(
 
 
 def _check_proteins(
-    metrics: Sequence[str], models: Sequence[Candidate], reference: str | None
+    metrics: Sequence[str], models: Sequence[ModelInfo], reference: str | None
 ) -> None:
     """Refuse measures of proteins where the models write words, or their program is not there."""
     for name in metrics:
@@ -85,7 +85,7 @@ def _check_proteins(
             read_chains(reference)
 
 
-def _check_ends(models: Sequence[Candidate], plan: Plan) -> None:
+def _check_ends(models: Sequence[ModelInfo], plan: Plan) -> None:
     """Refuse texts beside whole windows: entropy grows with length."""
     ended, whole = ([m for m in models if m.ends == ends] for ends in (True, False))
     if ended and whole and not plan.until_eot:
@@ -95,18 +95,18 @@ def _check_ends(models: Sequence[Candidate], plan: Plan) -> None:
         )
 
 
-def _length(model: Candidate) -> int:
+def _length(model: ModelInfo) -> int:
     return model.config.length
 
 
-def _window(model: Candidate, length: int | None) -> int:
+def _window(model: ModelInfo, length: int | None) -> int:
     """Tokens of a row; a masked model whose texts end fills the window after a short one."""
     fills = model.ends and model.config.kind == "mdlm"
     return model.config.length if length is None or fills else length
 
 
 def check_needs(
-    metrics: Sequence[str], plan: Plan, judge: Judge | None, models: Sequence[Candidate]
+    metrics: Sequence[str], plan: Plan, judge: Judge | None, models: Sequence[ModelInfo]
 ) -> None:
     """Refuse metrics for which the judge is of the wrong kind, or the samples are too few."""
     for name in metrics:

@@ -18,8 +18,7 @@ from didi_instruct.evaluation.measuring import Begun, Folding, Measured, Progres
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import OF_TEXT, REAL, SampleSet, read_samples
 from didi_instruct.evaluation.token_judges import TokenJudge
-from didi_instruct.hub.candidates import Candidate, candidates, shared_tokenizer
-from didi_instruct.hub.open import open_source
+from didi_instruct.hub.sources import ModelInfo, load_source, peek_models, shared_tokenizer
 from didi_instruct.model import load
 from didi_instruct.models.ar import ARModel
 from didi_instruct.proteins.chains import is_fasta
@@ -84,7 +83,7 @@ def evaluate_quality(
     needs_path = any(METRICS[name].path for name in metrics)
     plan = replace(plan, measure_path=plan.measure_path or needs_path)
     studio, sets = Studio(out), [read_samples(path) for path in samples]
-    models = candidates([*sources, *([against] if against else [])], tokenizer)
+    models = peek_models([*sources, *([against] if against else [])], tokenizer)
     if sets:
         check_comparable(sets, metrics, plan.num if models else None)
     chains = _of_files(files, models, tokenizer, plan.length, judge)
@@ -134,7 +133,7 @@ def _draw(
     studio: Studio,
     sources: Sequence[str],
     against: str | None,
-    models: Sequence[Candidate],
+    models: Sequence[ModelInfo],
     plan: Plan,
     device: str | None,
     dtype: str | None,
@@ -155,7 +154,7 @@ def _draw(
 
 def _of_files(
     files: Sequence[str],
-    models: Sequence[Candidate],
+    models: Sequence[ModelInfo],
     tokenizer: str | None,
     length: int | None,
     judge: Judge | None,
@@ -176,7 +175,7 @@ def _of_files(
 
 def _begun(source: str, tokenizer: str | None) -> Begun:
     """A left-to-right model to begin with, if it speaks the tokens of the samples."""
-    loaded = open_source(source)
+    loaded = load_source(source)
     if not isinstance(loaded.model, ARModel):
         raise UserError(f"{source} is no left-to-right model of didi: train one (stories-ar).")
     own = loaded.tokenizer.hash if loaded.tokenizer else None

@@ -26,7 +26,7 @@ from didi_instruct.evaluation.samples import (
     text_lengths,
     write_samples,
 )
-from didi_instruct.hub.open import digests, find
+from didi_instruct.hub.sources import DidiFolder, find_source
 from didi_instruct.model import Model
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.sampling.generate import Request
@@ -119,12 +119,12 @@ class Studio:
 
 def sampling_fingerprint(source: str) -> str:
     """Of all that samples depend on: weights, settings, tokenizer and discriminator."""
-    origin = find(source)
-    if origin.form != "didi":
-        return key(digests(source))  # its settings are in a file too
-    manifest = read_manifest(origin.path)
+    found = find_source(source)
+    if not isinstance(found, DidiFolder):
+        return key(found.digests())  # its settings are in a file too
+    manifest = read_manifest(found.path)
     other = manifest.discriminator and asdict(manifest.discriminator)
-    return key(digests(source), asdict(manifest.model), other)
+    return key(found.digests(), asdict(manifest.model), other)
 
 
 def end_of_text(tokenizer: Tokenizer | None, end_id: int | None) -> int | None:

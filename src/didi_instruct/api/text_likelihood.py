@@ -37,8 +37,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA, Documents, open_corpora
 from didi_instruct.evaluation.scores import digest
-from didi_instruct.hub.candidates import Candidate, candidates
-from didi_instruct.hub.open import fingerprint
+from didi_instruct.hub.sources import ModelInfo, find_source, peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.masking import goes_on
@@ -290,7 +289,7 @@ def evaluate_zero_shot(
     if min(sequences, draws, batch_size) < 1:
         raise UserError("sequences, draws and batch_size are 1 or more.")
     documents = open_corpora(corpora or CORPORA, data)
-    models = candidates(sources, tokenizer)
+    models = peek_models(sources, tokenizer)
     if not models:
         raise UserError("Nothing to evaluate: name a model.")
     words = models[0].tokenizer
@@ -306,7 +305,7 @@ def evaluate_zero_shot(
     rows = []
     for model in models:
         texts = packed[model.config.length]
-        weights = fingerprint(model.source)
+        weights = find_source(model.source).fingerprint()
         files = {n: _file(out, weights, model, corpus, noise) for n, corpus in texts.items()}
         missing = {name: corpus for name, corpus in texts.items() if not files[name].exists()}
         for name, row in _measure(model, missing, noise, batch_size, device, progress):
@@ -331,7 +330,7 @@ def _read(
 
 
 def _measure(
-    candidate: Candidate,
+    candidate: ModelInfo,
     texts: Mapping[str, Packed],
     noise: dict[str, int],
     batch_size: int,
@@ -355,7 +354,7 @@ def _measure(
         yield name, row | {"tokens": count * row["length"], "documents": corpus.documents}
 
 
-def _file(out: Path, weights: str, model: Candidate, corpus: Packed, noise: dict[str, int]) -> Path:
+def _file(out: Path, weights: str, model: ModelInfo, corpus: Packed, noise: dict[str, int]) -> Path:
     """Where a row is kept: named by all that it depends on."""
     name = digest(VERSION, weights, asdict(model.config), corpus.data.fingerprint, noise)
     return out / "zero-shot" / f"{name}.json"

@@ -15,7 +15,7 @@ from didi_instruct.evaluation.kept import content_key
 from didi_instruct.evaluation.measuring import Begun, Folding, Reference, Yardstick
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.hub.candidates import Candidate, shared_ids, shared_tokenizer
+from didi_instruct.hub.sources import ModelInfo, shared_ids, shared_tokenizer
 from didi_instruct.proteins.chains import Chains, is_fasta, read_chains
 from didi_instruct.proteins.folding import FoldSettings, Predictor
 from didi_instruct.training.distributed import pick_device
@@ -23,7 +23,7 @@ from didi_instruct.training.distributed import pick_device
 
 def make_yardstick(
     sets: Sequence[SampleSet],
-    models: Sequence[Candidate],
+    models: Sequence[ModelInfo],
     *,
     seed: int,
     judge: Judge | None = None,
@@ -57,7 +57,7 @@ def make_yardstick(
     return yardstick, text
 
 
-def _like(sets: Sequence[SampleSet], models: Sequence[Candidate], tokenizer: str | None) -> Like:
+def _like(sets: Sequence[SampleSet], models: Sequence[ModelInfo], tokenizer: str | None) -> Like:
     """What a reference must be like: text that each of the models could have written."""
     origin = sets[0].origin
     given = Tokenizer.load(tokenizer) if tokenizer and not models else None
@@ -102,7 +102,7 @@ def _as_reference(text: SampleSet) -> Reference:
     return Reference(text.origin.model, content_key(text), text.texts, text.tokens, text.lengths)
 
 
-def _vocabulary(models: Sequence[Candidate], sets: Sequence[SampleSet]) -> int:
+def _vocabulary(models: Sequence[ModelInfo], sets: Sequence[SampleSet]) -> int:
     """Ids that a token may have; what was read from a file may have more than the models."""
     known = (model.config.num_tokens for model in models)
     return max(*known, *(1 + int(s.tokens.max()) for s in sets), 1)

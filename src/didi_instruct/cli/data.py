@@ -83,7 +83,7 @@ def prepare(
     from didi_instruct.cli.progress import PrepareBar
     from didi_instruct.data.prepare import PrepareSettings
     from didi_instruct.data.prepare import prepare as run
-    from didi_instruct.hub.shipped import find_shipped
+    from didi_instruct.hub.sources import find_shipped
 
     settings = PrepareSettings(
         src=src,

@@ -95,7 +95,7 @@ def command(
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.parse import apply_overrides
     from didi_instruct.data.alphabet import is_protein
-    from didi_instruct.hub.shipped import DEFAULT
+    from didi_instruct.hub.sources import DEFAULT
     from didi_instruct.model import load
     from didi_instruct.sampling.generate import Request
     from didi_instruct.sampling.registry import find_sampler

@@ -43,7 +43,7 @@ def quality(
     from didi_instruct.api.yardstick import open_folding
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.evaluation.judges import open_judge
-    from didi_instruct.hub.shipped import find_shipped
+    from didi_instruct.hub.sources import find_shipped
 
     folder = out or default_folder([*sources, *map(str, samples)], against)
     models = []

@@ -10,9 +10,15 @@ from didi_instruct.errors import UserError
 from didi_instruct.hub import publish
 from didi_instruct.hub.card_numbers import read_numbers
 from didi_instruct.hub.esm import copy_esm
-from didi_instruct.hub.open import Origin, check_choices, find, open_source, refuse_choices
 from didi_instruct.hub.private import publishable
-from didi_instruct.hub.shipped import shipped_name
+from didi_instruct.hub.sources import (
+    DidiFolder,
+    LoadOptions,
+    MaskedLMFolder,
+    Source,
+    find_source,
+    shipped_name,
+)
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.foreign.folders import refuse_full
 from didi_instruct.models.foreign.layouts import WeightSet
@@ -56,20 +62,20 @@ def convert(
     stored = None if storage is None else check_storage(storage)
     told = None if numbers is None else read_numbers(Path(numbers))
     refuse_full(folder)
-    check_choices(weights, family)
-    origin = find(source)
+    options = LoadOptions(weights=weights, family=family, tokenizer=tokenizer)
+    origin = find_source(source)
     _refuse(origin, to)
     with watching(progress):
-        if to == "esm" and origin.form == "didi":
-            loaded = open_source(source)
+        if to == "esm" and isinstance(origin, DidiFolder):
+            loaded = origin.load(LoadOptions())
             _refuse_discriminator(loaded, to, discriminator)
             return _write_masked_lm(loaded, source, folder)
         if to == "esm":
-            refuse_choices(origin, weights, family)
+            options.refuse_choices(origin.name)
             if tokenizer is not None:
                 raise UserError(f"{origin.name} has its own tokenizer: leave out `tokenizer`.")
             return copy_esm(origin.path, folder)
-        loaded = open_source(source, weights=weights, family=family, tokenizer=tokenizer)
+        loaded = origin.load(options)
         if to == "didi":
             critic = loaded.discriminator if discriminator else None
             _write_ours(replace(loaded, discriminator=critic), folder, license, stored, told, about)
@@ -86,15 +92,15 @@ def _resolved(folder: Path) -> Path:
         raise UserError(f"{folder} leads nowhere ({error}): choose another folder.") from error
 
 
-def _refuse(origin: Origin, to: str) -> None:
+def _refuse(origin: Source, to: str) -> None:
     """Refuse by names alone, before any weights are read."""
-    if origin.form == "masked-lm" and to not in ("esm", "didi"):
+    if isinstance(origin, MaskedLMFolder) and to not in ("esm", "didi"):
         raise UserError(
             f"{origin.name} is a masked LM of `transformers`, which `{to}` cannot hold: it loads "
             "as it is; an ESM-2 model can be copied with --to esm."
         )
-    ours = origin.form == "didi" and read_manifest(origin.path).network is not None
-    if origin.form != "masked-lm" and not ours and to == "esm":
+    ours = isinstance(origin, DidiFolder) and read_manifest(origin.path).network is not None
+    if not isinstance(origin, MaskedLMFolder) and not ours and to == "esm":
         raise UserError(
             f"{origin.name} is a DiT, and `esm` holds ESM-2 models alone: use one of the others "
             f"({', '.join(f for f in get_args(Format) if f != 'esm')})."

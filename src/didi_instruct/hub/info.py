@@ -15,7 +15,13 @@ from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import budget
-from didi_instruct.hub.open import Origin, check_choices, find, refuse_choices
+from didi_instruct.hub.sources import (
+    DidiFolder,
+    LoadOptions,
+    MaskedLMFolder,
+    PublicCheckpoint,
+    find_source,
+)
 from didi_instruct.models.causal_lm import CAUSAL, is_causal
 from didi_instruct.models.checkpoint import CONFIG, load_model
 from didi_instruct.models.discriminator import build_discriminator
@@ -25,7 +31,7 @@ from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import Found, recognise
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
-from didi_instruct.models.masked_lm import open_weights, read_tokenizer, recognise_masked_lm
+from didi_instruct.models.masked_lm import open_weights, read_tokenizer
 from didi_instruct.models.native import WeightFiles
 from didi_instruct.models.tensor_files import shown
 
@@ -62,17 +68,17 @@ def describe_source(
     source: str, weights: WeightSet = "ema", family: Family | None = None
 ) -> dict[str, Any]:
     """Facts about any SOURCE; a file that holds nothing known is described by its tensors."""
-    check_choices(weights, family)
-    origin = find(source)
-    if origin.form == "foreign":
-        causal = _causal(origin.path)
+    options = LoadOptions(weights=weights, family=family)
+    found = find_source(source)
+    if isinstance(found, PublicCheckpoint):
+        causal = _causal(found.path)
         if causal is not None:
-            return _describe_causal(origin, causal)
-        return _describe_foreign(origin, weights, family)
-    refuse_choices(origin, weights, family)
-    if origin.form == "didi":
-        return describe_folder(str(origin.path))
-    return _describe_masked_lm(origin)
+            return _describe_causal(found, causal)
+        return _describe_foreign(found, weights, family)
+    options.refuse_choices(found.name)
+    if isinstance(found, DidiFolder):
+        return describe_folder(str(found.path))
+    return _describe_masked_lm(found)
 
 
 def describe_folder(folder: str) -> dict[str, Any]:
@@ -91,7 +97,9 @@ def describe_folder(folder: str) -> dict[str, Any]:
     return facts
 
 
-def _describe_foreign(origin: Origin, weights: WeightSet, family: Family | None) -> dict[str, Any]:
+def _describe_foreign(
+    origin: PublicCheckpoint, weights: WeightSet, family: Family | None
+) -> dict[str, Any]:
     place = locate(origin.path)
     store = open_store(place.model)
     try:
@@ -135,7 +143,7 @@ def _causal(path: Path) -> str | None:
     return next((name for name in known if name.endswith(LEFT_TO_RIGHT)), None)
 
 
-def _describe_causal(origin: Origin, name: str) -> dict[str, Any]:
+def _describe_causal(origin: PublicCheckpoint, name: str) -> dict[str, Any]:
     """What is no denoiser, but judges the texts of one."""
     headers = WeightFiles(origin.path).headers
     notes = ["A causal language model: use it as --judge in didi eval."]
@@ -175,9 +183,8 @@ def _describe_unknown(store: Store, reason: str) -> dict[str, Any]:
     }
 
 
-def _describe_masked_lm(origin: Origin) -> dict[str, Any]:
-    found = recognise_masked_lm(origin.path)
-    assert found is not None
+def _describe_masked_lm(origin: MaskedLMFolder) -> dict[str, Any]:
+    found = origin.found
     headers = open_weights(found).headers
     tied = found.settings.get("tie_word_embeddings", True)
     no_more = (*FIXED, *(f"{name}.weight" for name in TIED if tied))

@@ -7,8 +7,7 @@ that a table asks of a teacher (texts, banks, students) needs it.
 from pathlib import Path
 
 from didi_instruct.hub.convert import convert
-from didi_instruct.hub.open import open_source
-from didi_instruct.hub.shipped import find_shipped
+from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
 from didi_instruct.reproduce.jobs import Context, Job
 from didi_instruct.reproduce.running import RUN
@@ -26,7 +25,7 @@ def adopted(source: str, tokenizer: str) -> Job:
 def adopt(context: Context) -> dict[str, bool]:
     """Write the model to where a training run would have it; tell whether it was given words."""
     source, folder = context.inputs["model"], context.folder / RUN
-    given = open_source(source).tokenizer is None
+    given = find_source(source).peek().tokenizer is None
     if not is_ours(folder):  # else it was written by a run that stopped right after
         convert(source, folder, "didi", tokenizer=context.inputs[WORDS] if given else None)
     return {"given": given}

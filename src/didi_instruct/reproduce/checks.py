@@ -11,7 +11,7 @@ from pathlib import Path
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.corpora import CORPORA
-from didi_instruct.hub.shipped import shipped
+from didi_instruct.hub.sources import shipped
 from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here

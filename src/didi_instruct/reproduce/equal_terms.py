@@ -18,7 +18,7 @@ from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.measuring import Measured, Progress, Row, Yardstick
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.hub.candidates import Candidate, candidates
+from didi_instruct.hub.sources import ModelInfo, peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.sampling.registry import find_sampler
 
@@ -106,7 +106,9 @@ def measure(settings: Sequence[Setting], terms: Terms, beside: Sequence[str] = (
     """
     if not settings:
         raise UserError("There is no setting to measure: name a model.")
-    models = {model.source: model for model in candidates([*beside, *(s.source for s in settings)])}
+    models = {
+        model.source: model for model in peek_models([*beside, *(s.source for s in settings)])
+    }
     _check_lengths(list(models.values()), terms)
     first, parts = terms.part
     settings = settings[first::parts]
@@ -135,7 +137,7 @@ def measure(settings: Sequence[Setting], terms: Terms, beside: Sequence[str] = (
     return Found(settings, list(_measure(studio, sets, asked, terms, yardstick)))
 
 
-def _check_lengths(models: Sequence[Candidate], terms: Terms) -> None:
+def _check_lengths(models: Sequence[ModelInfo], terms: Terms) -> None:
     """Refuse models of other lengths before anything is drawn, those beside the settings too."""
     first, *others = models
     for other in others:
@@ -147,7 +149,7 @@ def _check_lengths(models: Sequence[Candidate], terms: Terms) -> None:
             )
 
 
-def _check(setting: Setting, model: Candidate) -> None:
+def _check(setting: Setting, model: ModelInfo) -> None:
     """Refuse a sampler that would not take the steps that its row claims, or takes its own."""
     counts = find_sampler(setting.sampler, model.config.kind).counts_tokens
     if counts != (setting.steps is None):

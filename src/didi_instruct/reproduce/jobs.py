@@ -19,8 +19,7 @@ from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest, is_prepared
-from didi_instruct.hub.open import digests
-from didi_instruct.hub.shipped import find_shipped
+from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
 from didi_instruct.training.run_dir import configure
 
@@ -149,7 +148,7 @@ def stored(source: str) -> str:
     if path.is_dir() and is_prepared(path):
         return Manifest.read(path).fingerprint
     if path.is_dir() and is_ours(path):
-        return digest(digests(path))
+        return digest(find_source(path).digests())
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     return digest([(str(p.relative_to(path)), sha256_file(p)) for p in files])
 

@@ -20,7 +20,7 @@ from didi_instruct.benchmarking.timing import Case, Timing, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.samples import text_lengths
-from didi_instruct.hub.candidates import Candidate, candidates
+from didi_instruct.hub.sources import ModelInfo, peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 from didi_instruct.sampling.registry import find_sampler
@@ -51,7 +51,7 @@ def time_settings(
         raise UserError("There is nothing to time: name a model.")
     if rounds < 1:
         raise UserError(f"Timing has {rounds} rounds: use 1 or more.")
-    shapes = {model.source: model for model in candidates([s.source for s in settings])}
+    shapes = {model.source: model for model in peek_models([s.source for s in settings])}
     ways = [_way(setting, shapes[setting.source], until_eot) for setting in settings]
     alike: dict[Hashable, Setting] = {}
     for setting, way in zip(settings, ways, strict=True):
@@ -91,7 +91,7 @@ def time_settings(
     return rows
 
 
-def _way(setting: Setting, model: Candidate, until_eot: bool) -> Hashable:
+def _way(setting: Setting, model: ModelInfo, until_eot: bool) -> Hashable:
     """What decides how long a setting takes, equal for those that share a timing.
 
     Weights do not, where neither what a step writes nor where a text ends follows from them: in

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.errors import UserError
-from didi_instruct.hub.shipped import find_shipped, shipped
+from didi_instruct.hub.sources import find_shipped, shipped
 from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.proteins.chains import is_fasta
 from didi_instruct.reproduce.adopting import adopted

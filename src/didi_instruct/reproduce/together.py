@@ -8,7 +8,7 @@ from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Meter, find_sources
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.hub.shipped import find_shipped
+from didi_instruct.hub.sources import find_shipped
 from didi_instruct.models.checkpoint import is_ours
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.scales import words_of

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from didi_instruct.errors import UserError
-from didi_instruct.hub.shipped import DEFAULT
+from didi_instruct.hub.sources import DEFAULT
 from didi_instruct.model import Model, load
 from didi_instruct.serving.app import create_app
 from didi_instruct.serving.chat import find_chat_template

@@ -24,7 +24,7 @@ import didi_instruct as didi
 from didi_instruct.data.files import sha256_file
 from didi_instruct.errors import UserError
 from didi_instruct.hub.info import describe_source
-from didi_instruct.hub.open import digests, find, fingerprint
+from didi_instruct.hub.sources import DidiFolder, find_source
 from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign import hub
 
@@ -124,23 +124,28 @@ def test_a_model_of_ours_comes_back_from_the_hub(cache, released):
 
 def test_weights_under_their_usual_name_are_their_folders(released, tmp_path):
     didi.load(released, device="cpu").save(tmp_path / "ours")
-    origin = find(tmp_path / "ours" / "model.safetensors")
-    assert (origin.path, origin.form) == (tmp_path / "ours", "didi")
+    origin = find_source(tmp_path / "ours" / "model.safetensors")
+    assert origin == DidiFolder(str(tmp_path / "ours" / "model.safetensors"), tmp_path / "ours")
     assert didi.load(tmp_path / "ours" / "model.safetensors").tokenizer.hash == WORDS.hash
 
 
 def test_fingerprints_tell_weights_and_settings_apart(released, tmp_path):
     didi.load(released, device="cpu").save(tmp_path / "ours")
     ours = tmp_path / "ours"
-    assert fingerprint(ours) == sha256_file(ours / "model.safetensors")
-    assert digests(ours).keys() == {p.name for p in ours.iterdir()} - {"config.json", "README.md"}
-    first = fingerprint(released)
-    assert first == fingerprint(str(released))
-    assert digests(released)["model.safetensors"] == sha256_file(released / "model.safetensors")
+    assert find_source(ours).fingerprint() == sha256_file(ours / "model.safetensors")
+    assert find_source(ours).digests().keys() == {p.name for p in ours.iterdir()} - {
+        "config.json",
+        "README.md",
+    }
+    first = find_source(released).fingerprint()
+    assert first == find_source(str(released)).fingerprint()
+    assert find_source(released).digests()["model.safetensors"] == sha256_file(
+        released / "model.safetensors"
+    )
     hub_folder(released, CORE, hub_config(time_conditioning=True), critic_weights())
-    second = fingerprint(released)
+    second = find_source(released).fingerprint()
     hub_folder(released, weights(3), hub_config(time_conditioning=True), critic_weights())
-    assert len({first, second, fingerprint(released)}) == 3
+    assert len({first, second, find_source(released).fingerprint()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -231,8 +236,8 @@ def test_a_masked_lm_is_a_source_like_any_other(tmp_path):
     assert set(model.generate(num=1, steps=4, seed=0)[0]) <= set("ACDEFGHIKLMNPQRSTVWYOU")
     assert float(model.nelbo(model.sample(num=2, steps=4, seed=0))) > 0
     assert model.provenance["foreign"]["layout"] == "esm"
-    assert find(folder / "model.safetensors").path == folder
-    assert {"model.safetensors", "config.json", "vocab.txt"} <= digests(folder).keys()
+    assert find_source(folder / "model.safetensors").path == folder
+    assert {"model.safetensors", "config.json", "vocab.txt"} <= find_source(folder).digests().keys()
     with pytest.raises(UserError, match="no time embedding"):
         didi.load(folder, time_conditioning=True)
     model.save(tmp_path / "ours")
@@ -245,7 +250,7 @@ def test_a_masked_lm_whose_settings_speak_of_another_is_no_source(tmp_path):
     masked_folders.bert(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"vocab_size": 2 * 10**9}))
-    for ask in (find, digests, describe_source):
+    for ask in (find_source, describe_source):
         with pytest.raises(UserError, match=r"are \(2000000000, 16, 2\), and the weights have"):
             ask(str(tmp_path))
 

@@ -15,7 +15,7 @@ import didi_instruct as didi
 from didi_instruct.api.studio import sampling_fingerprint
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.hub.candidates import candidates
+from didi_instruct.hub.sources import peek_models
 
 
 def masked_lm(family):
@@ -61,7 +61,7 @@ MAKE = {
 def test_what_is_seen_is_what_is_loaded(tmp_path, name):
     folder = tmp_path / name
     MAKE[name](folder)
-    (seen,) = candidates([str(folder)])
+    (seen,) = peek_models([str(folder)])
     model = didi.load(folder, device="cpu")
     assert seen.config == model.config
     if model.tokenizer is None:
@@ -76,15 +76,15 @@ def test_a_tokenizer_is_for_models_that_bring_none(tmp_path):
     release(tmp_path / "whole")
     WORDS.save(tmp_path / "words")
     bare, whole, words = (str(tmp_path / name) for name in ("bare", "whole", "words"))
-    found = candidates([bare, whole, bare], words)
+    found = peek_models([bare, whole, bare], words)
     assert [(model.source, model.given) for model in found] == [(bare, words), (whole, None)]
     assert found[0].tokenizer_hash == found[1].tokenizer_hash == WORDS.hash
     with pytest.raises(UserError, match="have different tokenizers"):
-        candidates([bare, whole])
+        peek_models([bare, whole])
     with pytest.raises(UserError, match="has its own tokenizer: leave out --tokenizer"):
-        candidates([whole], words)
+        peek_models([whole], words)
     with pytest.raises(UserError, match="has 18 tokens, and the tokenizer `bytes` 257"):
-        candidates([bare], "bytes")
+        peek_models([bare], "bytes")
 
 
 def test_fingerprints_of_foreign_models_tell_weights_and_settings_apart(tmp_path):
@@ -107,4 +107,4 @@ def test_code_is_refused_before_anything_is_drawn(tmp_path):
         '"hidden_size": 4, "auto_map": {"AutoModel": "c.M"}}'
     )
     with pytest.raises(UserError, match="brings code of its own"):
-        candidates([str(tmp_path)])
+        peek_models([str(tmp_path)])
