@@ -3,8 +3,8 @@
     didi pretrain oracle-teacher --out runs/oracle
     python benchmarks/sampling_speed.py runs/oracle [--num 256] [--json FILE]
 
-The reference is `benchmarking.naive`, which does what published code does: every step runs the
-whole network on every sample and draws at every position from float64 probabilities. Both are
+The reference is `benchmarking.naive_sampling`, which does what published code does: every step runs
+the whole network on every sample and draws at every position from float64 probabilities. Both are
 timed in one run, in turns, after a warm-up; medians. Law: mean exact -log p of both sample sets
 under the oracle, which must agree within their standard errors.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import didi_instruct as didi
-from didi_instruct.benchmarking.naive import naive_ancestral
+from didi_instruct.benchmarking.naive_sampling import NaiveSampler
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import network_denoiser
@@ -28,15 +28,12 @@ from didi_instruct.sampling.state import Canvas, State
 
 
 def dense(model: didi.Model, num: int, length: int, steps: int, seed: int) -> torch.Tensor:
-    """Draw the plain way."""
-    return naive_ancestral(
-        model.denoiser,
-        model.schedule,
-        torch.full((num, length), model.mask_symbol),
-        model.mask_symbol,
-        steps=steps,
-        generator=torch.Generator().manual_seed(seed),
+    """Sample naively."""
+    sampler = NaiveSampler(
+        denoiser=model.denoiser, schedule=model.schedule, mask_id=model.mask_symbol, steps=steps
     )
+    start = torch.full((num, length), model.mask_symbol)
+    return sampler(start, torch.Generator().manual_seed(seed))
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -1,9 +1,9 @@
-"""The plain iteration of Algorithm 1 has our losses, our gradients and our law of texts."""
+"""The naive iteration of Algorithm 1 has our losses, our gradients and our law of texts."""
 
 import pytest
 import torch
 
-from didi_instruct.benchmarking.distillation import (
+from didi_instruct.benchmarking.naive_distillation import (
     NAIVE,
     dense_path_score,
     dense_rollout,

@@ -1,17 +1,17 @@
-"""What a sampler is told against is what it claims to be."""
+"""The rivals of a sampler are what they claim to be."""
 
 import pytest
 import torch
 
-from didi_instruct.benchmarking.apart import Apart
-from didi_instruct.benchmarking.report import make_rows
-from didi_instruct.benchmarking.sampling import (
+from didi_instruct.benchmarking.bench import make_rows
+from didi_instruct.benchmarking.isolated import Isolated
+from didi_instruct.benchmarking.rivals import (
     TransformersDecoder,
     ar_case,
-    fill,
-    floor_case,
+    fill_zeros,
     left_to_right,
     transformers_case,
+    trunk_case,
 )
 from didi_instruct.benchmarking.timing import time_cases
 from didi_instruct.config.model import ModelConfig
@@ -57,7 +57,7 @@ def test_transformers_that_compiles_runs_apart():
     plain = transformers_case(shape(), start, torch.float32, fast=False)
     assert (plain.steps, plain.note, len(plain.networks)) == (12, None, 1)
     case = transformers_case(shape(), start, torch.float32, fast=True)
-    assert isinstance(case.run, Apart)
+    assert isinstance(case.run, Isolated)
     assert (case.name, case.steps, case.networks) == ("transformers", 12, ())
     cases = [plain, case]
     rows = make_rows(cases, time_cases(cases, 1, torch.device("cpu")))
@@ -81,7 +81,7 @@ def test_the_floor_runs_as_many_passes_as_there_are_steps(monkeypatch):
     plain = network.trunk
     monkeypatch.setattr(network, "trunk", lambda x, mods: seen.append(x.shape) or plain(x, mods))
     counts = [5]
-    case = floor_case(network, torch.full((3, 12), 37), lambda: counts[0], fast=False)
+    case = trunk_case(network, torch.full((3, 12), 37), lambda: counts[0], fast=False)
     assert case.run(0) == 5
     assert seen == [(3, 12, 32)] * 5
     assert (case.name, case.batch, case.length, case.steps) == ("trunk", 3, 12, 5)
@@ -105,7 +105,7 @@ def test_a_rival_takes_a_step_per_token(fast, monkeypatch):
 def test_no_weights_are_left_at_zero():
     network = DiT(shape())
     before = [p.clone() for p in network.parameters()]
-    fill(network)
+    fill_zeros(network)
     for old, new in zip(before, network.parameters(), strict=True):
         assert new.any()
         assert not old.any() or torch.equal(old, new)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from didi_instruct.benchmarking import timing
-from didi_instruct.benchmarking.report import Bench, make_rows, notes, table
+from didi_instruct.benchmarking.bench import Bench, make_rows
 from didi_instruct.benchmarking.timing import Case, Timing, covered, time_cases
+from didi_instruct.cli.bench import cells, notes
 from didi_instruct.errors import UserError
 
 CPU = torch.device("cpu")
@@ -62,8 +63,8 @@ def test_what_fails_is_left_out_and_says_why():
     assert rows[0]["note"] is None
     assert rows[1]["note"] == "CUDA out of memory"
     assert rows[1]["seconds_median"] is rows[1]["ratio_to_first"] is None
-    assert notes(Bench("m", rows)) == ["large did not run: CUDA out of memory"]
-    assert table(Bench("m", rows)).row_count == 2
+    assert notes(rows) == ["large did not run: CUDA out of memory"]
+    assert set(list(cells(rows[1], busy=True).values())[4:]) == {"-"}
 
 
 def test_no_failure_takes_other_rows_with_it():
@@ -104,9 +105,9 @@ def test_a_remark_is_told_once_and_gives_way_to_a_failure():
         raise RuntimeError("no memory")
 
     cases = [case("a", note="is slow"), case("a", note="is slow"), case("b", fail, note="too")]
-    found = Bench("m", make_rows(cases, time_cases(cases, 1, CPU)))
-    assert [row["note"] for row in found.rows] == ["is slow", "is slow", "no memory"]
-    assert notes(found) == ["a: is slow", "b did not run: no memory"]
+    rows = make_rows(cases, time_cases(cases, 1, CPU))
+    assert [row["note"] for row in rows] == ["is slow", "is slow", "no memory"]
+    assert notes(rows) == ["a: is slow", "b did not run: no memory"]
 
 
 def test_rows_are_the_contract(tmp_path):
@@ -142,10 +143,8 @@ def test_time_that_is_covered_twice_counts_once():
 def test_a_busy_share_is_shown_where_it_was_asked_for():
     rows = make_rows([case("ours"), case("other")], [Timing([0.2], busy=0.19), Timing([0.4])])
     assert [row["gpu_busy"] for row in rows] == [pytest.approx(0.95), None]
-    shown = table(Bench("m", rows))
-    assert [list(column.cells) for column in shown.columns][-1] == ["95%", "-"]
-    rows = make_rows([case("ours")], [Timing([0.2])])
-    assert shown.columns[-1].header == "busy" != table(Bench("m", rows)).columns[-1].header
+    assert [cells(row, busy=True)["busy"] for row in rows] == ["95%", "-"]
+    assert "busy" not in cells(rows[0], busy=False)
 
 
 @pytest.mark.gpu

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from didi_instruct.api.bench import sweep
-from didi_instruct.api.bench_cases import remark
-from didi_instruct.api.bench_plan import BenchPlan
-from didi_instruct.benchmarking import sampling
-from didi_instruct.benchmarking.distillation import TOGETHER
+from didi_instruct.benchmarking import rivals
+from didi_instruct.benchmarking.bench import sweep
+from didi_instruct.benchmarking.cases import BenchConfig, note
+from didi_instruct.benchmarking.naive_distillation import ITERATIONS
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.model import Model
@@ -123,13 +122,13 @@ def test_steps_are_those_that_ran(didi, tmp_path, arguments, steps, monkeypatch)
 
 @pytest.mark.parametrize("order", ["random", "streams"])
 def test_the_plain_way_reveals_in_the_order_of_the_model(didi, order, monkeypatch):
-    orders, plain = [], sampling.naive_ancestral
+    orders, plain = [], rivals.NaiveSampler
 
-    def watched(*arguments, order, **settings):
+    def watched(*, order, **settings):
         orders.append(order)
-        return plain(*arguments, order=order, **settings)
+        return plain(order=order, **settings)
 
-    monkeypatch.setattr(sampling, "naive_ancestral", watched)
+    monkeypatch.setattr(rivals, "NaiveSampler", watched)
     code, _, err = didi("bench", *TINY, "--set", f"order={order}", "--against", "naive")
     assert code == 0, err
     assert set(orders) == {order}
@@ -180,11 +179,11 @@ def test_what_cannot_be_captured_on_a_gpu_is_remarked():
         config=config, device=torch.device("cuda"), is_accelerated=False, tokenizer=None,
         network=ARModel(config),
     )  # fmt: skip
-    plan = BenchPlan(source="x")
-    assert "neither compiled nor captured" in remark(model, plan)
-    assert remark(model, BenchPlan(source="x", fast=False)) is None
+    plan = BenchConfig(source="x")
+    assert "neither compiled nor captured" in note(model, plan)
+    assert note(model, BenchConfig(source="x", fast=False)) is None
     model.is_accelerated = True
-    assert remark(model, plan) is None
+    assert note(model, plan) is None
 
 
 def test_guided_rows_need_a_discriminator(didi, model, tmp_path, drawn):
@@ -207,7 +206,7 @@ def test_an_iteration_of_distillation_is_timed(didi, tmp_path):
     assert code == 0, err
     rows = rows_of(file)
     assert [row["name"] for row in rows] == ["small", "plain", "naive"]
-    assert all(row["steps"] == TOGETHER and row["ratio_to_first"] > 0 for row in rows)
+    assert all(row["steps"] == ITERATIONS and row["ratio_to_first"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +239,7 @@ def test_a_sweep_ends_where_memory_does(monkeypatch):
         return draw(self, num, **settings)
 
     monkeypatch.setattr(Model, "draw", small_only)
-    plan = BenchPlan(arch="small", model=CHANGES, steps=1, repeat=1, device="cpu")
+    plan = BenchConfig(arch="small", model=CHANGES, steps=1, repeat=1, device="cpu")
     rows = sweep(plan, "batch", (2, 8, 16)).rows
     assert [(row["name"], row["batch"]) for row in rows] == [
         ("small", 2), ("trunk", 2), ("small", 8), ("trunk", 8),
@@ -252,7 +251,7 @@ def test_a_sweep_ends_where_memory_does(monkeypatch):
 @pytest.mark.parametrize("name", ["batch", "length", "vocabulary"])
 def test_a_sweep_keeps_what_it_has_where_the_next_is_too_large_to_be_built(name):
     """As a row without a time."""
-    plan = BenchPlan(arch="small", model=CHANGES, batch=2, steps=1, repeat=1, device="cpu")
+    plan = BenchConfig(arch="small", model=CHANGES, batch=2, steps=1, repeat=1, device="cpu")
     rows = sweep(plan, name, (3, 10**14)).rows
     assert [row["name"] for row in rows] == ["small", "trunk", "small"]
     assert [row["seconds_median"] is None for row in rows] == [False, False, True]
@@ -297,13 +296,13 @@ def test_a_mistake_is_one_line(didi, arguments, message):
 
 
 def test_a_vocabulary_cannot_be_changed(model):
-    plan = BenchPlan(source=str(model), device="cpu")
+    plan = BenchConfig(source=str(model), device="cpu")
     with pytest.raises(UserError, match="--arch"):
         sweep(plan, "vocabulary", (8,))
 
 
 def test_a_sweep_leaves_out_lengths_that_a_model_does_not_read(model):
-    plan = BenchPlan(source=str(model), batch=1, steps=1, repeat=1, device="cpu")
+    plan = BenchConfig(source=str(model), batch=1, steps=1, repeat=1, device="cpu")
     rows = sweep(plan, "length", (4, 12, 99)).rows
     assert [row["length"] for row in rows if row["name"] == "trunk"] == [4, 12]
     with pytest.raises(UserError, match="reads 12 tokens"):
@@ -311,7 +310,7 @@ def test_a_sweep_leaves_out_lengths_that_a_model_does_not_read(model):
 
 
 def test_a_sweep_leaves_out_lengths_that_another_model_does_not_read(model):
-    plan = BenchPlan(
+    plan = BenchConfig(
         arch="small", model=CHANGES, against=(str(model),), batch=1, steps=1, repeat=1,
         device="cpu",
     )  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from didi_instruct.benchmarking import timing
+from didi_instruct.benchmarking.timing import time_cases
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
@@ -65,20 +66,16 @@ def test_models_that_compile_draw_every_batch_before_any_is_timed(settings, monk
     """As on a GPU, where a batch may bring shapes that are captured anew."""
     watched = Watched(monkeypatch, [99, 50, 99, 50, 1, 4, 3, 4])
     monkeypatch.setattr(latency, "pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(timing, "_kept", lambda *_: pytest.fail("nobody asks what is kept"))
-    monkeypatch.setattr(
-        timing, "_timed", lambda case, timing, seed, device: (_seconds(case, seed), 0)
-    )
+
+    def on_a_cpu(cases, rounds, place, **settings):
+        assert settings == {"warm_up": rounds, "measure_held": False}
+        return time_cases(cases, rounds, torch.device("cpu"), **settings)
+
+    monkeypatch.setattr(latency, "time_cases", on_a_cpu)
     rows = time_settings(settings, batch=2, rounds=2, device="cpu")
     turns = [(kind, seed) for seed in (0, 1) for kind in ("ar", "mdlm")]
     assert watched.drawn == [*turns, *turns]
     assert [row["seconds_range"] for row in rows] == [[1, 3], [4, 4]]
-
-
-def _seconds(case, seed):
-    started = timing.time.perf_counter()
-    case.run(seed)
-    return timing.time.perf_counter() - started
 
 
 def test_numbers_of_a_row_follow_from_its_seconds(settings, monkeypatch):

@@ -1,1 +1,1 @@
-"""Speed: cases timed side by side, and the plain ways of doing things that ours is told against."""
+"""Benchmarks: cases timed in turns, and the rivals that ours are compared with."""

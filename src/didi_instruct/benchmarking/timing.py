@@ -1,4 +1,4 @@
-"""Cases timed in turns, so that whatever slows the machine slows all of them alike."""
+"""Time cases in turns, so that whatever slows the machine slows all of them alike."""
 
 import gc
 import statistics
@@ -12,37 +12,38 @@ from torch import nn
 
 from didi_instruct.errors import UserError, first_line
 
-TOO_LARGE = (RuntimeError, MemoryError)
-"""What is raised where memory ends: by torch, which may say it in many ways, and by Python."""
+MEMORY_ERRORS = (RuntimeError, MemoryError)
+"""Raised where memory runs out: by torch, in many wordings, and by Python."""
 SEEDS = 2
-"""Seeds that runs go through: those of the warm-up, since a seed decides shapes."""
+"""Seeds that runs alternate between. The warm-up uses the same ones, since a seed decides shapes.
+"""
 Progress = Callable[[str, int, int], None]
-"""Told the case that runs next, and how many of how many runs are done."""
+"""Called before each run with the case's name, the runs done and the runs in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Something to time."""
+    """A piece of work to time."""
 
     name: str
     run: Callable[[int], object]
-    """Do it once; the number is a seed. A whole number that it returns is the steps it took."""
+    """Takes a seed. An integer that it returns is the number of steps it took."""
     batch: int
     length: int
     steps: int
-    """That are expected; what a run says counts."""
+    """Expected steps, used where `run` does not return a number."""
     batches: int = 1
-    """Batches of texts that a run makes."""
+    """Batches of texts per run."""
     networks: tuple[nn.Module, ...] = ()
-    """What it needs in memory whatever it does."""
-    elsewhere: Callable[[], int] | None = None
-    """Bytes of GPU memory that its last run held at most in another process."""
+    """Networks whose weights count towards its memory."""
+    peak_elsewhere: Callable[[], int] | None = None
+    """Peak GPU memory in bytes of its last run in another process."""
     note: str | None = None
-    """What a reader of the row has to know."""
+    """Note shown with the row."""
 
     @classmethod
     def impossible(cls, name: str, batch: int, length: int, steps: int, why: Exception) -> "Case":
-        """One that could not even be built, and fails for the same reason."""
+        """Return a case that could not be built, and fails for that reason when it is run."""
         reason = first_line(why)
 
         def run(seed: int) -> None:
@@ -53,24 +54,30 @@ class Case:
 
 @dataclass(slots=True)
 class Timing:
-    """What was measured of a case."""
+    """Measurements of a case."""
 
     seconds: list[float] = field(default_factory=list)
     peak: int | None = None
-    """Bytes of GPU memory: its networks, what it keeps between runs, the most a run adds."""
+    """Bytes of GPU memory: weights, what is kept between runs and the most that a run adds."""
     held: int = 0
-    """Bytes that it keeps between runs."""
+    """Bytes of GPU memory kept between runs."""
     steps: int | None = None
-    """That a run took, if it said so."""
+    """Steps of the last run, if it returned them."""
     busy: float | None = None
-    """Seconds of a run in which the GPU did something, if asked."""
+    """Seconds of a run in which the GPU was working."""
     failure: str | None = None
-    """Why it did not run, in a line."""
+    """Reason why it did not run, in one line."""
 
     @property
     def median(self) -> float | None:
-        """Of the seconds, if it ran."""
+        """Median of the seconds; None if it did not run."""
         return statistics.median(self.seconds) if self.seconds else None
+
+    def run(self, case: Case, seed: int) -> None:
+        """Run the case once and keep the steps it returns."""
+        result = case.run(seed)
+        if isinstance(result, int):
+            self.steps = result
 
 
 def time_cases(
@@ -81,15 +88,15 @@ def time_cases(
     *,
     warm_up: int | None = None,
     busy: bool = False,
-    weigh: bool = True,
+    measure_held: bool = True,
 ) -> list[Timing]:
     """Warm each case up, then time rounds of all of them.
 
-    What compiles does so in the warm-up; by default twice on a GPU, since the shapes of a second
-    run may be new, and once elsewhere. A case that fails (memory, most of the time) is left out of
-    what follows, and says why; only what the user can mend ends all. With `busy` a last, untimed
-    run of each tells how long a GPU worked. Without `weigh` nobody asks what a case keeps in
-    memory, for which memory is emptied around it.
+    Compilation happens in the warm-up: by default twice on a GPU, where a second run may bring new
+    shapes, and once elsewhere. A case that fails, usually for want of memory, is left out of later
+    rounds and keeps the reason; only a `UserError` ends the run. With `busy` a last, untimed run of
+    each case measures how long the GPU works. `measure_held=False` leaves out the memory kept
+    between runs, whose measurement empties the cache around a run.
     """
     timings = [Timing() for _ in cases]
     warm_up = warm_up or (2 if device.type == "cuda" else 1)
@@ -100,55 +107,52 @@ def time_cases(
                 progress(case.name, done, total)
             done += 1
             if timing.failure is None:
-                _take_turn(case, timing, turn, device, weigh)
+                _take_turn(case, timing, turn, device, measure_held)
     if busy and device.type == "cuda":
         for case, timing in zip(cases, timings, strict=True):
             if timing.failure is None:
-                with suppress(*TOO_LARGE):
-                    timing.busy = _seconds_busy(case, timing, 0)
+                with suppress(*MEMORY_ERRORS):
+                    timing.busy = _seconds_busy(case, timing)
     if progress is not None:
         progress("done", total, total)
     return timings
 
 
-def _take_turn(case: Case, timing: Timing, turn: int, device: torch.device, weigh: bool) -> None:
-    """Run a case once; turns below 0 are the warm-up."""
+def _take_turn(
+    case: Case, timing: Timing, turn: int, device: torch.device, measure_held: bool
+) -> None:
+    """Run a case once; negative turns are the warm-up."""
+    seed = turn % SEEDS
     try:
-        if turn < -1 and weigh:
-            timing.held = max(0, timing.held + _kept(case, timing, turn % SEEDS, device))
+        if turn < -1 and measure_held:
+            timing.held = max(0, timing.held + _bytes_held(case, timing, seed, device))
             return
-        seconds, peak = _timed(case, timing, turn % SEEDS, device)
+        seconds, peak = _timed_run(case, timing, seed, device)
     except UserError:
         raise
-    except Exception as error:  # whatever it is, the other rows are worth having
+    except Exception as error:  # of any kind: the other rows are worth having
         timing.failure = first_line(error)
         timing.seconds.clear()
         timing.peak = None
     if timing.failure is not None:
-        empty(device)  # out here nothing holds the tensors of the failed run any more
-    elif turn >= 0:  # in the turn before, memory that was given back is taken again
+        empty(device)  # after the except block, which holds the tensors of the failed run
+    elif turn >= 0:  # the last turn of the warm-up takes back the memory that was emptied
         timing.seconds.append(seconds)
         if device.type == "cuda":
-            there = 0 if case.elsewhere is None else case.elsewhere()
-            timing.peak = max(timing.peak or 0, _weights(case) + timing.held + peak + there)
+            elsewhere = 0 if case.peak_elsewhere is None else case.peak_elsewhere()
+            total = _bytes_of_weights(case) + timing.held + peak + elsewhere
+            timing.peak = max(timing.peak or 0, total)
 
 
-def _run(case: Case, timing: Timing, seed: int) -> None:
-    result = case.run(seed)
-    if isinstance(result, int):
-        timing.steps = result
-
-
-def _timed(case: Case, timing: Timing, seed: int, device: torch.device) -> tuple[float, int]:
-    """Seconds of a run, and the bytes it added at most."""
-    cuda = device.type == "cuda"
-    before = 0
+def _timed_run(case: Case, timing: Timing, seed: int, device: torch.device) -> tuple[float, int]:
+    """Return the seconds of a run and the most bytes it added."""
+    cuda, before = device.type == "cuda", 0
     if cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     started = time.perf_counter()
-    _run(case, timing, seed)
+    timing.run(case, seed)
     if cuda:
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
@@ -156,25 +160,25 @@ def _timed(case: Case, timing: Timing, seed: int, device: torch.device) -> tuple
     return seconds, peak
 
 
-def _kept(case: Case, timing: Timing, seed: int, device: torch.device) -> int:
-    """Run untimed; return the bytes that stay with the case.
+def _bytes_held(case: Case, timing: Timing, seed: int, device: torch.device) -> int:
+    """Run untimed; return the bytes that stay reserved.
 
-    By what is reserved: the memory inside of a CUDA graph is no longer counted as allocated.
+    Reserved, since memory inside a CUDA graph no longer counts as allocated.
     """
     empty(device)
     cuda = device.type == "cuda"
     before = torch.cuda.memory_reserved(device) if cuda else 0
-    _run(case, timing, seed)
+    timing.run(case, seed)
     empty(device)
     return torch.cuda.memory_reserved(device) - before if cuda else 0
 
 
-def _seconds_busy(case: Case, timing: Timing, seed: int) -> float | None:
-    """Seconds in which at least one kernel or copy of a run was under way; None: nobody may see."""
+def _seconds_busy(case: Case, timing: Timing) -> float | None:
+    """Seconds in which a kernel or copy of a run was under way; None without a profiler's data."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _run(case, timing, seed)
+        timing.run(case, 0)
         torch.cuda.synchronize()
     spans = [
         (event.time_range.start, event.time_range.end)
@@ -185,7 +189,7 @@ def _seconds_busy(case: Case, timing: Timing, seed: int) -> float | None:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of a line is covered by spans that may overlap."""
+    """Length of the union of intervals."""
     total, end = 0.0, -float("inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -193,15 +197,15 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _weights(case: Case) -> int:
+def _bytes_of_weights(case: Case) -> int:
     tensors = {id(t): t for n in case.networks for t in (*n.parameters(), *n.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def empty(device: torch.device) -> None:
-    """Give back what nobody holds on a GPU."""
+    """Release cached GPU memory that nothing holds."""
     if device.type == "cuda":
         gc.collect()
-        with suppress(RuntimeError):  # of a GPU that has failed, which its row has told
+        with suppress(RuntimeError):  # of a GPU that has failed, as its row says
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()

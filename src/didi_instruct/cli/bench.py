@@ -13,7 +13,9 @@ TABLE_WIDTH = 120
 """Characters that a table has at least, so that no name or number is cut."""
 
 if TYPE_CHECKING:
-    from didi_instruct.benchmarking.report import Bench
+    from collections.abc import Sequence
+
+    from didi_instruct.benchmarking.bench import Bench, Row
 
 
 def command(
@@ -66,16 +68,15 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
-    """Latency and throughput beside bare passes of the trunk; ratios within one run."""
-    from didi_instruct.api import bench as api
-    from didi_instruct.api.bench_distill import bench_distillation
-    from didi_instruct.api.bench_plan import BenchPlan
+    """Latency and throughput beside bare passes of the trunk; compare ratios within a run."""
+    from didi_instruct.benchmarking import bench as benchmarks
+    from didi_instruct.benchmarking.cases import BenchConfig
     from didi_instruct.cli.progress import ProgressBar
     from didi_instruct.config.parse import apply_overrides
 
     if json_file is not None:
         check_target(json_file)
-    plan = BenchPlan(
+    config = BenchConfig(
         source=source, arch=arch, model=apply_overrides({}, overrides or ()),
         against=tuple(name.strip() for name in against.split(",") if name.strip()),
         batch=batch, length=length, steps=steps, sampler=sampler, guided=guided, repeat=repeat,
@@ -89,11 +90,11 @@ def command(
             bar.update("Timing", done, total, "runs")
 
         if distill:
-            found = bench_distillation(plan, tell)
+            found = benchmarks.bench_distillation(config, tell)
         elif sweep is None:
-            found = api.bench(plan, tell)
+            found = benchmarks.bench(config, tell)
         else:
-            found = api.sweep(plan, *_sweep(sweep, api.SWEEPS), tell)
+            found = benchmarks.sweep(config, *_sweep(sweep, benchmarks.SWEEPS), tell)
     _show(found)
     if json_file is not None:
         found.write(json_file)
@@ -113,16 +114,54 @@ def _sweep(text: str, usual: "dict[str, tuple[int, ...]]") -> "tuple[str, tuple[
 
 def _show(found: "Bench") -> None:
     from rich.console import Console
-
-    from didi_instruct.benchmarking.report import notes, table
+    from rich.table import Table
 
     about = found.about
     compiled = "compiled and captured" if about["fast"] else "neither compiled nor captured"
     typer.echo(
-        f"{found.subject}: {about['device']}, {about['dtype']}, {about['threads']} threads, "
+        f"{found.model}: {about['device']}, {about['dtype']}, {about['threads']} threads, "
         f"{compiled}; medians of {about['repeat']}"
     )
+    busy = any(row["gpu_busy"] is not None for row in found.rows)
+    lines = [cells(row, busy=busy) for row in found.rows]
+    table = Table("", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for title in list(lines[0])[1:]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in lines:
+        table.add_row(*each.values())
     width = max(shutil.get_terminal_size().columns, TABLE_WIDTH)
-    Console(highlight=False, width=width).print(table(found))
-    for line in notes(found):
+    Console(highlight=False, width=width).print(table)
+    for line in notes(found.rows):
         typer.echo(line)
+
+
+def cells(row: "Row", *, busy: bool) -> dict[str, str]:
+    """A row of the table by column; `busy` adds the share of the time in which the GPU worked."""
+
+    def show(text: str, *names: str) -> str:
+        values = [row[name] for name in names]
+        return "-" if None in values else text.format(*values)
+
+    shape = [name for name in ("batch", "length", "steps", "vocabulary") if name in row]
+    return {
+        "name": row["name"],
+        **{name: str(row[name]) for name in shape},
+        "seconds": show("{:.4f}", "seconds_median"),
+        "min..max": show("{:.4f}..{:.4f}", "seconds_min", "seconds_max"),
+        "tokens/s": show("{:,.0f}", "tokens_per_second"),
+        "ms/step": show("{:.2f}", "ms_per_step"),
+        "GiB": show("{:.2f}", "peak_memory_gib"),
+        "ratio": show("{:.2f}", "ratio_to_first"),
+        **({"busy": show("{:.0%}", "gpu_busy")} if busy else {}),
+    }
+
+
+def notes(rows: "Sequence[Row]") -> list[str]:
+    """Lines about rows that did not run or are not on equal terms, each once."""
+    lines = []
+    for row in rows:
+        if row["note"]:
+            verb = " did not run" if row["seconds_median"] is None else ""
+            lines.append(f"{row['name']}{verb}: {row['note']}")
+    return list(dict.fromkeys(lines))

@@ -67,7 +67,7 @@ def time_settings(
         for setting, tokens in zip(alike.values(), written, strict=True)
     ]
     with fast_products():
-        timed = time_cases(cases, rounds, place, warm_up=warm_up, weigh=False)
+        timed = time_cases(cases, rounds, place, warm_up=warm_up, measure_held=False)
     if all(one.failure for one in timed):
         raise RuntimeError(f"no setting ran: {timed[0].failure}")
     found = {

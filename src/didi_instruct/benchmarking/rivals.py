@@ -1,37 +1,36 @@
-"""What a sampler is timed against: bare passes, the plain way, left to right."""
+"""What a sampler is compared with: bare passes, naive sampling and left-to-right models."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from didi_instruct.benchmarking.apart import Apart
-from didi_instruct.benchmarking.naive import naive_ancestral, naive_rgas
+from didi_instruct.benchmarking.isolated import Isolated
+from didi_instruct.benchmarking.naive_sampling import NaiveSampler
 from didi_instruct.benchmarking.timing import Case
-from didi_instruct.config.model import ModelConfig, Order
+from didi_instruct.config.model import ModelConfig
+from didi_instruct.model import Model
 from didi_instruct.models.ar import ARModel
-from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.network import Modulations, Network
-from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.autoregressive import autoregressive
 from didi_instruct.sampling.draw import DrawOptions
 from didi_instruct.sampling.engines.cuda import Decoders
 from didi_instruct.sampling.engines.cuda_graphs import capture
-from didi_instruct.sampling.guide import DiscriminatorGuide, Guidance
+from didi_instruct.sampling.guide import DiscriminatorGuide
 from didi_instruct.sampling.state import Canvas, State
 from didi_instruct.seeding import mix
 
 
-def floor_case(network: Network, start: Tensor, steps: Callable[[], int], *, fast: bool) -> Case:
-    """As many passes of the trunk alone as there are steps, on the whole batch: `trunk`.
+def trunk_case(network: Network, start: Tensor, steps: Callable[[], int], *, fast: bool) -> Case:
+    """`trunk`: bare passes of the trunk on the whole batch, one for each step of the sampler.
 
-    `steps` are asked for in each run: some samplers take others than are wanted. Compiled and
-    captured if `fast`: the time of bare, whole passes. A sampler saves the parts of them that it
-    does not need.
+    `steps` is called in each run, since some samplers take other numbers than they are asked for.
+    Passes are compiled and captured if `fast`. A sampler may be faster: it leaves out the parts of
+    a pass that it does not need.
     """
     sigma = torch.ones(len(start), device=start.device)
     passes: list[Callable[[], Tensor]] = []
@@ -52,7 +51,7 @@ def floor_case(network: Network, start: Tensor, steps: Callable[[], int], *, fas
 
 
 def _captured_trunk(network: Network, start: Tensor, sigma: Tensor) -> Callable[[], Tensor]:
-    assert isinstance(network, DiT), "others are not captured"
+    assert isinstance(network, DiT), "no other network is captured"
     mods = network.constants()
     inputs = (start,) if mods is not None else (start, network.modulations(sigma).c)
 
@@ -63,46 +62,32 @@ def _captured_trunk(network: Network, start: Tensor, sigma: Tensor) -> Callable[
     return functools.partial(capture(trunk, inputs), *inputs)
 
 
-def naive_case(
-    network: Network,
-    schedule: Schedule,
-    start: Tensor,
-    mask_id: int,
-    steps: int,
-    discriminator: Discriminator | None = None,
-    guidance: Guidance | None = None,
-    order: Order = "random",
-) -> Case:
-    """The plain way, unguided or guided by a discriminator: `naive`."""
-    guide = None if discriminator is None else DiscriminatorGuide(discriminator, schedule)
-
-    def denoiser(z: Tensor, t: Tensor) -> Tensor:
-        return network(z, schedule.sigma(t))
+def naive_case(model: Model, start: Tensor, steps: int, *, guided: bool) -> Case:
+    """`naive`: `NaiveSampler`, by RGAS if `guided`."""
+    network, critic = cast("Network", model.network), model.discriminator if guided else None
+    sampler = NaiveSampler(
+        denoiser=lambda z, t: network(z, model.schedule.sigma(t)),
+        schedule=model.schedule,
+        mask_id=model.mask_symbol,
+        steps=steps,
+        order=model.config.order,
+        guide=None if critic is None else DiscriminatorGuide(critic, model.schedule),
+    )
 
     def run(seed: int) -> None:
-        generator = torch.Generator(start.device).manual_seed(mix("naive", seed))
-        if guide is None:
-            naive_ancestral(
-                denoiser, schedule, start, mask_id, steps=steps, generator=generator, order=order,
-            )  # fmt: skip
-        else:
-            naive_rgas(
-                denoiser, schedule, guide, start, mask_id, steps=steps, generator=generator,
-                guidance=guidance, order=order,
-            )  # fmt: skip
+        sampler(start, torch.Generator(start.device).manual_seed(mix("naive", seed)))
 
-    networks = (network,) if guide is None else (network, guide.discriminator)
-    return _case("naive", run, start, steps, *networks)
+    return _case("naive", run, start, steps, network, critic)
 
 
 def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: bool) -> Case:
-    """A left-to-right model of the same shape with random weights, a pass per token: `ar`.
+    """`ar`: a left-to-right model of the same shape with random weights, one pass per token.
 
-    With a static cache and a CUDA graph if `fast`, else with a cache that grows.
+    With a static cache and a CUDA graph if `fast`, else with a growing cache.
     """
     batch, length = start.shape
     model = ARModel(left_to_right(config))
-    fill(model)
+    fill_zeros(model)
     model.to(start.device, dtype).eval()
     decoders = Decoders(model) if fast else None
 
@@ -114,9 +99,9 @@ def ar_case(config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: boo
 
 
 class TransformersDecoder:
-    """A GPT-2 of the same shape, as `transformers` decodes it, greedily.
+    """Greedy decoding of a GPT-2 of the same shape by `transformers`.
 
-    With a static cache and CUDA graphs if `fast`, else with a cache that grows.
+    With a static cache and CUDA graphs if `fast`, else with a growing cache.
     """
 
     def __init__(
@@ -154,38 +139,32 @@ class TransformersDecoder:
 def transformers_case(
     config: ModelConfig, start: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Case:
-    """`TransformersDecoder` as a row: `transformers`.
+    """`transformers`: `TransformersDecoder`, in a process of its own if `fast`.
 
-    If `fast`, in a process of its own: what it compiles clears caches that others' graphs need.
+    Its compilation clears caches that the graphs of other cases need.
     """
     batch, length = start.shape
     arguments = (config, batch, length, dtype, start.device, fast)
     if not fast:
         decoder = TransformersDecoder(*arguments)
         return _case("transformers", decoder, start, length, decoder.model)
-    apart = Apart(TransformersDecoder, *arguments, device=start.device)
-    case = _case("transformers", apart, start, length)
+    isolated = Isolated(TransformersDecoder, *arguments, device=start.device)
     note = "timed in a process of its own, in turns with the other rows and by the same clock"
-    return replace(case, elsewhere=lambda: apart.peak, note=note)
+    case = _case("transformers", isolated, start, length)
+    return replace(case, peak_elsewhere=lambda: isolated.peak, note=note)
 
 
 def left_to_right(config: ModelConfig) -> ModelConfig:
-    """The shape of an AR model with the trunk and the tokens of another."""
+    """Return the config of an AR model with the trunk and the tokens of another model."""
     return replace(
-        config,
-        kind="ar",
-        masks=1,
-        vocab_size=config.num_tokens + 1,
-        order="random",
-        end_id=None,
-        lengths=(),
-        time_conditioning=False,
-    )
+        config, kind="ar", masks=1, vocab_size=config.num_tokens + 1, order="random", end_id=None,
+        lengths=(), time_conditioning=False,
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def fill(network: torch.nn.Module, seed: int = 0) -> None:
-    """Give weights that start at zero small random values: GPUs run faster on zeros."""
+def fill_zeros(network: nn.Module, seed: int = 0) -> None:
+    """Fill weights that start at zero with small random values: GPUs are faster on zeros."""
     generator = torch.Generator().manual_seed(mix("weights", seed))
     for parameter in network.parameters():
         if not parameter.any():
@@ -195,6 +174,6 @@ def fill(network: torch.nn.Module, seed: int = 0) -> None:
 def _case(
     name: str, run: Callable[[int], object], start: Tensor, steps: int, *networks: object
 ) -> Case:
-    modules = tuple(n for n in networks if isinstance(n, torch.nn.Module))
+    modules = tuple(network for network in networks if isinstance(network, nn.Module))
     batch, length = start.shape
     return Case(name=name, run=run, batch=batch, length=length, steps=steps, networks=modules)

@@ -1,8 +1,9 @@
-"""An iteration of DiDi-Instruct the plain way, beside ours.
+"""An iteration of DiDi-Instruct written naively, to time ours against.
 
-Both are Algorithm 1 with the same loss. Ours reads each distinct state once and only the rows that
-count; here every text has its own all-masked pass, and laws of all positions over the whole
-vocabulary are kept, of the teacher too, in every iteration.
+Both are Algorithm 1 with the same loss and gradients. Ours reads each distinct state once and runs
+the output layer where it is needed; here every text has an all-masked pass of its own, and
+log-probabilities of all positions over the whole vocabulary are kept in every iteration, for the
+teacher too.
 """
 
 import copy
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.benchmarking.naive import draw_dense
+from didi_instruct.benchmarking.naive_sampling import draw_dense
 from didi_instruct.benchmarking.timing import Case
 from didi_instruct.config.didi import DiscriminatorConfig
 from didi_instruct.config.distill import DistillConfig
@@ -29,19 +30,19 @@ from didi_instruct.training.distributed import World
 from didi_instruct.training.loop import Metrics
 from didi_instruct.training.replica import Replica
 
-STEPS = 1_000_000
-"""Iterations of the settings, never reached."""
-TOGETHER = 4
-"""Iterations of a timed run: training does not wait for the end of each one either."""
+MAX_ITERATIONS = 1_000_000
+"""`train.steps`, never reached."""
+ITERATIONS = 4
+"""Iterations per timed run, since training does not wait for the end of each one either."""
 
 
 def dense_rollout(
     d: Distillation, batch: MicroBatch, tau: Tensor, prompts: Tensor | None
 ) -> Rollout:
-    """Texts drawn from dense laws; groups that share a z_τ are not known."""
+    """Draw texts from dense probabilities; groupings that share z_τ are not supported."""
     didi, noise = d.config.didi, batch.noise
     assert didi.grouping != "state", "texts of a group would share their first steps"
-    assert didi.score_decomposition, "the paper's own algorithm goes through z_τ"
+    assert didi.score_decomposition, "the paper's algorithm goes through z_τ"
     start, state = d.starts(noise.planned, None if prompts is None else prompts.cpu())
     z, tau = (each.to(d.world.device) for each in (start[state], tau))
     written = z == d.mask_id
@@ -67,7 +68,7 @@ def dense_rollout(
 
 
 def dense_path_score(d: Distillation, pair: Pair) -> PathScore:
-    """Scores from dense laws of student and teacher, state by state."""
+    """Eq. (9), KL and entropy from dense log-probabilities of student and teacher, by state."""
     didi, x, replica = d.config.didi, pair.rollout.x, d.student
     jumps = pair.rollout.jumps if didi.score_steps == "all" else pair.rollout.jumps[-1:]
     states = [(jump.z[jump.state], jump.t[jump.state]) for jump in jumps]
@@ -97,7 +98,7 @@ NAIVE: dict[str, Any] = {
     "path_score": dense_path_score,
     "keep_states": False,
 }
-"""Options of `distillation.didi.Didi` for the plain way."""
+"""Options of `distillation.didi.Didi` that make it naive."""
 
 
 @torch.no_grad()
@@ -113,7 +114,7 @@ def _log_probs(replica: Replica, network: Any, z: Tensor, t: Tensor) -> Tensor:
 
 
 def _means(values: Tensor, masked: Tensor) -> Tensor:
-    """Mean over the masks of each text: (B, L) -> (B,)."""
+    """Mean over the masked positions of each text: (B, L) -> (B,)."""
     total = torch.where(masked, values, 0.0).double().sum(1)
     return total / masked.sum(1).clamp(min=1)
 
@@ -122,45 +123,31 @@ def distill_case(
     name: str, network: DiT, batch: int, length: int, world: World, *,
     bf16: bool, compile: Compile, naive: bool = False,
 ) -> Case:  # fmt: skip
-    """One iteration from random reference texts; the networks are copies of one."""
-    config = DistillConfig(
-        # Both networks learn in every iteration, whatever the texts are.
-        discriminator=DiscriminatorConfig(
-            chance=0.0,
-            saturation=1.0,
-            trainable_blocks=min(4, network.config.layers),
-        ),
-        train=TrainConfig(
-            steps=STEPS,
-            batch_size=batch,
-            micro_batch=batch,
-            precision="bf16" if bf16 else "fp32",
-            compile=compile,
-        ),
-    )
+    """Iterations on random reference texts; student and teacher are copies of `network`."""
+    critic = DiscriminatorConfig(
+        # Neither network ever waits for the other, whatever the texts are.
+        chance=0.0, saturation=1.0, trainable_blocks=min(4, network.config.layers),
+    )  # fmt: skip
+    train = TrainConfig(
+        steps=MAX_ITERATIONS, batch_size=batch, micro_batch=batch, compile=compile,
+        precision="bf16" if bf16 else "fp32",
+    )  # fmt: skip
+    config = DistillConfig(discriminator=critic, train=train)
     student, teacher_network = copy.deepcopy(network), copy.deepcopy(network)
     teacher = Teacher(network=teacher_network, tokenizer=None, fingerprint="")
 
     def references(start: int, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(start)
-        shape = (count, length)
-        return torch.randint(network.config.num_tokens, shape, generator=generator)
+        return torch.randint(network.config.num_tokens, (count, length), generator=generator)
 
     options = NAIVE if naive else {}
-    task = make_task(
-        config,
-        teacher,
-        student,
-        world,
-        references=references,
-        **options,
-    )
+    task = make_task(config, teacher, student, world, references=references, **options)
     counter = itertools.count()
 
     def run(_: int) -> Metrics:
-        return [task.step(next(counter)) for _ in range(TOGETHER)][-1]
+        return [task.step(next(counter)) for _ in range(ITERATIONS)][-1]
 
     return Case(
-        name=name, run=run, batch=batch, length=length, steps=TOGETHER, batches=TOGETHER,
+        name=name, run=run, batch=batch, length=length, steps=ITERATIONS, batches=ITERATIONS,
         networks=(teacher_network, *(part.network for part in task.parts.values())),
     )  # fmt: skip

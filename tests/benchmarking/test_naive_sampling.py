@@ -1,4 +1,4 @@
-"""The plain way of sampling has the law of ours, or its speed would say nothing."""
+"""Naive sampling has the law of ours: else its speed would say nothing."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.sampling.enumeration import (
 )
 from tests.sampling.toys import LINEAR, TINY, ToyGuide, toy_of
 
-from didi_instruct.benchmarking.naive import draw_dense, naive_ancestral, naive_rgas, tilt_dense
+from didi_instruct.benchmarking.naive_sampling import NaiveSampler, draw_dense
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.process.masking import interleaved_times, interleaved_turns
 from didi_instruct.process.schedule import Cosine, LogLinear
@@ -30,13 +30,17 @@ BLANK = torch.full((20_000, 4), MASK)
 TILTING = Guidance(h_start=1.0, h_end=4.0, split=1.0, clamp=0.3)
 
 
-def draw(steps, *, guidance=None, scale=1.0, language=TINY, schedule=LINEAR, start=BLANK, **run):
-    """Texts by the plain way, guided where there is guidance."""
-    run |= {"steps": steps, "generator": torch.Generator().manual_seed(1)}
-    if guidance is None:
-        return naive_ancestral(language.denoiser, schedule, start, MASK, **run)
-    guide = ToyGuide(3, scale=scale)
-    return naive_rgas(language.denoiser, schedule, guide, start, MASK, guidance=guidance, **run)
+def sampler(steps, guidance=None, *, scale=1.0, language=TINY, schedule=LINEAR, order="random"):
+    """Ancestral, or guided where there is guidance."""
+    guided = {} if guidance is None else {"guide": ToyGuide(3, scale=scale), "guidance": guidance}
+    return NaiveSampler(
+        denoiser=language.denoiser, schedule=schedule, mask_id=MASK, steps=steps, order=order,
+        **guided,
+    )  # fmt: skip
+
+
+def draw(*settings, start=BLANK, **more):
+    return sampler(*settings, **more)(start, torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -67,7 +71,7 @@ def law_of_streams(steps, guide=None):
 @pytest.mark.parametrize("steps", [2, 3])
 def test_the_order_of_a_model_is_kept(steps):
     """Chi-square over 81 texts; the law of a random order, or without tilting, must fail it."""
-    plain, tilted = (draw(steps, guidance=g, order="streams") for g in (None, TILTING))
+    plain, tilted = (draw(steps, g, order="streams") for g in (None, TILTING))
     assert_follows(plain, law_of_streams(steps), 3)
     assert_follows(tilted, law_of_streams(steps, ToyGuide(3)), 3)
     assert not follows(tilted, law_of_streams(steps), 3)
@@ -102,14 +106,14 @@ def test_dense_tilting_is_ours(reward, monkeypatch):
     state = State(Canvas(z, MASK, torch.arange(3)))
     guided.rgas(toy_of(), LINEAR, guide, state, steps=1, guidance=guidance)
     logits, masked = TINY.denoiser(z), z == MASK
-    theirs = tilt_dense(guide, logits, z, MASK, 1.0, 5.0, 0.3, reward)
+    theirs = sampler(1, guidance).tilted(logits, z, 1.0, 5.0)
     torch.testing.assert_close(theirs[masked], heard[0])
     assert float((theirs - logits)[masked].abs().max()) > 0.1
     torch.testing.assert_close(theirs[~masked], logits[~masked])
 
 
 def test_tilting_has_the_enumerated_law():
-    assert_follows(draw(2, guidance=TILTING), law_of_tilting(TINY, ToyGuide(3), TILTING, 2), 3)
+    assert_follows(draw(2, TILTING), law_of_tilting(TINY, ToyGuide(3), TILTING, 2), 3)
 
 
 @pytest.mark.parametrize(("score", "select"), [("sum", "sample"), ("mean", "best")])
@@ -119,6 +123,6 @@ def test_reranking_has_the_enumerated_law(score, select):
     guidance = Guidance(candidates=2, split=0.0, score=score, select=select)
     law = law_of_reranking(language, ToyGuide(3, scale=2.0), guidance, 2)
     run = {"scale": 2.0, "language": language, "start": BLANK[:, :2]}
-    assert_follows(draw(2, guidance=guidance, **run), law, 3)
-    alone = draw(2, guidance=Guidance(candidates=1, split=0.0), **run)
+    assert_follows(draw(2, guidance, **run), law, 3)
+    alone = draw(2, Guidance(candidates=1, split=0.0), **run)
     assert not follows(alone, law, 3)
