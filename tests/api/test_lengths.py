@@ -6,8 +6,8 @@ import pytest
 
 from didi_instruct.api.lengths import evaluate_lengths, joined, mean_row
 from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import Quality
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.terminal import render_terminal
 
@@ -45,7 +45,7 @@ def test_what_one_length_lacks_has_no_mean():
 def quality(length, value):
     real = row(length, model="real", entropy=2.9) | {"steps": None, "nfe": None}
     rows = [row(length, steps, entropy=value + steps / 100) for steps in (8, 16)]
-    return Quality(rows=rows, baseline=[], judge=None, reference=real, controls=(real,))
+    return Evaluation(rows=rows, baseline=[], judge=None, reference=real, controls=(real,))
 
 
 def test_tables_join_row_by_row_and_are_shown_by_length():

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from didi_instruct.api import lengths
-from didi_instruct.api.quality import Quality
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.reproduce import proteins
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.items_proteins import WAYS
@@ -56,7 +56,7 @@ def test_a_row_has_numbers_by_length_and_their_mean(monkeypatch, tmp_path):
             for n in plan.steps
         ]  # fmt: skip
         real = {**rows[0], "model": "real", "nfe": None, "passes": None, "cluster_size": None}
-        return Quality(rows=rows, baseline=[], judge=None, reference={}, controls=(real,))
+        return Evaluation(rows=rows, baseline=[], judge=None, reference={}, controls=(real,))
 
     monkeypatch.setattr(lengths, "evaluate_quality", evaluate)
     chains = tmp_path / "run"

@@ -7,8 +7,9 @@ from itertools import chain
 from typing import Any
 
 from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import Quality, evaluate_quality
+from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.measuring import Progress, Row
 
 
@@ -20,7 +21,7 @@ def evaluate_lengths(
     *,
     progress: Progress | None = None,
     **settings: Any,
-) -> Quality:
+) -> Evaluation:
     """Evaluate at each length as `evaluate_quality` does, with rows of means over lengths.
 
     Samples are drawn and compared at each length alone; a mean weighs all lengths equally.
@@ -43,13 +44,13 @@ def evaluate_lengths(
     return found[0] if len(found) == 1 else joined(found, [n for n in lengths if n is not None])
 
 
-def joined(found: Sequence[Quality], lengths: Sequence[int]) -> Quality:
+def joined(found: Sequence[Evaluation], lengths: Sequence[int]) -> Evaluation:
     """One table of several, in the order of their rows: each row at all lengths, then its mean.
 
     The `length` of a row is the one that was asked for, though its window may be longer.
     """
     reference = [quality.reference for quality in found if quality.reference]
-    return Quality(
+    return Evaluation(
         rows=_with_means([quality.rows for quality in found], lengths),
         baseline=_with_means([quality.baseline for quality in found], lengths),
         judge=found[0].judge,

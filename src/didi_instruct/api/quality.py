@@ -1,7 +1,7 @@
 """Sample quality: draw, keep, judge, compare; every part is kept in a folder and done once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from didi_instruct.api.chain_sets import read_chain_set, shuffled_set
@@ -13,6 +13,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.compare import compare
 from didi_instruct.evaluation.describing import check_comparable, complete
+from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.judges import Judge
 from didi_instruct.evaluation.measuring import Begun, Folding, Measured, Progress, Row, Yardstick
 from didi_instruct.evaluation.rows import METRICS
@@ -23,7 +24,7 @@ from didi_instruct.model import load
 from didi_instruct.models.ar import ARModel
 from didi_instruct.proteins.chains import is_fasta
 
-__all__ = ["Plan", "Quality", "Studio", "check_metrics", "evaluate_quality"]
+__all__ = ["Plan", "Studio", "check_metrics", "evaluate_quality"]
 
 NEED_A_PATH = ("path-kl", "ar-kl")
 """Measures of samplers, not of text."""
@@ -32,22 +33,6 @@ OF_A_SAMPLER = (
     "batch_size", "device",
 )  # fmt: skip
 """What real text does not have."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quality:
-    """What `didi eval` found."""
-
-    rows: list[Row]
-    baseline: list[Row]
-    """Of the model that the rows are compared with."""
-    judge: str | None
-    reference: Row
-    """The same measures of the reference text; empty without one."""
-    samples: tuple[SampleSet, ...] = ()
-    """Those behind the rows, the baseline's last."""
-    controls: tuple[Row, ...] = ()
-    """Rows that no sampler wrote: real chains, shuffled ones, those of a file."""
 
 
 def evaluate_quality(
@@ -67,7 +52,7 @@ def evaluate_quality(
     device: str | None = None,
     dtype: str | None = None,
     progress: Progress | None = None,
-) -> Quality:
+) -> Evaluation:
     """Draw from models (or read saved samples), measure, and compare with a baseline.
 
     A source that is a FASTA file is measured as it is. `reference` is text or a file of samples.
@@ -119,7 +104,7 @@ def evaluate_quality(
         _unsampled(row.row, s, len(sets[0]), metrics)
         for (s, _), row in zip(beside, found[len(sets) + len(rivals) :], strict=True)
     ]
-    return Quality(
+    return Evaluation(
         rows=[complete(r) for r in map(_without_sampler, compared)],
         baseline=[complete(row.row) for row in baseline],
         judge=None if judge is None else judge.name,

@@ -13,8 +13,8 @@ from didi_instruct.cli.likelihood import default_folder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from didi_instruct.api.quality import Quality
     from didi_instruct.data.readers import ReadOptions
+    from didi_instruct.evaluation.evaluate import Evaluation
 
 
 def quality(
@@ -82,7 +82,7 @@ def quality(
     _write(found, name, folder, json_file)
 
 
-def _write(found: "Quality", name: str, folder: Path, json_file: Path | None) -> None:
+def _write(found: "Evaluation", name: str, folder: Path, json_file: Path | None) -> None:
     """Write JSON and report, and say where they are."""
     from didi_instruct.api.evaluate import Report
 
@@ -99,7 +99,7 @@ def _write(found: "Quality", name: str, folder: Path, json_file: Path | None) ->
         typer.echo(f"Wrote {json_file}")
 
 
-def _report(folder: Path, found: "Quality") -> Path:
+def _report(folder: Path, found: "Evaluation") -> Path:
     """Write the report that people look at, and print the heart of it."""
     import shutil
 
@@ -125,7 +125,7 @@ def _report(folder: Path, found: "Quality") -> Path:
     return page
 
 
-def _controls(found: "Quality") -> list[dict[str, Any]]:
+def _controls(found: "Evaluation") -> list[dict[str, Any]]:
     """Rows that no sampler wrote, but for the one that is the reference's."""
     from didi_instruct.evaluation.samples import REAL
 
