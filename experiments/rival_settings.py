@@ -12,6 +12,7 @@ them.
 
 import argparse
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 
 from rivals import ORACLE, Told, foretold, paced, table_jobs, truth
 
-from didi_instruct.evaluation.compare import Point, equal_nfe, vsf
+from didi_instruct.evaluation.frontier import Point, log_vsf
+from didi_instruct.evaluation.measuring import plain
 from didi_instruct.evaluation.training_curves import read_log
 from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.baselines_compared import BASELINE
@@ -188,8 +190,8 @@ def main() -> None:
         for row in results[job.key]:
             told = {name: row.get(name) for name in TOLD}
             line = {"role": role, "changed": change, "seed": seed, "nfe": row["nfe"], **told}
-            equals = equal_nfe(baselines.get(row["seed"], ()), row["nfe"])
-            line |= {"vsf": vsf(Point.of(row), equals).value}
+            equals = [p for p in baselines.get(row["seed"], ()) if p.nfe == row["nfe"]]
+            line |= {"vsf": plain(math.exp(log_vsf(Point.of(row), equals)[0]))}
             fact = facts.get(_place(folder, row), {})
             line |= {name: fact[name] for name in ("mistakes", "latent_share") if fact}
             found.append(line | ({"waits": waits} if waits else {}))

@@ -7,8 +7,9 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation import probes
-from didi_instruct.evaluation.compare import path_kl
 from didi_instruct.evaluation.probes import Split, ar_kl
+from didi_instruct.evaluation.quick import path_gaps
+from didi_instruct.evaluation.stats import mean_and_error
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.sampling.ancestral import ancestral
@@ -107,21 +108,21 @@ def test_independent_words_show_all_of_their_distance(language):
     Both are estimated, the bound from a fifth of the samples: |z| < 4 (6e-5), 1 nat to learn.
     """
     samples = draw(language, steps=1)
-    exact = path_kl(samples, language.log_prob)
+    exact, error = mean_and_error(path_gaps(samples, language.log_prob))
     nats = -language.log_prob(samples.tokens)
     result = ar_kl(samples.tokens, nats, language.num_tokens, **SMALL | {"steps": 100})
-    error = math.hypot(result.se, exact.path_kl_se)
-    assert exact.path_kl - 4 * error - 1 < result.kl_lower < exact.path_kl + 4 * error
+    error = math.hypot(result.se, error)
+    assert exact - 4 * error - 1 < result.kl_lower < exact + 4 * error
 
 
 def test_two_steps_lie_between_nothing_and_the_path_kl(language):
     """Significantly: 4 standard errors on both sides."""
     samples = draw(language, steps=2)
-    upper = path_kl(samples, language.log_prob)
+    upper, error = mean_and_error(path_gaps(samples, language.log_prob))
     nats = -language.log_prob(samples.tokens)
     result = ar_kl(samples.tokens, nats, language.num_tokens, **SMALL | {"steps": 100})
     assert 4 * result.se < result.kl_lower
-    assert result.kl_lower + 4 * result.se < upper.path_kl - 4 * upper.path_kl_se
+    assert result.kl_lower + 4 * result.se < upper - 4 * error
 
 
 def test_noise_cannot_be_learned_from_the_samples_it_is_measured_on():

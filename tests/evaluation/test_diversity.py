@@ -16,7 +16,6 @@ from didi_instruct.evaluation.diversity import (
     unique_with_interval,
     word_ids,
 )
-from didi_instruct.evaluation.stats import bootstrap
 
 
 def ngrams(text, n):
@@ -240,48 +239,11 @@ def test_the_distinct_share_of_few_or_equal_samples():
         (lambda: unigram_entropy(torch.zeros(2, 3).long(), torch.tensor([1])), "2 lengths"),
         (lambda: unigram_entropy(torch.zeros(1, 3).long(), torch.tensor([4])), "greater"),
         (lambda: unique_with_interval([[1, 2], [3]], n=4), "smaller n"),
-        (lambda: bootstrap([1.0]), "2 or more"),
-        (lambda: bootstrap([1.0, 2.0], samples=0), "samples is 0"),
-        (lambda: bootstrap(np.zeros((4, 2))), "callable"),
     ],
 )
 def test_mistakes_are_named(call, message):
     with pytest.raises(UserError, match=message):
         call()
-
-
-def test_the_bootstrap_interval_covers_the_mean():
-    """1,200 normal data sets of 100 values.
-
-    The percentile interval of the mean is nearly mean ± 1.96 s/√n, s the root mean square
-    deviation, which covers with the probability that |t| < 1.95 at 99 degrees of freedom, 94.6%;
-    0.2% less because its ends are quantiles of 1,000 draws. Tolerance 4 standard errors (0.027),
-    a false-alarm rate of 6e-5 over seeds.
-    """
-    data = np.random.default_rng(0).normal(3.0, 2.0, size=(1200, 100))
-    intervals = np.array([bootstrap(x, seed=i) for i, x in enumerate(data)])
-    covered = (intervals[:, 0] < 3) & (intervals[:, 1] > 3)
-    assert covered.mean() == pytest.approx(0.944, abs=0.027)
-
-
-def test_the_bootstrap_takes_any_statistic():
-    """A ratio of sums, and the mean: the same draws whichever way it is computed."""
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(50, 150, size=400)
-    nats = tokens * generator.normal(3.0, 0.2, size=400)
-    table = np.stack([nats, tokens], 1)
-    low, high = bootstrap(table, statistic=lambda rows: rows[:, 0].sum() / rows[:, 1].sum())
-    assert low < nats.sum() / tokens.sum() < high
-    # Values spread by 0.2, weighted by lengths: standard error 0.2/√400 · √(1 + cv²) ≈ 0.0104.
-    assert (high - low) / 2 / 1.96 == pytest.approx(0.0104, rel=0.25)
-    assert bootstrap(nats) == pytest.approx(bootstrap(nats, statistic=lambda x: float(x.mean())))
-
-
-def test_the_bootstrap_does_not_depend_on_memory(monkeypatch):
-    values = np.random.default_rng(0).normal(size=51)
-    expected = bootstrap(values, seed=3)
-    monkeypatch.setattr("didi_instruct.evaluation.stats.DRAWS_AT_ONCE", 200)
-    assert bootstrap(values, seed=3) == expected != bootstrap(values, seed=4)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,20 +1,22 @@
+"""The frontier against closed forms; every resample against itself alone."""
+
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.compare import (
+from didi_instruct.evaluation.frontier import (
     Point,
     Setting,
-    Vsf,
     curves,
-    equal_nfe,
     equal_passes,
-    log_vsf_resampled,
+    log_vsf,
     sweep,
-    vsf,
+    why_not,
 )
 
 
@@ -31,9 +33,8 @@ def line(offset, slope, entropies, vary="temperature"):
 
 
 def frontier(baseline, entropy):
-    """Perplexity of the frontier, from the ratio that a perplexity of 1 has to it."""
-    ratio = vsf(point(1.0, entropy), baseline).value
-    return None if ratio is None else 1 / ratio
+    """Perplexity of the frontier, NaN where no curve reaches."""
+    return math.exp(-log_vsf(point(1.0, entropy), baseline)[0])
 
 
 TEACHER = [
@@ -45,42 +46,29 @@ TEACHER = [
 ]
 
 
-@pytest.mark.parametrize("entropy", [4.0, 4.03, 4.2, 4.41, 4.5])
-def test_a_log_linear_sweep_is_interpolated_exactly(entropy):
-    baseline = line(-10, 3.5, [4.0, 4.2, 4.3, 4.5])
-    expected = math.exp(-10 + 3.5 * entropy)
-    assert frontier(baseline, entropy) == pytest.approx(expected, rel=1e-12)
-    result = vsf(point(0.7 * expected, entropy), baseline)
-    assert result.value == pytest.approx(0.7, rel=1e-12)
-    assert result.reason == ""
-
-
-def test_between_two_settings_the_perplexity_is_their_weighted_geometric_mean():
-    """A quarter of the way from 100 to 400, where a line through perplexities would say 175."""
-    baseline = [point(100, 4.0, temperature=0.8), point(400, 4.4)]
-    assert frontier(baseline, 4.1) == pytest.approx(100**0.75 * 400**0.25)
-
-
-@pytest.mark.parametrize("entropy", [4.05, 4.25, 4.3, 4.35, 4.45])
+@pytest.mark.parametrize("entropy", [4.05, 4.2, 4.25, 4.3, 4.41, 4.45])
 def test_the_frontier_is_the_lower_of_two_crossing_sweeps(entropy):
-    """Different settings, knots at different entropies; they cross at 4.3."""
+    """Each is interpolated exactly; knots at different entropies; they cross at 4.3."""
     steep = line(-10 - 0.8 * 4.3, 4.3, [4.0, 4.2, 4.5])
     flat = line(-10, 3.5, [4.05, 4.3, 4.45], vary="top_p")
+    assert frontier(steep, entropy) == pytest.approx(math.exp(-13.44 + 4.3 * entropy), rel=1e-12)
     lower = min(-13.44 + 4.3 * entropy, -10 + 3.5 * entropy)
-    assert frontier([*steep, *flat], entropy) == pytest.approx(math.exp(lower))
-    assert frontier([*flat[::-1], *steep[::-1]], entropy) == pytest.approx(math.exp(lower))
+    assert frontier([*steep, *flat], entropy) == pytest.approx(math.exp(lower), rel=1e-12)
 
 
 def test_sweeps_of_two_settings_or_budgets_are_not_joined():
-    """A line from the lowest temperature to the lowest top-p would pass under both curves."""
+    """A line from the lowest temperature to the lowest top-p would pass under both curves.
+
+    A quarter of the way from 100 to 400 is their weighted geometric mean, where a line through
+    perplexities would say 175.
+    """
     cold, nucleus, plain = (
         point(100, 4.0, temperature=0.5), point(120, 4.2, top_p=0.5), point(400, 4.4)
     )  # fmt: skip
-    through_plain = 100**0.5 * 400**0.5
     assert frontier([cold, nucleus, plain], 4.2) == pytest.approx(120)
     assert frontier([cold, nucleus, plain], 4.1) == pytest.approx(100**0.75 * 400**0.25)
-    assert frontier([cold, plain], 4.2) == pytest.approx(through_plain)
-    assert frontier([cold, replace(plain, nfe=16)], 4.2) is None
+    assert frontier([cold, plain], 4.2) == pytest.approx(math.sqrt(100 * 400))
+    assert math.isnan(frontier([cold, replace(plain, nfe=16)], 4.2))
 
 
 def test_a_grid_of_both_settings_is_swept_along_each():
@@ -107,97 +95,111 @@ def test_neighbours_are_those_of_the_sweep_not_of_the_entropy():
     assert frontier(baseline, 4.25) == pytest.approx(math.exp(min(passages)))
 
 
+def test_a_curve_that_falls_with_its_setting_reaches_between_its_ends():
+    """Entropy may fall where the temperature rises; a line has no direction."""
+    baseline = [point(400, 4.4, temperature=0.8), point(100, 4.0, temperature=0.9)]
+    assert frontier(baseline, 4.1) == pytest.approx(100**0.75 * 400**0.25)
+
+
 def test_the_frontier_lies_on_its_own_points_and_ties_take_the_lower():
-    for setting in TEACHER:
-        ratio = vsf(setting, TEACHER).value
-        assert ratio is not None
-        assert ratio >= 1
-    assert vsf(TEACHER[0], TEACHER).value == 1
-    assert vsf(TEACHER[-1], TEACHER).value == 1
-    assert vsf(point(100, 4.3), TEACHER).value is None
-    twins = [point(100, 4.0, temperature=0.8), point(80, 4.0, temperature=0.9), point(90, 4.0)]
+    ratios = [log_vsf(setting, TEACHER)[0] for setting in TEACHER]
+    assert min(ratios) == ratios[0] == ratios[-1] == 0
+    twins = [point(100, 4.0, temperature=0.8), point(80, 4.0, temperature=0.9)]
     assert frontier(twins, 4.0) == pytest.approx(80)
-    assert frontier([*TEACHER, *TEACHER], 4.85) == frontier(TEACHER, 4.85)
-
-
-def test_a_single_setting_compares_at_its_own_entropy_alone():
-    only = [point(100, 4.5)]
-    assert vsf(point(80, 4.5), only).value == pytest.approx(0.8)
-    assert vsf(point(80, 4.5 + 1e-9), only).value is None
-    assert vsf(point(80, 4.5 - 1e-9), only).value is None
+    for off in (-1e-9, 1e-9):
+        assert math.isnan(frontier(twins, 4.0 + off))
 
 
 def test_the_ratio_follows_changes_of_scale():
     """A unit of entropy or of perplexity changes nothing; only the order of settings matters."""
     student = point(200, 4.83)
-    ratio = vsf(student, TEACHER).value
-    assert ratio is not None
 
     def everywhere(change):
-        return vsf(change(student), [change(p) for p in TEACHER]).value
+        return log_vsf(change(student), [change(p) for p in TEACHER])[0]
 
+    ratio = everywhere(lambda p: p)
     bits = everywhere(lambda p: replace(p, entropy=p.entropy / math.log(2) - 1))
     scaled = everywhere(lambda p: replace(p, perplexity=3 * p.perplexity))
     power = everywhere(lambda p: replace(p, perplexity=p.perplexity**0.5))
     warped = everywhere(lambda p: replace(p, temperature=p.temperature**5, top_p=p.top_p**3))
-    assert [bits, scaled, warped] == pytest.approx([ratio] * 3)
-    assert power == pytest.approx(ratio**0.5)
+    assert [bits, scaled, warped, 2 * power] == pytest.approx([ratio] * 4)
 
 
-@pytest.mark.parametrize("entropy", [4.80, 4.85, 4.90, 4.94])
-def test_a_second_sweep_never_raises_the_frontier(entropy):
-    temperatures = frontier([p for p in TEACHER if p.top_p == 1], entropy)
-    both = frontier(TEACHER, entropy)
-    assert temperatures is not None
-    assert both is not None
-    assert both <= temperatures
-
-
-@pytest.mark.parametrize(
-    ("entropy", "words"),
-    [
-        (4.6, "below all that the baseline reaches (4.7 to 4.942)"),
-        (4.95, "above all that the baseline reaches (4.7 to 4.942)"),
-    ],
+points = st.builds(
+    point,
+    st.floats(2, 500),
+    st.sampled_from([4.0, 4.25, 4.5, 5.0]),
+    nfe=st.sampled_from([8, 16]),
+    temperature=st.sampled_from([0.7, 0.8, 0.9, 1.0]),
+    top_p=st.sampled_from([0.9, 1.0]),
 )
-def test_outside_the_sweeps_there_is_no_value_but_a_reason(entropy, words):
-    result = vsf(point(100, entropy), TEACHER)
-    assert result.value is None
-    assert words in result.reason
 
 
-def test_gaps_empty_baselines_and_numbers_that_are_none_say_so():
+sweeps = st.lists(points, max_size=8, unique_by=lambda p: (p.nfe, p.temperature, p.top_p))
+
+
+@given(points, sweeps, st.integers(0, 2**32), st.randoms())
+def test_every_column_is_what_it_is_alone_in_whatever_order(own, baseline, seed, random):
+    """The frontier is made anew in every resample, also where one leaves its curves or bends one.
+
+    Without resamples of one point the data alone are compared.
+    """
+    generator = np.random.default_rng(seed)
+
+    def resampled(p):
+        noise = np.round(generator.normal(size=(2, 6)), 1)  # coarse, so that some coincide
+        return replace(p, resamples=np.array([[p.entropy], [math.log(p.perplexity)]]) + noise / 4)
+
+    def alone(p, k):
+        entropy, log_perplexity = p.columns[:, k]
+        return replace(p, entropy=entropy, perplexity=math.exp(log_perplexity), resamples=None)
+
+    noisy, *others = (resampled(p) for p in (own, *baseline))
+    found = log_vsf(noisy, others)
+    expected = [log_vsf(alone(noisy, k), [alone(p, k) for p in others])[0] for k in range(7)]
+    np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=1e-12)
+    assert len(found) == (7 if others else 1)
+    random.shuffle(others)
+    np.testing.assert_allclose(log_vsf(noisy, others), found, rtol=0, atol=1e-12)
+    if others:
+        np.testing.assert_array_equal(log_vsf(own, others), found[:1])
+
+
+@given(sweeps.filter(len), sweeps, st.sampled_from([4.0, 4.1, 4.25, 4.7]))
+def test_a_further_budget_never_raises_the_frontier(some, more, entropy):
+    """Settings of other budgets are curves of their own: none is bent, so the lowest can only fall.
+
+    What an entropy that no curve reaches is told is why.
+    """
+    before = frontier(some, entropy)
+    after = frontier([*some, *(replace(p, nfe=32) for p in more)], entropy)
+    assert math.isnan(before) or after <= before * (1 + 1e-12)
+    if math.isnan(before):
+        assert f"entropy {entropy:g} " in why_not(entropy, some)
+
+
+def test_outside_of_the_curves_there_is_a_reason():
     apart = line(0, 1, [4.0, 4.2]) + [replace(p, nfe=16) for p in line(0, 1, [4.5, 4.9])]
-    assert vsf(point(9, 4.3), apart) == Vsf(
-        None, "entropy 4.3 lies in a gap between the baseline's curves (4 to 4.2 and 4.5 to 4.9)"
-    )
-    assert vsf(point(9, 4.3), []).reason == "the baseline has no point to compare with"
-    for bad in (point(math.nan, 4.3), point(math.inf, 4.3), point(9, math.nan), point(0, 4.3)):
-        result = vsf(bad, TEACHER)
-        assert result.value is None
-        assert "nothing to compare" in result.reason
+    reach = "(4 to 4.2 and 4.5 to 4.9)"
+    assert why_not(3.9, apart) == f"entropy 3.9 is below all that the baseline reaches {reach}"
+    assert why_not(4.95, apart) == f"entropy 4.95 is above all that the baseline reaches {reach}"
+    gap = f"entropy 4.3 lies in a gap between the baseline's curves {reach}"
+    assert why_not(4.3, apart) == gap
+    assert why_not(4.3, []) == "the baseline has no point to compare with"
+    assert "(4.7 to 4.942)" in why_not(4.6, TEACHER)
 
 
-def test_a_setting_without_a_number_interrupts_its_curve():
-    baseline = line(0, 1, [4.0, 4.2, 4.4, 4.6])
-    baseline[1] = replace(baseline[1], perplexity=math.inf)
-    assert frontier(baseline, 4.0) == pytest.approx(math.exp(4.0))
-    assert frontier(baseline, 4.3) is None
-    assert frontier(baseline, 4.5) == pytest.approx(math.exp(4.5))
-
-
-def test_the_sets_to_compare_with():
+def test_the_largest_budget_that_is_not_dearer():
     points = [
         point(p, 4.9, nfe=n, passes=c, temperature=t)
         for p, n, c, t in [
             (400, 8, 7.01, 1.0), (300, 8, 7.02, 0.9), (200, 16, 15.0, 1.0), (150, 32, 31.0, 1.0)
         ]
     ]  # fmt: skip
-    assert equal_nfe(points, 8) == points[:2]
-    assert equal_nfe(points, 9) == []
     assert equal_passes(points, 24.0) == [points[2]]
     assert equal_passes(points, 31.0) == [points[3]]
-    assert equal_passes(points, 1000.0) == [points[3]]
+    assert equal_passes(points, 30.7) == equal_passes(points, 1000.0) == [points[3]]
+    assert equal_passes(points, 30.6) == [points[2]], "1% is nearly equal, more is not"
     assert equal_passes(points, 6.0) == []
     for nearly in (6.95, 7.015, 7.2):
         assert equal_passes(points, nearly) == points[:2], "coins and batches make no other budget"
@@ -208,38 +210,9 @@ def test_a_sweep_lists_two_curves_that_meet():
         Setting(1.0, 1.0), Setting(0.8, 1.0), Setting(0.9, 1.0), Setting(1.0, 0.95),
     ]  # fmt: skip
     assert sweep([], []) == [(1.0, 1.0)]
-    for temperature in (0.0, -1.0, math.nan, math.inf):
+    for temperature in (0.0, math.nan, math.inf):
         with pytest.raises(UserError, match="temperature is .*: use more than 0"):
             sweep([temperature], [])
     for top_p in (0.0, 1.1, math.nan):
         with pytest.raises(UserError, match="top_p is .*: it is a share"):
             sweep([], [top_p])
-
-
-def test_the_frontier_is_made_anew_in_every_resample():
-    """Each resample gives what it gives alone, also where it leaves the curves or bends one."""
-    generator = np.random.default_rng(0)
-
-    def cloud(p):
-        entropy = p.entropy + 0.05 * generator.normal(size=300)
-        return np.stack([entropy, math.log(p.perplexity) + 0.2 * generator.normal(size=300)])
-
-    *baseline, student = (replace(p, cloud=cloud(p)) for p in (*TEACHER, point(200, 4.9)))
-    found = log_vsf_resampled(student, baseline)
-
-    def alone(p, k):
-        return replace(p, entropy=p.cloud[0, k], perplexity=math.exp(p.cloud[1, k]))
-
-    for k, value in enumerate(found):
-        expected = vsf(alone(student, k), [alone(p, k) for p in baseline]).value
-        assert math.exp(value) == pytest.approx(expected or math.nan, nan_ok=True)
-    assert 0 < np.isnan(found).mean() < 0.5
-    assert log_vsf_resampled(student, TEACHER) is log_vsf_resampled(TEACHER[0], baseline) is None
-
-
-def test_a_cloud_of_equal_settings_takes_the_lower():
-    twins = [
-        replace(point(p, 4.0, temperature=t), cloud=np.array([[4.0], [math.log(p)]]))
-        for p, t in ((100, 0.8), (80, 0.9))
-    ]
-    assert log_vsf_resampled(twins[0], twins) == pytest.approx([math.log(100 / 80)])

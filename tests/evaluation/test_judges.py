@@ -20,13 +20,13 @@ from didi_instruct.evaluation import causal_files, causal_judge
 from didi_instruct.evaluation import causal_nats as module
 from didi_instruct.evaluation.causal_judge import CausalJudge
 from didi_instruct.evaluation.causal_nats import causal_nats
-from didi_instruct.evaluation.compare import nelbo_judge
 from didi_instruct.evaluation.judges import open_judge, usual_batch
 from didi_instruct.evaluation.samples import Origin, SampleSet
 from didi_instruct.evaluation.scores import Scores
 from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
+from didi_instruct.training.likelihood import nelbo_judge
 from didi_instruct.training.objectives import make_objective
 
 CORPUS = [

@@ -7,9 +7,11 @@ from didi_instruct.evaluation import stats
 from didi_instruct.evaluation.stats import (
     Noise,
     Resampling,
+    aligned,
     around,
+    bootstrap,
+    mean_and_error,
     reflected,
-    share_with_value,
 )
 
 
@@ -51,8 +53,10 @@ def test_sets_of_one_noise_are_resampled_together_and_others_apart():
 def test_memory_changes_nothing_and_sizes_must_agree(monkeypatch):
     values = np.random.default_rng(3).normal(size=30)
     expected = Resampling().means(values, Noise(0, 30))
-    monkeypatch.setattr(stats, "WEIGHTS_AT_ONCE", 100)
+    interval = bootstrap(values, seed=3)
+    monkeypatch.setattr(stats, "HELD_AT_ONCE", 100)
     assert Resampling().means(values, Noise(0, 30)) == pytest.approx(expected, rel=1e-12)
+    assert bootstrap(values, seed=3) == interval != bootstrap(values, seed=4)
     with pytest.raises(ValueError, match="30 values of 31 samples"):
         Resampling().means(values, Noise(0, 31))
 
@@ -66,10 +70,45 @@ def test_an_interval_is_reflected_and_needs_a_value_in_nearly_all_resamples():
     assert reflected(900.0, values) == pytest.approx(1800 - ends)
     values[50] = np.inf
     assert reflected(900.0, values) is None
-    assert share_with_value(values) == 0.949
     assert reflected(900.0, np.array([])) is None
 
 
-def test_a_normal_interval():
+def test_a_mean_its_error_and_its_normal_interval():
+    """Deviations 1, 1 and -2 from 5: variance 3, so the error is √(3/3)."""
+    assert mean_and_error([6.0, 6.0, 3.0]) == pytest.approx((5.0, 1.0))
+    assert mean_and_error([6.0]) == (6.0, math.inf)
     assert around(2.0, 0.5) == pytest.approx([1.02, 2.98])
     assert around(2.0, math.inf) is around(math.nan, 0.5) is None
+
+
+def test_columns_that_some_lack_are_left_out():
+    found = aligned(np.arange(6.0).reshape(2, 3), np.full((2, 2), 7.0))
+    np.testing.assert_array_equal(found, [[[0, 1], [3, 4]], [[7, 7], [7, 7]]])
+
+
+def test_the_bootstrap_interval_covers_the_mean():
+    """1,200 normal data sets of 100 values.
+
+    The percentile interval of the mean is nearly mean ± 1.96 s/√n, s the root mean square
+    deviation, which covers with the probability that |t| < 1.95 at 99 degrees of freedom, 94.6%;
+    0.2% less because its ends are quantiles of 1,000 draws. Tolerance 4 standard errors (0.027),
+    a false-alarm rate of 6e-5 over seeds.
+    """
+    data = np.random.default_rng(0).normal(3.0, 2.0, size=(1200, 100))
+    intervals = np.array([bootstrap(x, seed=i) for i, x in enumerate(data)])
+    covered = (intervals[:, 0] < 3) & (intervals[:, 1] > 3)
+    assert covered.mean() == pytest.approx(0.944, abs=0.027)
+
+
+def test_the_bootstrap_takes_any_statistic():
+    """A ratio of sums: values spread by 0.2, weighted by lengths.
+
+    Their standard error is 0.2/√400 · √(1 + cv²), or 0.0104.
+    """
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(50, 150, size=400)
+    nats = tokens * generator.normal(3.0, 0.2, size=400)
+    table = np.stack([nats, tokens], 1)
+    low, high = bootstrap(table, statistic=lambda t: t[..., 0].sum(1) / t[..., 1].sum(1))
+    assert low < nats.sum() / tokens.sum() < high
+    assert (high - low) / 2 / 1.96 == pytest.approx(0.0104, rel=0.25)

@@ -6,7 +6,7 @@ from typing import Any
 
 from didi_instruct.config.parse import nearest
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.compare import sweep
+from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.model import Model
 from didi_instruct.sampling.generate import Request

@@ -10,13 +10,12 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.run import Distillation, DistillTask
-from didi_instruct.evaluation.compare import Judge, nelbo_judge
 from didi_instruct.evaluation.quick import QuickTest, oracle_facts, oracle_judge
 from didi_instruct.evaluation.quick_uniform import UniformQuickTest
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.sampling.draw import Noise
 from didi_instruct.seeding import mix
-from didi_instruct.training.likelihood import likelihood
+from didi_instruct.training.likelihood import LogLikelihood, likelihood, nelbo_judge
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Batch, make_objective
 from didi_instruct.training.pretrain_task import PretrainTask
@@ -31,7 +30,7 @@ def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel
     d = task.distillation
     config, seed = d.config, mix(d.config.train.seed, "quick")
     indices, prompts = torch.arange(config.watch.samples), None
-    judge: Judge | None = None
+    judge: LogLikelihood | None = None
     also: Facts | None = None
     if config.prompt:
         source = valid or d.data
@@ -49,7 +48,7 @@ def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel
     return QuickTest(d.schedule, start, d.mask_id, budgets, **how)
 
 
-def _judge(d: Distillation, loaded: LoadedModel) -> tuple[Judge, Facts | None]:
+def _judge(d: Distillation, loaded: LoadedModel) -> tuple[LogLikelihood, Facts | None]:
     """The judge of whole texts; and other facts of them, where the truth is known."""
     if (language := _oracle(loaded)) is not None:
         return oracle_judge(language), oracle_facts

@@ -80,9 +80,10 @@ def checked(name: str, scores: Scores) -> Scores:
     return scores
 
 
-def _nats_per_token(table: NDArray[np.float64]) -> float:
-    nats, tokens = table.sum(0)
-    return float(nats / tokens)
+def _nats_per_token(resamples: NDArray[np.float64]) -> NDArray[np.float64]:
+    nats, tokens = resamples.sum(axis=1).T
+    ratio: NDArray[np.float64] = nats / tokens
+    return ratio
 
 
 def digest(*parts: object) -> str:

@@ -1,31 +1,31 @@
-"""Intervals of numbers that are made of several sets of samples, by resampling all of them.
+"""Means, standard errors, and intervals by the bootstrap.
 
-Sets of one seed and one size share their noise, sample by sample, so they are resampled together:
-what they have in common cancels from a difference, as it does in the data. (Where two such sets are
-independent all the same, that is no worse than resampling each alone.) Other sets are resampled
-apart.
+Numbers that are made of several sets of samples are resampled over all of them. Sets of one seed
+and one size share their noise, sample by sample, so they are resampled together: what they have in
+common cancels from a difference, as it does in the data. (Where two such sets are independent all
+the same, that is no worse than resampling each alone.) Other sets are resampled apart.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 
 Numbers = NDArray[np.float64]
 Interval = list[float]
 """Lower and upper end."""
 
+Z = 1.96
+"""Half the width of a normal 95% interval, in standard errors."""
 RESAMPLES = 1000
 ENOUGH = 0.95
 """Share of resamples that must have a value, else there is no interval."""
-WEIGHTS_AT_ONCE = 1 << 22
-"""Weights that are held as floats."""
-DRAWS_AT_ONCE = 1 << 22
-"""Indices the bootstrap holds in memory."""
+HELD_AT_ONCE = 1 << 22
+"""Weights or indices of resamples in memory."""
 
 
 class Noise(NamedTuple):
@@ -46,21 +46,26 @@ class Resampling:
         """Mean of per-sample values in each resample: (N,) -> (R,)."""
         if len(values) != noise.size:
             raise ValueError(f"{len(values)} values of {noise.size} samples")
-        counts = self._of(noise)
-        rows = max(1, WEIGHTS_AT_ONCE // noise.size)
+        if noise not in self._counts:
+            self._counts[noise] = self._draw(noise)
+        counts, rows = self._counts[noise], max(1, HELD_AT_ONCE // noise.size)
         parts = range(0, self.resamples, rows)
         sums = [counts[first : first + rows].astype(np.float64) @ values for first in parts]
         return np.concatenate(sums) / noise.size
 
-    def _of(self, noise: Noise) -> NDArray[np.uint16]:
-        if noise not in self._counts:
-            generator = np.random.default_rng(mix(self.seed, "resample", *noise))
-            counts = np.empty((self.resamples, noise.size), np.uint16)
-            for row in counts:
-                drawn = generator.integers(noise.size, size=noise.size)
-                row[:] = np.bincount(drawn, minlength=noise.size)
-            self._counts[noise] = counts
-        return self._counts[noise]
+    def _draw(self, noise: Noise) -> NDArray[np.uint16]:
+        generator = np.random.default_rng(mix(self.seed, "resample", *noise))
+        counts = np.empty((self.resamples, noise.size), np.uint16)
+        for row in counts:
+            drawn = generator.integers(noise.size, size=noise.size)
+            row[:] = np.bincount(drawn, minlength=noise.size)
+        return counts
+
+
+def aligned(*columns: Numbers) -> Numbers:
+    """Stack arrays, cut to the columns that all have: K times (..., C) -> (K, ..., smallest C)."""
+    width = min(each.shape[-1] for each in columns)
+    return np.stack([each[..., :width] for each in columns])
 
 
 def reflected(value: float, resampled: Numbers) -> Interval | None:
@@ -79,47 +84,46 @@ def reflected(value: float, resampled: Numbers) -> Interval | None:
     return [float(low), float(high)]
 
 
-def share_with_value(values: Numbers) -> float:
-    """Part of the resamples in which a number exists."""
-    return float(np.isfinite(values).mean())
-
-
 def around(value: float, error: float) -> Interval | None:
-    """95% interval of a normal estimate; none where its error is not known."""
+    """95% interval of a normal estimate; None where its error is not known."""
     if not np.isfinite([value, error]).all():
         return None
-    return [value - 1.96 * error, value + 1.96 * error]
+    return [value - Z * error, value + Z * error]
+
+
+def mean_and_error(values: ArrayLike) -> tuple[float, float]:
+    """Mean of independent values and its standard error, infinite for one value."""
+    numbers = np.asarray(values, np.float64)
+    count = len(numbers)
+    error = numbers.std(ddof=1) / math.sqrt(count) if count > 1 else math.inf
+    return float(numbers.mean()), float(error)
+
+
+def _mean(resamples: NDArray[Any]) -> Numbers:
+    mean: Numbers = resamples.mean(axis=1)
+    return mean
 
 
 def bootstrap(
     values: ArrayLike,
     *,
-    statistic: Literal["mean"] | Callable[[NDArray[Any]], float] = "mean",
-    samples: int = 1000,
+    statistic: Callable[[NDArray[Any]], Numbers] = _mean,
+    samples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """95% percentile interval of a statistic: `values` are resampled along their first axis.
+    """95% percentile interval of a statistic of 2 or more `values`, by resampling their first axis.
 
-    A callable gets an array of the same shape as `values`, so a row may hold several numbers (nats
-    and tokens of one text, say). The rows must be independent; Self-BLEU values are not, they share
+    A row may hold several numbers (nats and tokens of one text, say); a statistic of resamples
+    (R, N, ...) is (R,). The rows must be independent; Self-BLEU values are not, they share
     references.
     """
     table = np.asarray(values)
-    if table.ndim == 0 or len(table) < 2:
-        raise UserError("A bootstrap interval needs 2 or more values.")
-    if samples < 1:
-        raise UserError(f"samples is {samples}: use 1 or more.")
-    if statistic == "mean" and table.ndim > 1:
-        raise UserError("The mean is of plain numbers: give one per row, or a callable statistic.")
     generator = np.random.default_rng(seed)
-    at_once = max(1, DRAWS_AT_ONCE // len(table))
-    results: list[float] = []
-    while len(results) < samples:
-        draws = min(at_once, samples - len(results))
+    at_once = max(1, HELD_AT_ONCE // len(table))
+    found = []
+    for first in range(0, samples, at_once):
+        draws = min(at_once, samples - first)
         rows = generator.integers(len(table), size=(draws, len(table)))
-        if callable(statistic):
-            results += [statistic(table[row]) for row in rows]
-        else:
-            results += table[rows].mean(1).tolist()
-    low, high = np.quantile(results, [0.025, 0.975])
+        found.append(statistic(table[rows]))
+    low, high = np.quantile(np.concatenate(found), [0.025, 0.975])
     return float(low), float(high)

@@ -13,7 +13,7 @@ from typing import Any
 
 from didi_instruct.config.parse import read_yaml
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation import compare
+from didi_instruct.evaluation import frontier
 from didi_instruct.evaluation.measuring import Row
 from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, with_values
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
@@ -144,16 +144,16 @@ def settings_of(
 
 def sweep_of(
     way: Way, temperatures: Sequence[float], top_ps: Sequence[float]
-) -> list[compare.Setting]:
+) -> list[frontier.Setting]:
     """Temperatures and top-p that a model is sampled with in one way, the plain setting first.
 
     The teacher token by token, which no budget compares with, is plain alone: its sweep would take
     as long as all else.
     """
     if way.own_steps and way.role == TEACHER:
-        return compare.sweep((), ())
+        return frontier.sweep((), ())
     above = (ABOVE,) if temperatures and way.is_baseline else ()
-    return compare.sweep((*temperatures, *above), top_ps)
+    return frontier.sweep((*temperatures, *above), top_ps)
 
 
 def budgets_of(

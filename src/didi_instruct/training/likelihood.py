@@ -16,6 +16,9 @@ from didi_instruct.training.objectives import Batch, Objective, make_objective
 NOISE_CHUNK = 256
 """Sequences whose noise is drawn together."""
 
+LogLikelihood = Callable[[torch.Tensor], torch.Tensor]
+"""Log p of texts (B, L), or a lower bound of it, wherever they are: (B,), float64."""
+
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
@@ -138,6 +141,39 @@ def nats_of_texts(
         nats.append(mean * tokens.shape[1] + length_nats)
         counts.append(written)
     return torch.cat(nats), torch.cat(counts)
+
+
+def nelbo_judge(
+    loss: Callable[[Batch], torch.Tensor],
+    config: ModelConfig,
+    *,
+    draws: int = 8,
+    batch_size: int = 64,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> LogLikelihood:
+    """Minus the NELBO of a diffusion model, or the exact log p of an AR model.
+
+    The NELBO is estimated from `draws` noise levels per text, without bias. The noise follows the
+    row, so samplers that are compared row by row are judged under the same. Where texts have
+    windows of their own they are judged up to their ends, the cost of their lengths included.
+    """
+
+    def judge(texts: torch.Tensor) -> torch.Tensor:
+        clean = texts.cpu()
+        nats, _ = nats_of_texts(
+            loss,
+            config,
+            lambda start, count: clean[start : start + count],
+            sequences=len(clean),
+            draws=draws,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+        )
+        return -nats
+
+    return judge
 
 
 @torch.no_grad()

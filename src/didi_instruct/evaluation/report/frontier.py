@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from didi_instruct.evaluation.compare import Point, curves
+from didi_instruct.evaluation.frontier import Point, curves
 from didi_instruct.evaluation.report.content import Content
 from didi_instruct.evaluation.report.drawing import (
     FONT,
