@@ -23,7 +23,7 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.dataset import open_data
 from didi_instruct.errors import UserError
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub.export import convert
 from didi_instruct.pretrain import pretrain
 from didi_instruct.process.masking import before_end
 from didi_instruct.training.objectives import make_objective

@@ -12,7 +12,8 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.hub import publish
+from didi_instruct.hub import export
+from didi_instruct.hub.model_card import CardOptions
 from didi_instruct.hub.sources import LoadOptions, load_source
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import LoadedModel
@@ -246,7 +247,7 @@ class Model:
         `license` is the hub's name of the weights' licence (`mit`, `apache-2.0`); the card says
         none where none is given. A README.md that someone else wrote stays as it is.
         """
-        publish.save(self._parts(), Path(folder), str(folder), license)
+        export.save(self._parts(), Path(folder), str(folder), CardOptions(license=license))
 
     def push_to_hub(
         self,
@@ -257,7 +258,8 @@ class Model:
         license: str | None = None,
     ) -> str:
         """Upload the model and its card to the Hugging Face hub; return the address."""
-        return publish.push(self._parts(), repo_id, private, token, license)
+        card = CardOptions(license=license)
+        return export.push(self._parts(), repo_id, card, private=private, token=token)
 
     def _parts(self) -> LoadedModel:
         """What its layout holds."""

@@ -16,7 +16,7 @@ import didi_instruct as didi
 from didi_instruct.config.lengths import law_of_lengths
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.errors import UserError
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub.export import convert
 from didi_instruct.model import Model
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.masked_lm import load_masked_lm

@@ -13,7 +13,7 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import sources
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub.export import convert
 from didi_instruct.hub.sources import DidiFolder, find_source
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.foreign import hub

@@ -4,7 +4,7 @@ import pytest
 
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub.export import convert
 from didi_instruct.hub.sources import load_source
 from didi_instruct.models.dit import count_parameters
 from didi_instruct.reproduce import checks

@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """Write a model in another layout, bit by bit the same unless --storage asks for less."""
     from didi_instruct.cli.progress import ProgressBar
-    from didi_instruct.hub.convert import convert
+    from didi_instruct.hub.export import convert
 
     with ProgressBar() as bar:
 

@@ -149,7 +149,12 @@ def count_parameters(
 ) -> int:
     """Return the number of parameters, buffers not counted, without allocating them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in build(config).parameters())
+        return parameters_of(build(config))
+
+
+def parameters_of(network: nn.Module) -> int:
+    """Return the number of parameters, buffers not counted."""
+    return sum(p.numel() for p in network.parameters())
 
 
 def flops_per_token(

@@ -6,7 +6,7 @@ that a table asks of a teacher (texts, banks, students) needs it.
 
 from pathlib import Path
 
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub.export import convert
 from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
 from didi_instruct.reproduce.jobs import Context, Job

@@ -13,9 +13,10 @@ import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.hub import publish
-from didi_instruct.hub.card import MARK, Subject, card
-from didi_instruct.hub.private import publishable, without_paths
+from didi_instruct.hub import export
+from didi_instruct.hub.model_card import MARK, CardOptions, model_card
+from didi_instruct.hub.privacy import publishable, without_paths
+from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import build_model
 
@@ -42,6 +43,12 @@ def make(provenance=None, **parts):
     tokenizer = OracleLanguage.default().tokenizer
     network = build_model(CONFIG)
     return didi.Model(network, CONFIG, tokenizer, provenance=provenance, **parts)
+
+
+def card(name="x", config=CONFIG, provenance=None):
+    """The card of a model without a tokenizer."""
+    model = LoadedModel(build_model(config), config, provenance=provenance or {})
+    return model_card(name, model, CardOptions())
 
 
 def parsed(text):
@@ -83,7 +90,7 @@ def test_a_saved_model_has_a_card_that_the_hub_reads(tmp_path):
 
 
 def test_what_is_unknown_is_not_claimed():
-    text = card(Subject(name="x", config=CONFIG, parameters=7))
+    text = card()
     matter, body = parsed(text)
     assert "license" not in matter
     assert "Unknown: ask who published" in body
@@ -96,7 +103,7 @@ def test_what_is_unknown_is_not_claimed():
 def test_names_of_any_form_are_quoted():
     """What is to be typed can be typed, and a note is text."""
     odd = {"foreign": {"source": "x", "notes": ["a | <script>\n# b"]}}
-    text = card(Subject(name="my 'own", config=CONFIG, parameters=7, provenance=odd))
+    text = card("my 'own", provenance=odd)
     line = next(line for line in text.splitlines() if line.startswith("didi info"))
     assert shlex.split(line) == ["didi", "info", "my 'own"]
     assert 'didi.load("my \'own")' in text
@@ -106,7 +113,7 @@ def test_names_of_any_form_are_quoted():
 @pytest.mark.parametrize("kind", ["duo", "ar"])
 def test_other_kinds_have_no_mask(kind):
     config = ModelConfig(kind=kind, layers=1, hidden=32, heads=2, vocab_size=64, length=8)
-    matter, body = parsed(card(Subject(name="x", config=config, parameters=7)))
+    matter, body = parsed(card(config=config))
     assert not re.search(r"mask id \| \d", body)
     assert matter["tags"][1] == {"duo": "uniform-state-diffusion", "ar": "left-to-right"}[kind]
 
@@ -116,7 +123,7 @@ def test_the_origin_of_foreign_weights_is_told():
         "source": "someone/mdlm@main", "hub": "someone/mdlm", "layout": "mdlm-hub",
         "weights": "only", "notes": ["It has no tokenizer."],
     }  # fmt: skip
-    text = card(Subject(name="x", config=CONFIG, parameters=7, provenance={"foreign": foreign}))
+    text = card(provenance={"foreign": foreign})
     matter, body = parsed(text)
     assert matter["base_model"] == "someone/mdlm"
     assert "Read from `someone/mdlm@main` (layout `mdlm-hub`, weights `only`)." in body
@@ -127,7 +134,7 @@ def test_the_origin_of_foreign_weights_is_told():
     "odd", [{"recipe": 3}, {"quick_evaluation": {"teacher": [1]}}, {"foreign": "x"}, {"step": None}]
 )
 def test_provenance_of_any_form_makes_a_card(odd):
-    assert "## Architecture" in card(Subject(name="x", config=CONFIG, parameters=7, provenance=odd))
+    assert "## Architecture" in card(provenance=odd)
 
 
 def test_words_that_someone_wrote_stay(tmp_path):
@@ -157,7 +164,7 @@ def test_paths_of_a_machine_are_shortened():
         ("didi distill --out=/home/ann/o.", "didi distill --out=o."),
         ("file:///home/ann/x", "x"),
         ("(~/a/b), '~ann/c' and $HOME/d", "(b), 'c' and d"),
-        ("PATH=/usr/bin:/home/ann", "PATH=bin:ann"),
+        ("PATH=/usr/bin:/home/ann", "PATH=bin:…"),
         ("it is in C:\\Users\\ann\\x", "it is in x"),
         ("texts/../../acme/x", "x"),
         ("with hf_abcdefgh12 at https://hf.co/a/b", "with hf_… at https://hf.co/a/b"),
@@ -185,6 +192,39 @@ def test_only_what_is_known_to_be_public_is_published():
     assert publishable(named) == named
 
 
+PRIVATE = ("hf_abcdefgh12", "ghp_0123456789abcdefABCD", "annabel", "acme", "lab7", "secretword")
+
+
+def planted():
+    """Provenance with a user, a machine, folders and keys in every place that a run fills."""
+    home = "/home/annabel"
+    data = {"source": f"{home}/acme/texts.txt", "valid": "C:\\Users\\annabel", "tokenizer": home}
+    before = {"foreign": {"source": f"{home}/run.ckpt", "owner": "annabel"}, "user": "annabel"}
+    return {
+        "command": f"didi distill --out {home}/acme", "host": "lab7", "user": "annabel", "step": 5,
+        "teacher_source": f"{home}/acme/teacher",
+        "recipe": {"data": data, "student": "~annabel/acme/x", "note": "with hf_abcdefgh12"},
+        "foreign": {
+            "source": "acme/run/last.ckpt", "layout": "lightning", "weights": "ema",
+            "tokenizer": f"{home}/words", "environment": {"KEY": "secretword"},
+            "notes": ["from https://annabel:secretword@example.org/a", f"see {home}/acme/notes"],
+        },
+        "finetuned_from": {"source": f"{home}/base", "sha256": "ab", "user": "annabel",
+                           "provenance": before},
+        "versions": {"torch": "2", "key": "ghp_0123456789abcdefABCD"},
+    }  # fmt: skip
+
+
+def test_nothing_private_is_in_the_card_or_in_what_is_pushed(hub):
+    assert not any(word in card(provenance=planted()) for word in PRIVATE)
+    make(planted()).push_to_hub("someone/tiny", token="t")
+    (texts,) = StandIn.texts
+    assert {"README.md", "config.json", "tokenizer.json"} <= texts.keys()
+    for name, text in texts.items():
+        assert not any(word in text for word in PRIVATE), name
+    assert '"layout": "lightning"' in texts["config.json"]
+
+
 def test_a_licence_is_the_hubs_name(tmp_path):
     with pytest.raises(UserError, match="license is 'Apache 2.0'.*apache-2.0"):
         make().save(tmp_path / "new", license="Apache 2.0")
@@ -198,6 +238,8 @@ class StandIn:
     error = None
     readme = None
     """A file: the card that is there already."""
+    texts: list = []  # noqa: RUF012
+    """What is in the files of each upload that are no weights."""
 
     def __init__(self, token=None):
         self.calls.append(("token", token))
@@ -217,6 +259,8 @@ class StandIn:
     def upload_folder(self, repo_id, folder_path, commit_message):
         model = didi.load(folder_path, device="cpu")
         text = didi_card(folder_path)
+        files = [p for p in Path(folder_path).iterdir() if p.suffix != ".safetensors"]
+        self.texts.append({path.name: path.read_text() for path in files})
         self.calls.append(("upload", repo_id, model, text))
 
 
@@ -229,8 +273,9 @@ def didi_card(folder):
 def hub(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", StandIn)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    monkeypatch.setattr(publish, "require_network", lambda: None)
+    monkeypatch.setattr(export, "require_network", lambda: None)
     monkeypatch.setattr(StandIn, "calls", [])
+    monkeypatch.setattr(StandIn, "texts", [])
     monkeypatch.setattr(StandIn, "error", None)
     return StandIn
 
@@ -272,7 +317,7 @@ def test_no_network_is_one_line(hub, monkeypatch):
     def offline():
         raise ConnectionError("no network: its name cannot be looked up")
 
-    monkeypatch.setattr(publish, "require_network", offline)
+    monkeypatch.setattr(export, "require_network", offline)
     with pytest.raises(UserError, match="ann/tiny: uploading failed .no network.*hf upload"):
         make().push_to_hub("ann/tiny", token="t")
     assert hub.calls == []

@@ -17,7 +17,7 @@ from tests.models.foreign.reference import (
 
 import didi_instruct as didi
 from didi_instruct.errors import UserError
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub.export import convert
 
 ESM = {
     "esm.embeddings.word_embeddings.weight": torch.randn(7, 4, dtype=torch.float64),

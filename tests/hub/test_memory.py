@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from didi_instruct.cli.main import app
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.hub import budget
-from didi_instruct.hub.convert import convert
+from didi_instruct.hub import memory
+from didi_instruct.hub.export import convert
 from didi_instruct.hub.info import describe_source
 from didi_instruct.models.causal_lm import CAUSAL
 from didi_instruct.models.masked_network import MaskedLM, SpecialIds
@@ -52,7 +52,7 @@ def test_parameters_and_adapters_are_those_of_the_published_networks(family):
     assert sum(p.numel() for p in network.parameters()) == parameters
     linear = [m for m in network.model.layers.modules() if isinstance(m, nn.Linear)]
     assert len(linear) == 7 * settings["num_hidden_layers"]
-    shape = budget.CausalShape.of(settings, parameters, 2)
+    shape = memory.CausalShape.of(settings, parameters, 2)
     expected = sum(16 * (m.in_features + m.out_features) for m in linear)
     assert shape.adapter(16) == expected
     assert shape.weights == 2 * parameters
@@ -61,9 +61,9 @@ def test_parameters_and_adapters_are_those_of_the_published_networks(family):
 def test_one_base_with_adapters_takes_a_tenth_of_three_copies():
     """Of LLaDA, rank 64: 21.4 GB of weights and adapters, where three copies need 240."""
     settings, parameters = PUBLISHED["llada"]
-    shape = budget.CausalShape.of(settings, parameters, 2)
-    adapters = budget.with_adapters(shape, batch=4, length=512, rank=64)
-    copies = budget.three_copies(shape, batch=4, length=512)
+    shape = memory.CausalShape.of(settings, parameters, 2)
+    adapters = memory.with_adapters(shape, batch=4, length=512, rank=64)
+    copies = memory.three_copies(shape, batch=4, length=512)
     assert round((adapters["base"] + adapters["adapters"]) / 1e9, 1) == 21.4
     assert round((copies["weights"] + copies["optimizers"]) / 1e9) == 240
     for parts in (adapters, copies):
@@ -95,7 +95,7 @@ def of_shape(width, inner, vocab_size, layers=2, batch=2, length=64):
         layers=layers, hidden=width, heads=4, vocab_size=vocab_size + 1, length=length
     )
     model = MaskedLM(network, shape, SpecialIds(0, 0, (), (), (0,)), CAUSAL["llama"])
-    sizes = budget.CausalShape.of(settings, 0, 2)
+    sizes = memory.CausalShape.of(settings, 0, 2)
     return model, sizes, torch.full((batch, length), vocab_size)
 
 
@@ -109,7 +109,7 @@ def test_the_peak_of_a_pass_is_within_a_tenth_of_its_budget(width, inner, vocab_
     network, shape, text = of_shape(width, inner, vocab_size)
     at = torch.arange(reads)
     measured = peak(lambda: logits_at(network, text, None, at))
-    parts = budget.sampling(shape, batch=2, length=64, reads=reads)
+    parts = memory.sampling(shape, batch=2, length=64, reads=reads)
     expected = max(parts["block"], parts["states"] + parts["logits"])
     assert measured == pytest.approx(expected, rel=0.1)
 
@@ -117,7 +117,7 @@ def test_the_peak_of_a_pass_is_within_a_tenth_of_its_budget(width, inner, vocab_
 def test_the_peak_of_a_draw_is_within_a_tenth_of_its_budget():
     logits, u = torch.randn(64, 4000).bfloat16(), torch.rand(64, dtype=torch.float64)
     _, shape, _ = of_shape(16, 16, 4000)
-    parts = budget.sampling(shape, batch=1, length=64)
+    parts = memory.sampling(shape, batch=1, length=64)
     assert peak(lambda: draw_tokens(logits, u)) == pytest.approx(parts["draws"], rel=0.1)
 
 
@@ -133,7 +133,7 @@ def test_the_peak_of_a_checkpointed_pass_is_within_a_tenth_of_its_budget(width, 
         x.grad = None
         network.trunk(x).sum().backward()
 
-    parts = budget.three_copies(shape, batch=2, length=64)
+    parts = memory.three_copies(shape, batch=2, length=64)
     assert peak(run) == pytest.approx(parts["checkpoints"] + parts["block"], rel=0.1)
 
 
