@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
-ORDER = ["config", "data", "process", "models", "sampling", "training", "distillation"]
+ORDER = ["config", "data", "process", "models", "adapters", "sampling", "training", "distillation"]
 ORDER += ["proteins", "hub", "model", "evaluation", "benchmarking", "api", "tasks"]
 ORDER += ["pretrain", "distill", "finetune", "serving", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from didi_instruct import __version__
+from didi_instruct.adapters.lora import shared
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
@@ -295,8 +296,8 @@ def open_student(config: DistillConfig, teacher: LoadedModel, source: str) -> Ne
         )
     if config.student is not None:
         network = _other_student(config, config.student, teacher, source)
-    # Copied tensors: those of a loaded model are views of its file.
-    student = copy.deepcopy(network)
+    # Tensors of a loaded model are views of its file. Adapters leave them as they are.
+    student = copy.deepcopy(network) if not config.lora.rank else shared(network)
     # How long texts are is the teacher's to say.
     student.config = replace(student.config, lengths=teacher.config.lengths, order=config.order)
     return student

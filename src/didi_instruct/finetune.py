@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from didi_instruct import __version__
+from didi_instruct.adapters.files import save_adapters
+from didi_instruct.adapters.lora import adapt
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.quick_eval import held_out_likelihood
@@ -20,7 +23,7 @@ from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.tasks.finetune_data import FinetuneData, held_out_answers, open_finetune_data
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.loop import Evaluate, Loop, Outcome
-from didi_instruct.training.pretrain_task import PretrainTask
+from didi_instruct.training.pretrain_task import PretrainTask, Save
 from didi_instruct.training.reporting import Reporter
 from didi_instruct.training.run_data import PrepareBar
 from didi_instruct.training.run_dir import (
@@ -109,12 +112,13 @@ def finetune(
 
 
 def _open_model(source: str, tokenizer: str | Path | None, config: FinetuneConfig) -> LoadedModel:
-    """The networks of a model in float32, with its tokenizer."""
+    """The networks of a model, with its tokenizer; weights that learn are in float32."""
     if config.bidirectional:
         if tokenizer is not None:
             raise UserError(f"{source} has its own tokenizer: leave out `tokenizer`.")
         return load_bidirectional(find_source(source).path, torch.float32, config.data.length)
-    loaded = load_source(source, LoadOptions(dtype=torch.float32, tokenizer=tokenizer))
+    dtype = None if config.lora.rank else torch.float32
+    loaded = load_source(source, LoadOptions(dtype=dtype, tokenizer=tokenizer))
     if loaded.tokenizer is None:
         raise UserError(f"{source} brings no tokenizer: name the one it was trained with.")
     return loaded
@@ -124,10 +128,19 @@ def _make_task(
     config: FinetuneConfig, loaded: LoadedModel, source: str, data: FinetuneData, world: World
 ) -> PretrainTask:
     """The task of a run: a copy of the model, its objective, and where it comes from."""
-    network: Any = copy.deepcopy(loaded.model)  # tensors of a loaded model are views of its file
+    mark, network = find_source(source).fingerprint(), cast("Any", loaded.model)
+    save: Save | None = None
+    if config.lora.rank:
+        given = {"source": source, "fingerprint": mark}
+        network = adapt(network, config.lora, seed=config.train.seed, **given)
+
+        def save(folder: Path, state: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+            save_adapters(folder, network, state, facts)
+
+    else:
+        network = copy.deepcopy(network)  # tensors of a loaded model are views of its file
     network.config = data.model
     network.requires_grad_(True)
-    mark = find_source(source).fingerprint()
     origin = {"source": source, "sha256": mark, "provenance": loaded.provenance}
     provenance = {
         "recipe": asdict(config),
@@ -145,6 +158,7 @@ def _make_task(
         objective=data.objective,
         identity={"model": mark},
         provenance=provenance,
+        save=save,
     )
 
 

@@ -8,6 +8,7 @@ from didi_instruct.config.didi import KL, DidiConfig, DiscriminatorConfig
 from didi_instruct.config.dimo import DimoConfig
 from didi_instruct.config.duo import DuoConfig
 from didi_instruct.config.lengths import DATA_LENGTHS, read_lengths
+from didi_instruct.config.lora import LoraConfig
 from didi_instruct.config.model import Order
 from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
 from didi_instruct.config.rounds import Rounds
@@ -163,6 +164,8 @@ class DistillConfig:
     sdtt: SdttConfig = field(default_factory=SdttConfig)
     dimo: DimoConfig = field(default_factory=DimoConfig)
     duo: DuoConfig = field(default_factory=DuoConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters on the teacher's frozen weights, one for each network that learns."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text for prompts, for `reference.source=data` and for held-out likelihood."""
     optim: StudentOptimConfig = field(default_factory=StudentOptimConfig)
@@ -183,6 +186,11 @@ class DistillConfig:
         for needed, why in needs:
             if needed and not self.data.source:
                 raise UserError(f"{why}: name it with --set data.source=...")
+        if self.lora.rank and self.student is not None:
+            raise UserError(
+                f"student is {self.student}, but with lora.rank the student is the teacher with an "
+                "adapter: leave one of them out."
+            )
         self._check_lengths()
         self._check_method()
         if self.warmup >= self.iterations:

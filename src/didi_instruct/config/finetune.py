@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from didi_instruct.config.lora import LoraConfig
 from didi_instruct.config.pretrain import OptimConfig, TrainConfig
 from didi_instruct.errors import UserError
 
@@ -87,6 +88,8 @@ class FinetuneConfig:
     `data.length` tokens at once, 1024 by default."""
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """An adapter on the model's frozen weights."""
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -97,6 +100,12 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict each other."""
+        if self.bidirectional and self.lora.rank:
+            raise UserError(
+                f"lora.rank is {self.lora.rank}, but with bidirectional=true the model learns a "
+                "mask and to read both ways, which takes all weights: leave out lora.rank, and use "
+                "it on what comes out."
+            )
         if self.answers.share is not None and self.task != "mmlu":
             raise UserError(
                 f"answers.share is {self.answers.share}, but task is {self.task}: it divides the "

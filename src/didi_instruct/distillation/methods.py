@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from didi_instruct.adapters.lora import adapt
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
@@ -48,7 +49,14 @@ def make_task(
         references = data.rows
     if references is None and source in ("bank", "data"):
         raise ValueError(f"references are needed for reference.source={source}")
-    student, second = entry.networks(config, teacher.network, student)
+    beginning: Any = teacher.network
+    if config.lora.rank:
+        origin = {"source": teacher.source, "fingerprint": teacher.fingerprint}
+        beginning, student = (
+            adapt(network, config.lora, seed=config.train.seed, **origin)
+            for network in (beginning, student)
+        )
+    student, second = entry.networks(config, beginning, student)
     distillation = Distillation(
         config, entry, teacher, student, world, data=data, references=references
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from didi_instruct.adapters.files import save_adapters
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.pretrain import TrainConfig
@@ -367,14 +368,22 @@ class DistillTask:
         """Write the averaged student, and the discriminator if there is one."""
         d, critic = self.distillation, self.parts.get("discriminator")
         student, discriminator = d.student.product(), None if critic is None else critic.product()
-        if self.world.is_main:
+        provenance = {"reproduces": self.config.reproduces, **(provenance or {})}
+        if not self.world.is_main:
+            return
+        if self.config.lora.rank:
+            both = None
+            if critic is not None and discriminator is not None:
+                both = discriminator, critic.network.config
+            save_adapters(folder, d.student.network, student, provenance, both)
+        else:
             save_model(
                 folder,
                 student,
                 d.model_config,
                 tokenizer=d.tokenizer,
                 discriminator=discriminator,
-                provenance={"reproduces": self.config.reproduces, **(provenance or {})},
+                provenance=provenance,
                 discriminator_config=None if critic is None else critic.network.config,
                 record=d.student.network.record,
                 discriminator_record=None if critic is None else critic.network.record,

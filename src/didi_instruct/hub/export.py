@@ -25,6 +25,7 @@ from didi_instruct.hub.model_card import (
 )
 from didi_instruct.hub.privacy import publishable
 from didi_instruct.hub.sources import (
+    AdapterFolder,
     DidiFolder,
     LoadOptions,
     MaskedLMFolder,
@@ -215,7 +216,8 @@ def _refuse_format(found: Source, to: str) -> None:
                 "loads as it is; an ESM-2 model can be copied with --to esm."
             )
     elif to == "esm" and not (
-        isinstance(found, DidiFolder) and read_manifest(found.path).network is not None
+        isinstance(found, AdapterFolder)
+        or (isinstance(found, DidiFolder) and read_manifest(found.path).network is not None)
     ):
         raise UserError(
             f"{found.name} is a DiT, and `esm` holds ESM-2 models alone: use one of the others "

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from didi_instruct.adapters.files import SETTINGS, base_of
 from didi_instruct.config.model import ModelConfig, architecture
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import memory
 from didi_instruct.hub.sources import (
+    AdapterFolder,
     DidiFolder,
     LoadOptions,
     MaskedLMFolder,
@@ -22,7 +24,7 @@ from didi_instruct.hub.sources import (
     find_source,
 )
 from didi_instruct.models.causal_lm import CAUSAL, is_causal
-from didi_instruct.models.checkpoint import CONFIG, load_model, read_object
+from didi_instruct.models.checkpoint import ADAPTER, CONFIG, load_model, read_manifest, read_object
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import count_parameters, parameters_of
 from didi_instruct.models.foreign.layouts import FIRST, WeightSet, clean, find_discriminator
@@ -32,7 +34,7 @@ from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
 from didi_instruct.models.masked_lm import open_weights, read_tokenizer
 from didi_instruct.models.native import WeightFiles
-from didi_instruct.models.tensor_files import shown
+from didi_instruct.models.tensor_files import read_headers, shown
 
 if TYPE_CHECKING:
     from didi_instruct.models.network import Network
@@ -65,6 +67,8 @@ def describe_source(source: str, weights: WeightSet = "ema", family: Family | No
         causal = _causal_class(found.path)
         return _of_causal(found, causal) if causal else _of_checkpoint(found, options)
     options.refuse_choices(found.name)
+    if isinstance(found, AdapterFolder):
+        return _of_adapters(found)
     return _of_folder(found) if isinstance(found, DidiFolder) else _of_masked_lm(found)
 
 
@@ -85,6 +89,21 @@ def _of_folder(found: DidiFolder) -> Facts:
     facts["tokenizer_hash"] = loaded.tokenizer.hash if loaded.tokenizer else None
     facts["provenance"] = loaded.provenance
     return facts
+
+
+def _of_adapters(found: AdapterFolder) -> Facts:
+    """Facts about a base, and the adapters on it."""
+    base, manifest = base_of(found.path), read_manifest(found.path)
+    facts = describe_source(base)
+    numbers = sum(prod(shape) for _, shape in read_headers(found.path / ADAPTER).values())
+    rank = read_object(found.path / SETTINGS)["r"]
+    return facts | {
+        "layout": "didi-adapters",
+        "base": base,
+        "rank": rank,
+        "trainable_parameters": numbers,
+        "provenance": manifest.provenance,
+    }
 
 
 def _of_checkpoint(source: PublicCheckpoint, options: LoadOptions) -> Facts:

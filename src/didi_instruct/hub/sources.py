@@ -1,7 +1,8 @@
 """SOURCE, the one way to name a model: a shipped name, a path, or a Hugging Face id.
 
-`find_source` resolves it once, to one of three forms: a folder that didi wrote, a masked LM of
-`transformers`, or another public checkpoint. Each can be looked at, loaded and hashed.
+`find_source` resolves it once, to one of four forms: a folder that didi wrote, adapters that it
+wrote, a masked LM of `transformers`, or another public checkpoint. Each can be looked at, loaded
+and hashed.
 
 Models that ship with the package are folders under `shipped/`, and what is there is what is
 shipped: `shipped/stories/student` is `stories`, `shipped/stories/teacher` is `stories/teacher`.
@@ -19,6 +20,7 @@ from typing import get_args
 
 import torch
 
+from didi_instruct.adapters.files import base_of, is_adapter, load_adapters
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.parse import nearest
 from didi_instruct.data.files import sha256_file
@@ -204,8 +206,34 @@ class MaskedLMFolder:
         return _joint(self.digests())
 
 
-Source = DidiFolder | PublicCheckpoint | MaskedLMFolder
-"""A model that was found, in one of three forms."""
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """Adapters that didi wrote, of a model that is a SOURCE too."""
+
+    name: str
+    path: Path
+
+    def peek(self, tokenizer: str | None = None) -> ModelInfo:
+        base = find_source(base_of(self.path)).peek(tokenizer)
+        return ModelInfo(self.name, read_manifest(self.path).model, base.tokenizer, base.given)
+
+    def load(self, options: LoadOptions) -> LoadedModel:
+        options.refuse_choices(self.name)
+        base = find_source(base_of(self.path))
+        return load_adapters(self.path, base.fingerprint(), lambda: base.load(options))
+
+    def digests(self) -> dict[str, str]:
+        """Of its own files and of the base, as config.json has them; no file is read."""
+        manifest = read_manifest(self.path)
+        own = {name: record.sha256 for name, record in manifest.files.items()}
+        return own | {"base": str(manifest.base)}
+
+    def fingerprint(self) -> str:
+        return _joint(self.digests())
+
+
+Source = DidiFolder | PublicCheckpoint | MaskedLMFolder | AdapterFolder
+"""A model that was found, in one of four forms."""
 
 
 def find_source(source: str | Path) -> Source:
@@ -319,6 +347,8 @@ def _name_of(folder: Path) -> str:
 def _classify(name: str, path: Path, hub: str | None) -> Source:
     folder = path if path.is_dir() else path.parent
     # Weights that belong to a folder are told by the folder what they are.
+    if path.is_dir() and is_adapter(folder):
+        return AdapterFolder(name, folder)
     if is_ours(folder) and (path.is_dir() or path.name == MODEL):
         return DidiFolder(name, folder)
     found = recognise_masked_lm(folder)

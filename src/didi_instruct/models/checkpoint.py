@@ -43,6 +43,10 @@ CONFIG = "config.json"
 MODEL = "model.safetensors"
 DISCRIMINATOR = "discriminator.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_FILES = {  # of a student and a discriminator; what peft has no place for is in the other
+    prefix + name for prefix in ("", "discriminator/") for name in (ADAPTER, "other.safetensors")
+}
 FORMAT = "didi"
 VERSION = 1
 MAX_LENGTH = 1 << 20  # more than any model was trained on, and its rotary table still fits
@@ -86,14 +90,19 @@ class Manifest:
     storage: Storage | None = None  # of the parameters in the files; None: as they are used
     network: NetworkRecord | None = None  # a masked LM of transformers; None: a network of ours
     discriminator_network: NetworkRecord | None = None  # the same of the discriminator's trunk
+    base: str | None = None  # fingerprint of the model that these are adapters of
 
     def __post_init__(self) -> None:
+        weights, allowed = MODEL, {MODEL, DISCRIMINATOR, *TOKENIZER}
+        if self.base is not None:
+            weights, allowed = ADAPTER, ADAPTER_FILES
         for name in self.files:
-            if name not in (MODEL, DISCRIMINATOR, *TOKENIZER):
+            if name not in allowed:
                 raise UserError(f"`files` lists {shown_value(name)}, no file of a model folder.")
-        if MODEL not in self.files:
-            raise UserError(f"`files` does not list {MODEL}.")
-        if (self.discriminator is not None) != (DISCRIMINATOR in self.files):
+        if weights not in self.files:
+            raise UserError(f"`files` does not list {weights}.")
+        critics = {DISCRIMINATOR, f"discriminator/{ADAPTER}"}
+        if (self.discriminator is None) != critics.isdisjoint(self.files):
             raise UserError("`discriminator` and `files` disagree about one.")
         if self.discriminator_network is not None and self.discriminator is None:
             raise UserError("`discriminator_network` describes a discriminator that is not there.")
@@ -104,7 +113,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         # What earlier versions of didi do not know is written where there is something to say.
-        for name in ("storage", "network", "discriminator_network"):
+        for name in ("storage", "network", "discriminator_network", "base"):
             if content[name] is None:
                 del content[name]
         for name in ("network", "discriminator_network"):

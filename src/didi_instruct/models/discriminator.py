@@ -117,7 +117,7 @@ class Discriminator(nn.Module):
         trunk = network.without_head()
         with torch.device("cpu"):  # where it is drawn: the same on every device
             discriminator = cls(trunk)
-        weight = network.vectors
+        weight = next(iter(trunk.parameters()))
         discriminator.output_layer.to(weight.device, weight.dtype)
         return discriminator
 

@@ -204,11 +204,15 @@ class MaskedLM(nn.Module):
         return self
 
     def with_masks(self, offsets: Tensor) -> "MaskedLM":
-        twin, masks = copy.deepcopy(self), self.config.masks + len(offsets)
-        twin.config = replace(self.config, masks=masks, vocab_size=self.config.num_tokens + masks)
+        return copy.deepcopy(self).add_masks(offsets)
+
+    def add_masks(self, offsets: Tensor) -> "MaskedLM":
+        """Add masks as `with_masks` does, in place."""
+        masks = self.config.masks + len(offsets)
+        self.config = replace(self.config, masks=masks, vocab_size=self.config.num_tokens + masks)
         known = torch.zeros_like(offsets[:1]) if self.codes is None else self.codes.detach()
-        twin.codes = nn.Parameter(torch.cat([known, known[-1:] + offsets]))
-        return twin
+        self.codes = nn.Parameter(torch.cat([known, known[-1:] + offsets]))
+        return self
 
     @property
     def _trunk(self) -> Any:

@@ -190,7 +190,8 @@ def damage(folder: Path) -> str | None:
 
 
 def _write_manifest(folder: Path, info: Mapping[str, Any]) -> None:
-    records = {path.name: asdict(FileRecord.of(path)) for path in sorted(folder.iterdir())}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    records = {p.relative_to(folder).as_posix(): asdict(FileRecord.of(p)) for p in paths}
     manifest = {"format": "didi-training", "version": 1, "info": dict(info), "files": records}
     manifest["sha256"] = _digest(manifest)
     files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,9 @@ from didi_instruct.training.distributed import World
 from didi_instruct.training.objectives import Batch, Objective
 from didi_instruct.training.optim import learning_rate
 from didi_instruct.training.replica import Replica, exchanging
+
+Save = Callable[[Path, Mapping[str, Tensor], dict[str, Any]], None]
+"""Writes a state dict, with facts about the run, into a folder."""
 
 
 class Settings(Protocol):
@@ -69,13 +72,15 @@ class PretrainTask:
         pass_tokens: int | None = None,
         identity: Mapping[str, str] | None = None,
         provenance: Mapping[str, Any] | None = None,
+        save: Save | None = None,
     ) -> None:
         """Train `network`, by default a new one, by `objective`, by default that of its kind.
 
         `pass_tokens` bounds the positions of a forward pass, of rows of similar length: for texts
         with windows of their own, and networks that do not read what fills a window.
         `identity` is what a resumed run must share with its checkpoint beside the data, by name;
-        `provenance` is written into all models of the run.
+        `provenance` is written into all models of the run, by `save` (folder, state dict,
+        provenance), by default as whole models.
         """
         train = config.train
         if train.batch_size % world.size:
@@ -93,6 +98,7 @@ class PretrainTask:
         self.curriculum = curriculum or CurriculumConfig()
         self._identity = {"data": data.fingerprint, **(identity or {})}
         self._provenance = {"reproduces": config.reproduces, **(provenance or {})}
+        self._save = save or self._save_whole
         self.pass_tokens = pass_tokens
         self._read = 0  # tokens of this process since the last report, and those of texts
         self._text = 0
@@ -218,14 +224,13 @@ class PretrainTask:
         """Write the averaged model in the layout that `didi.load` reads; all processes call."""
         state = self.replica.product()
         if self.world.is_main:
-            save_model(
-                folder,
-                state,
-                self.model_config,
-                tokenizer=self.data.tokenizer,
-                provenance={**self._provenance, **(provenance or {})},
-                record=self.model.record,
-            )
+            self._save(folder, state, {**self._provenance, **(provenance or {})})
+
+    def _save_whole(self, folder: Path, state: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        tokenizer, record = self.data.tokenizer, self.model.record
+        save_model(
+            folder, state, self.model_config, tokenizer=tokenizer, provenance=facts, record=record
+        )
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Low-rank adapters: several roles on one frozen network of `transformers`."""
