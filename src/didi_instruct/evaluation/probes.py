@@ -1,12 +1,6 @@
-"""Small networks trained on some rows, stopped by others and measured on a third part.
+"""Small networks that learn from some samples and say something of others.
 
-The AR-entropy bound and the two-sample test both learn from samples. What they claim holds however
-little was learned, so long as no row that is measured on was ever learned from or stopped by, nor
-one that depends on it.
-
-AR-entropy bound: how far a sampler's law is from a judge's at least, for any sampler.
-
-A small left-to-right model, trained on some samples, is asked about others. Whatever it learned,
+`ar_kl` bounds how far a sampler's law is from a judge's: whatever a left-to-right model learned,
 its cross-entropy on samples that it never saw is at least their entropy, so
 
     judge cross-entropy - cross-entropy of the AR model  <=  KL(sampler || judge)
@@ -15,41 +9,27 @@ up to the standard error over the held-out samples. A model that learned little 
 never wrong. It needs the judge's exact -log p: with an upper bound of that (a NELBO) the difference
 proves nothing.
 
-The defaults are for speed. On the oracle language (samples of its exact denoiser in 8 steps, one
-seed) width 64 at lr 2e-3 gave 3.6 ± 0.4 nats from 1,024 samples and 3.93 ± 0.13 from 8,192, width
-128 at 1e-3 gave 3.4 ± 0.4 and 3.94 ± 0.13 in about twice the time. Text of many more words may want
-it wider.
+`two_sample` asks whether two sets can be told apart, which needs no likelihood. Two classifiers
+learn from the same samples: a bidirectional network that is trained to tell the sets apart, and the
+log-ratio of two left-to-right models, one of each set. (The ratio learns from every token, not from
+one label per text, so it finds with a thousand samples what the other needs ten thousand for.) The
+one that does better on validation samples is scored on held-out ones. Equal laws give an AUC of 0.5
+on average, whatever was learned; a difference may need more samples, or a larger network.
 
-Two-sample test: whether a fresh classifier can tell two sets of samples apart.
+Both claims hold so long as no row that is measured on was ever learned from or stopped by, nor one
+that depends on it.
 
-It needs no likelihood, so it serves for any sampler. Two classifiers learn from the same samples of
-both sets: a bidirectional network that is trained to tell them apart, and the log-ratio of two
-left-to-right models, one of each set. (The ratio learns from every token, not from one label per
-text, so it finds with a thousand samples what the other needs ten thousand for.) The one that does
-better on validation samples is scored on held-out ones.
-
-Equal laws give an AUC of 0.5 on average, whatever was learned, so long as what is held out does not
-depend on what was learned from: then an interval above 0.5 is a difference that is really there, as
-often as such an interval is right. The reverse does not hold: a difference may need more samples,
-or a larger network.
-
-Rows of a reference text are not independent: neighbours are of one document. So A and B are split
-in their order, not at random, and the interval takes what neighbours have in common from the data
-(`auc`). It cannot know what documents that were not held out are like: a reference of a few dozen
-documents or more is covered as it should be, one of eight is not.
-
-The defaults are for speed. On the oracle language (true samples against its exact denoiser in 8
-steps, 1,024 of each) width 64 at lr 4e-3 was tried against width 128 at 2e-3: AUC 0.83 and 0.83,
-0.79 and 0.78 with two seeds, errors 0.02, in a third of the time. Which of the two finds more with
-few samples, or in text of many more words, is not known: seeds differ by more than they do.
+Sizes and rates are for speed. On samples of the oracle language's exact denoiser in 8 steps, width
+64 gave a bound of 3.6 ± 0.4 nats from 1,024 samples and 3.93 ± 0.13 from 8,192, and an AUC of 0.83
+and 0.79 with two seeds; width 128, which takes two to three times as long, 3.4 ± 0.4, 3.94 ± 0.13,
+0.83 and 0.78. Text of many more words may want them wider.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -57,9 +37,10 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.model import Kind, ModelConfig
 from didi_instruct.config.pretrain import OptimConfig
 from didi_instruct.errors import TrainingError, UserError
+from didi_instruct.evaluation.stats import Z, mean_and_error
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.dit import DiT
 from didi_instruct.models.layers import LayerNorm
@@ -74,11 +55,66 @@ LOOKS, FARTHEST = 20, 20
 """Validations in a full training, at least; and steps from one to the next, at most."""
 PATIENCE, WORSE = 5, 0.05
 """So many validations in a row, worse than the best by this share, end it. A plateau does not."""
-LOGITS_AT_ONCE = 1 << 26
-"""Logits of a forward pass: 256 MiB of them."""
-
+LOGITS_AT_ONCE, STATES_AT_ONCE = 1 << 26, 1 << 23
+"""Numbers in the logits and in the hidden states of a forward pass."""
+AR_LR, STARTED_AR_LR, TEST_LR = 2e-3, 3e-4, 4e-3
+"""Learning rates: of AR models from nothing and from a model, and of the two-sample test."""
+COND_DIM = 32
+"""Width of a trunk's time embedding, which is constant here."""
+PARTS, T_OF_PARTS = 4, 3.182446
+"""Parts in a row whose means tell how alike neighbours are, and Student's 97.5% quantile."""
 Progress = Callable[[int], None]
-"""Told the steps done."""
+"""Called with the number of steps done."""
+PerRow = Callable[[Tensor], Tensor]
+"""A number per row, of row numbers: (R,) -> (R,)."""
+Build = Callable[[ModelConfig], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learner:
+    """A small network and how it is trained."""
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    steps: int
+    batch_size: int = 64
+    lr: float
+    seed: int = 0
+
+    def build(self, make: Build, kind: Kind, num_tokens: int, texts: Tensor) -> nn.Module:
+        """Make a network that reads `texts`, its weights from a stream of their own on the CPU."""
+        config = ModelConfig(
+            kind=kind,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            cond_dim=COND_DIM,
+            vocab_size=num_tokens + 1,
+            length=texts.shape[1],
+            learned_positions=True,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(mix(self.seed, "init"))
+            return make(config).to(texts.device)
+
+
+class Texts(NamedTuple):
+    """Rows of tokens (N, L), of which the first `counts` (N,) are read; None: all."""
+
+    tokens: Tensor
+    counts: Tensor | None
+
+    @classmethod
+    def of(cls, tokens: Tensor, counts: Tensor | None, device: torch.device | str) -> "Texts":
+        """Move texts to a device."""
+        if counts is not None:
+            counts = None if bool((counts == tokens.shape[1]).all()) else counts.to(device)
+        return cls(tokens.long().to(device), counts)
+
+    def rows(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens and counts of some rows."""
+        return self.tokens[rows], None if self.counts is None else self.counts[rows]
 
 
 class Split(NamedTuple):
@@ -107,81 +143,27 @@ class Split(NamedTuple):
         return cls(*torch.split(torch.arange(count), [count - middle - last, middle, last]))
 
 
-@dataclass(frozen=True, slots=True)
-class Learner:
-    """A small network and how it is trained."""
+def split_both(count_a: int, count_b: int) -> tuple[Split, Split]:
+    """Split rows 0 .. count_a and count_a .. count_a + count_b in order, equal places alike.
 
-    layers: int
-    hidden: int
-    heads: int
-    steps: int
-    batch_size: int
-    lr: float
-    seed: int
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot train."""
-        for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: use 1 or more.")
-
-    @contextmanager
-    def weights(self) -> Iterator[None]:
-        """Draw the weights of a network built inside from a stream of their own, on the CPU."""
-        before = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(mix(self.seed, "init"))
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before)
-
-
-def fit_ar(
-    tokens: Tensor,
-    split: Split,
-    num_tokens: int,
-    learner: Learner,
-    progress: Progress | None,
-    counts: Tensor | None = None,
-    start: ARModel | None = None,
-) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Train an AR model on rows of `tokens` (N, L), where they are.
-
-    With `counts` (N,) only so many of the first tokens of each row are learned and priced. It
-    begins as a copy of `start`, which knows such text already, or from nothing.
-
-    Return its log-probability as a function of row numbers, (R,) -> (R,) float64, and the step of
-    training that it comes from.
+    What the longer set has more is split backwards, so that its rows to measure on follow those
+    that both have: it too is cut at few places.
     """
-    length = tokens.shape[1]
-    config = ModelConfig(
-        kind="ar",
-        layers=learner.layers,
-        hidden=learner.hidden,
-        heads=learner.heads,
-        vocab_size=num_tokens + 1,
-        length=length,
-        learned_positions=True,
-    )
-    if start is None:
-        with learner.weights():
-            model = ARModel(config).to(tokens.device)
-    else:
-        _check_start(start, num_tokens, length)
-        model = copy.deepcopy(start).float().to(tokens.device).requires_grad_(True)
-    at_once = LOGITS_AT_ONCE // (length * num_tokens)
+    fewer, total = min(count_a, count_b), max(count_a, count_b)
+    shared = Split.in_order(fewer)
+    rest = Split(*((total - 1 - rows).flip(0) for rows in Split.in_order(total - fewer)))
+    longer = _join(shared, rest)
+    split_a, split_b = (longer, shared) if count_a > count_b else (shared, longer)
+    return split_a, Split(*(rows + count_a for rows in split_b))
 
-    def nats_per_token(rows: Tensor) -> Tensor:
-        count = None if counts is None else counts[rows]
-        return -model.log_prob(tokens[rows], count) / length
 
-    best_step = fit(model, nats_per_token, split, learner, at_once, progress)
-    return lambda rows: -length * ask(nats_per_token, rows, at_once), best_step
+def _join(one: Split, two: Split) -> Split:
+    return Split(*(torch.cat(parts) for parts in zip(one, two, strict=True)))
 
 
 def fit(
     network: nn.Module,
-    loss: Callable[[Tensor], Tensor],
+    loss: PerRow,
     split: Split,
     learner: Learner,
     at_once: int,
@@ -189,7 +171,7 @@ def fit(
 ) -> int:
     """Train a network while its validation loss falls; leave it as it validated best; return when.
 
-    `loss` maps row numbers (R,), at most `at_once` of them, to the loss of each (R,).
+    At most `at_once` rows go through `loss` together.
     """
     steps, batch_size = learner.steps, learner.batch_size
     optim = OptimConfig(lr=learner.lr, warmup=min(100, steps // 10))
@@ -223,89 +205,57 @@ def fit(
 
 
 @torch.no_grad()
-def ask(function: Callable[[Tensor], Tensor], rows: Tensor, at_once: int) -> Tensor:
+def ask(function: PerRow, rows: Tensor, at_once: int) -> Tensor:
     """Values of a function of row numbers, part by part: (R,) -> (R,), float64, on the CPU."""
     parts = torch.split(rows, max(1, at_once))
     return torch.cat([function(part).double().cpu() for part in parts])
 
 
-def check_counts(counts: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Tokens of each row that are to be read, (N,), where the rows are; None where that is all."""
-    if counts is None:
-        return None
-    if counts.shape != tokens.shape[:1]:
-        raise ValueError(f"{len(tokens)} rows, but counts are {tuple(counts.shape)}")
-    found = counts.to(tokens.device)
-    return None if bool((found == tokens.shape[1]).all()) else found
+def fit_ar(
+    texts: Texts,
+    split: Split,
+    num_tokens: int,
+    learner: Learner,
+    progress: Progress | None,
+    start: ARModel | None = None,
+) -> PerRow:
+    """Train an AR model, from nothing or from a copy of `start`; return its log-probabilities."""
+    length = texts.tokens.shape[1]
+    if start is None:
+        model = cast("ARModel", learner.build(ARModel, "ar", num_tokens, texts.tokens))
+    else:
+        _check_start(start.config, num_tokens, length)
+        model = copy.deepcopy(start).float().to(texts.tokens.device).requires_grad_(True)
+    at_once = LOGITS_AT_ONCE // (length * num_tokens)
 
+    def nats_per_token(rows: Tensor) -> Tensor:
+        nats: Tensor = -model.log_prob(*texts.rows(rows)) / length
+        return nats
 
-def check_tokens(tokens: Tensor, num_tokens: int, name: str) -> None:
-    """Refuse what is not a table of enough texts."""
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.shape[1] == 0:
-        raise ValueError(f"{name} are (N, L) token ids, not {tokens.dtype} {tuple(tokens.shape)}")
-    if len(tokens) < FEWEST_SAMPLES:
-        raise UserError(
-            f"{name} are {len(tokens)}, too few to learn from some and measure on others: "
-            f"draw {FEWEST_SAMPLES} or more, better thousands."
-        )
-    if tokens.min() < 0 or tokens.max() >= num_tokens:
-        raise UserError(
-            f"{name} hold ids outside 0 to {num_tokens - 1}: masks and padding are not text."
-        )
-
-
-def _check_start(start: ARModel, num_tokens: int, length: int) -> None:
-    """Refuse a model that cannot read the samples."""
-    config = start.config
-    if config.num_tokens != num_tokens or config.length < length:
-        raise UserError(
-            f"The left-to-right model to begin with knows {config.num_tokens} tokens and "
-            f"{config.length} positions, the samples have {num_tokens} and {length}: use one that "
-            "was trained on the same tokens."
-        )
-
-
-def _stream(seed: int, purpose: str) -> torch.Generator:
-    return torch.Generator().manual_seed(mix(seed, purpose))
-
-
-FROM_NOTHING, FROM_A_MODEL = 2e-3, 3e-4
-"""Learning rates."""
+    fit(model, nats_per_token, split, learner, at_once, progress)
+    return lambda rows: -length * ask(nats_per_token, rows, at_once)
 
 
 @dataclass(frozen=True, slots=True)
 class ArBound:
     """Nats per sequence, over the held-out samples."""
 
+    kl_lower: float
+    """Below 0 it says nothing."""
+    se: float
+    """Standard error of kl_lower, over samples: both of its terms see the same."""
     cross_entropy: float
     """Of the samples under the AR model: an upper bound of their entropy."""
-    judge_nats: float
-    """Cross-entropy under the judge."""
-    kl_lower: float
-    """judge_nats - cross_entropy; below 0 it says nothing."""
-    se: float
-    """Standard error of kl_lower, over samples: both terms see the same."""
-    train: int
-    valid: int
     held_out: int
-    """Samples of each split."""
-    best_step: int
-    """Step of training whose model was kept; if the last, more steps may raise the bound."""
 
 
 def ar_kl(
     samples: Tensor,
     judge_nats: Tensor,
     num_tokens: int,
+    learner: Learner,
     *,
     counts: Tensor | None = None,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    steps: int = 2000,
-    batch_size: int = 64,
-    lr: float | None = None,
-    seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     start: ARModel | None = None,
@@ -313,66 +263,22 @@ def ar_kl(
     """Bound KL(sampler || judge) from below, given samples and the judge's -log p of each.
 
     Samples are independent draws. `counts` tells how many tokens of a row are read, where a text
-    ends before it: its end included, which the judge's nats then are as well. The samples are
-    split, and the model made and trained, by the seed. With `start` it is a copy of that model
-    that learns: of few samples of real language, one that knows it already learns more. It must
-    never have seen these samples.
+    ends before it: its end included, which the judge's nats then are as well. With `start` it is a
+    copy of that model that learns: of few samples of real language, one that knows it already
+    learns more. It must never have seen these samples.
 
     Shapes: samples (N, L), ids below `num_tokens`; judge_nats and counts (N,).
     """
-    check_tokens(samples, num_tokens, "The samples")
+    _check_tokens(samples, num_tokens, "The samples")
     nats = judge_nats.double().cpu()
-    if nats.shape != (len(samples),):
-        raise ValueError(f"{len(samples)} samples, but the judge's nats are {tuple(nats.shape)}")
     if not bool(nats.isfinite().all()):
         raise UserError("The judge gave a sample no finite -log p: use another judge, or float32.")
-    split = Split.draw(len(samples), seed)
-    rate = lr or (FROM_NOTHING if start is None else FROM_A_MODEL)
-    learner = Learner(layers, hidden, heads, steps, batch_size, rate, seed)
-    tokens = samples.long().to(device)
-    read = check_counts(counts, tokens)
-    log_prob, best_step = fit_ar(tokens, split, num_tokens, learner, progress, read, start)
-    own, judged = -log_prob(split.held_out), nats[split.held_out]
-    gaps = judged - own
-    return ArBound(
-        cross_entropy=own.mean().item(),
-        judge_nats=judged.mean().item(),
-        kl_lower=gaps.mean().item(),
-        se=gaps.std().item() / math.sqrt(len(gaps)),
-        train=len(split.train),
-        valid=len(split.valid),
-        held_out=len(split.held_out),
-        best_step=best_step,
-    )
-
-
-STATES_AT_ONCE = 1 << 23
-"""Numbers in the hidden states of a forward pass."""
-COND_DIM = 32
-"""Width of the trunk's time embedding, which is constant here."""
-PARTS, T_OF_PARTS = 4, 3.182446
-"""Parts in a row whose means tell how alike neighbours are, and Student's 97.5% quantile."""
-
-Scores = Callable[[Tensor], Tensor]
-"""High where a row looks like one of A: row numbers (R,) -> (R,) float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class TwoSample:
-    """How well held-out samples are told apart: 0.5 is not at all, 1 is always."""
-
-    auc: float
-    """Chance that a sample of A scores above one of B, ties counted half."""
-    auc_ci95: tuple[float, float]
-    """Over held-out samples, for the classifier as it is; neighbours in B may be alike."""
-    accuracy: float
-    """Mean of the shares of A and of B that are recognised."""
-    classifier: str
-    """`bidirectional` or `ratio`, whichever validated better."""
-    train: int
-    valid: int
-    held_out: int
-    """Samples of each split, A and B together."""
+    split = Split.draw(len(samples), learner.seed)
+    texts = Texts.of(samples, counts, device)
+    log_prob = fit_ar(texts, split, num_tokens, learner, progress, start)
+    own = -log_prob(split.held_out)
+    bound = mean_and_error(nats[split.held_out] - own)
+    return ArBound(*bound, own.mean().item(), len(split.held_out))
 
 
 class Classifier(nn.Module):
@@ -400,64 +306,91 @@ class Classifier(nn.Module):
         return logits.sum(1) / math.sqrt(tokens.shape[1])
 
 
+def fit_classifier(
+    texts: Texts,
+    is_a: Tensor,
+    split: Split,
+    num_tokens: int,
+    learner: Learner,
+    progress: Progress | None,
+) -> PerRow:
+    """Train the bidirectional network; both sets weigh the same, whatever their size."""
+    network = learner.build(Classifier, "mdlm", num_tokens, texts.tokens)
+    target = is_a.float()
+    share = target.mean()
+    weight = torch.where(is_a, 0.5 / share, 0.5 / (1 - share))
+
+    def logits(rows: Tensor) -> Tensor:
+        found: Tensor = network(*texts.rows(rows))
+        return found
+
+    def loss(rows: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(
+            logits(rows), target[rows], weight[rows], reduction="none"
+        )
+
+    at_once = STATES_AT_ONCE // (texts.tokens.shape[1] * learner.hidden)
+    fit(network, loss, split, learner, at_once, progress)
+    return lambda rows: ask(logits, rows, at_once)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoSample:
+    """How well held-out samples are told apart: 0.5 is not at all, 1 is always."""
+
+    auc: float
+    """Chance that a sample of A scores above one of B, ties counted half."""
+    auc_ci95: tuple[float, float]
+    """Over held-out samples, for the classifier as it is; neighbours in B may be alike."""
+    classifier: str
+    """`bidirectional` or `ratio`, whichever validated better."""
+    held_out: int
+    """Samples, A and B together."""
+
+
 def two_sample(
     a: Tensor,
     b: Tensor,
     num_tokens: int,
+    learner: Learner,
     *,
     counts: tuple[Tensor, Tensor] | None = None,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    steps: int = 1000,
-    batch_size: int = 64,
-    lr: float = 4e-3,
-    seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> TwoSample:
     """Train on some samples of A and B, score on others.
 
-    Rows of A are independent draws; those of B are too, or follow each other in a text. `steps` are
-    those of one network; there are three. Rows of one number in A and B go to the same split:
-    samplers that share their noise do not leak. `counts` tells how many tokens of each row of A and
-    of B are read, where texts end before it: what pads a text is no evidence.
+    Rows of A are independent draws; those of B are too, or follow each other in a text. So both are
+    split in their order, not at random, and the interval takes what neighbours have in common from
+    the data (`auc`). It cannot know what documents that were not held out are like: a reference of
+    a few dozen documents or more is covered as it should be, one of eight is not. Rows of one
+    number in A and B go to the same split: samplers that share their noise do not leak. Three
+    networks are trained. `counts` tells how many tokens of each row of A and of B are read, where
+    texts end before it: what pads a text is no evidence.
 
     Shapes: a (N, L), b (M, L), ids below `num_tokens`; counts (N,) and (M,).
     """
-    check_tokens(a, num_tokens, "The samples of A")
-    check_tokens(b, num_tokens, "The samples of B")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"samples of {a.shape[1]} and of {b.shape[1]} tokens cannot be compared")
-    tokens = torch.cat([a.long().cpu(), b.long().cpu()]).to(device)
-    read = None if counts is None else check_counts(torch.cat(counts), tokens)
+    _check_tokens(a, num_tokens, "The samples of A")
+    _check_tokens(b, num_tokens, "The samples of B")
+    read = None if counts is None else torch.cat(counts)
+    texts = Texts.of(torch.cat([a.cpu(), b.cpu()]), read, device)
     split_a, split_b = split_both(len(a), len(b))
-    learner = Learner(layers, hidden, heads, steps, batch_size, lr, seed)
+    both = _join(split_a, split_b)
 
     def stage(number: int) -> Progress | None:
-        return progress and (lambda step: progress(number * steps + step))
+        return progress and (lambda step: progress(number * learner.steps + step))
 
-    in_a, _ = fit_ar(tokens, split_a, num_tokens, learner, stage(0), read)
-    in_b, _ = fit_ar(tokens, split_b, num_tokens, learner, stage(1), read)
-    is_a = torch.arange(len(tokens), device=device) < len(a)
-    both = _join(split_a, split_b)
-    scores: dict[str, Scores] = {
-        "bidirectional": _fit_classifier(tokens, read, is_a, both, num_tokens, learner, stage(2)),
+    in_a = fit_ar(texts, split_a, num_tokens, learner, stage(0))
+    in_b = fit_ar(texts, split_b, num_tokens, learner, stage(1))
+    is_a = torch.arange(len(a) + len(b), device=device) < len(a)
+    scores: dict[str, PerRow] = {
+        "bidirectional": fit_classifier(texts, is_a, both, num_tokens, learner, stage(2)),
         "ratio": lambda rows: in_a(rows) - in_b(rows),
     }
-    valid = {name: (f(split_a.valid), f(split_b.valid)) for name, f in scores.items()}
-    best = max(valid, key=lambda name: auc(*valid[name])[0])
+    valid = {name: auc(f(split_a.valid), f(split_b.valid))[0] for name, f in scores.items()}
+    best = max(valid, key=lambda name: valid[name])
     held_out = scores[best](split_a.held_out), scores[best](split_b.held_out)
-    value, interval = auc(*held_out, in_order=True)
-    return TwoSample(
-        auc=value,
-        auc_ci95=interval,
-        accuracy=_accuracy(held_out, valid[best]),
-        classifier=best,
-        train=len(both.train),
-        valid=len(both.valid),
-        held_out=len(both.held_out),
-    )
+    return TwoSample(*auc(*held_out, in_order=True), best, len(both.held_out))
 
 
 def auc(
@@ -466,8 +399,7 @@ def auc(
     """Chance that a score of `a` is above one of `b`, ties half, and its 95% interval.
 
     The AUC is a mean over `a` of the share of `b` below each, and over `b` of the share of `a`
-    above each; the variances of both add up (DeLong). Scores without any overlap leave no variance:
-    [1, 1].
+    above each; the variances of both add up (DeLong).
 
     With `in_order`, neighbours in `b` may be alike, and the variance of the mean over `b` is also
     taken from the means of four parts in a row, with Student's t for so few; the larger counts. In
@@ -475,80 +407,14 @@ def auc(
     94%), 95% where `b` was 8 documents, 89% at 4 and 74 to 79% at 2 (DeLong 56, 39 and 23 to 40%).
     """
     ours, theirs = np.asarray(a), np.asarray(b)
-    fewest = PARTS if in_order else 2
-    if min(len(ours), len(theirs)) < fewest:
-        raise UserError(f"An AUC with an interval needs {fewest} or more scores of each kind.")
     below, above = _share_below(ours, theirs), 1 - _share_below(theirs, ours)
     value = float(below.mean())
-    squares = [1.96**2 * shares.var(ddof=1) / len(shares) for shares in (below, above)]
+    squares = [Z**2 * shares.var(ddof=1) / len(shares) for shares in (below, above)]
     if in_order:
         means = np.array([part.mean() for part in np.array_split(above, PARTS)])
         squares[1] = max(squares[1], T_OF_PARTS**2 * means.var(ddof=1) / PARTS)
     half = math.sqrt(sum(squares))
     return value, (max(0.0, value - half), min(1.0, value + half))
-
-
-def split_both(count_a: int, count_b: int) -> tuple[Split, Split]:
-    """Split rows 0 .. count_a and count_a .. count_a + count_b in order, equal places alike.
-
-    What the longer set has more is split backwards, so that its rows to measure on follow those
-    that both have: it too is cut at few places.
-    """
-    fewer = min(count_a, count_b)
-    more = max(count_a, count_b) - fewer
-    shared = Split.in_order(fewer)
-    rest = Split(*((fewer + more - 1 - rows).flip(0) for rows in Split.in_order(more)))
-    longer = _join(shared, rest)
-    split_a, split_b = (longer, shared) if count_a > count_b else (shared, longer)
-    return split_a, _shift(split_b, count_a)
-
-
-def _join(one: Split, two: Split) -> Split:
-    return Split(*(torch.cat(parts) for parts in zip(one, two, strict=True)))
-
-
-def _shift(split: Split, by: int) -> Split:
-    return Split(*(rows + by for rows in split))
-
-
-def _fit_classifier(
-    tokens: Tensor,
-    read: Tensor | None,
-    is_a: Tensor,
-    split: Split,
-    num_tokens: int,
-    learner: Learner,
-    progress: Progress | None,
-) -> Scores:
-    """Train the bidirectional network; both sets weigh the same, whatever their size."""
-    config = ModelConfig(
-        kind="mdlm",
-        layers=learner.layers,
-        hidden=learner.hidden,
-        heads=learner.heads,
-        cond_dim=COND_DIM,
-        vocab_size=num_tokens + 1,
-        length=tokens.shape[1],
-        learned_positions=True,
-    )
-    with learner.weights():
-        network = Classifier(config).to(tokens.device)
-    target = is_a.float()
-    share = target.mean()
-    weight = torch.where(is_a, 0.5 / share, 0.5 / (1 - share))
-
-    def logits(rows: Tensor) -> Tensor:
-        found: Tensor = network(tokens[rows], None if read is None else read[rows])
-        return found
-
-    def loss(rows: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(
-            logits(rows), target[rows], weight[rows], reduction="none"
-        )
-
-    at_once = STATES_AT_ONCE // (tokens.shape[1] * learner.hidden)
-    fit(network, loss, split, learner, at_once, progress)
-    return lambda rows: ask(logits, rows, at_once)
 
 
 def _share_below(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
@@ -558,8 +424,26 @@ def _share_below(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64
     return (below + upto) / (2 * len(ranked))
 
 
-def _accuracy(held_out: tuple[Tensor, Tensor], valid: tuple[Tensor, Tensor]) -> float:
-    """Balanced accuracy, with the threshold half-way between the medians of validation scores."""
-    threshold = (valid[0].median() + valid[1].median()) / 2
-    right = (held_out[0] > threshold).double().mean() + (held_out[1] <= threshold).double().mean()
-    return right.item() / 2
+def _check_tokens(tokens: Tensor, num_tokens: int, name: str) -> None:
+    if len(tokens) < FEWEST_SAMPLES:
+        raise UserError(
+            f"{name} are {len(tokens)}, too few to learn from some and measure on others: "
+            f"draw {FEWEST_SAMPLES} or more, better thousands."
+        )
+    if tokens.min() < 0 or tokens.max() >= num_tokens:
+        raise UserError(
+            f"{name} hold ids outside 0 to {num_tokens - 1}: masks and padding are not text."
+        )
+
+
+def _check_start(config: ModelConfig, num_tokens: int, length: int) -> None:
+    if config.num_tokens != num_tokens or config.length < length:
+        raise UserError(
+            f"The left-to-right model to begin with knows {config.num_tokens} tokens and "
+            f"{config.length} positions, the samples have {num_tokens} and {length}: use one that "
+            "was trained on the same tokens."
+        )
+
+
+def _stream(seed: int, purpose: str) -> torch.Generator:
+    return torch.Generator().manual_seed(mix(seed, purpose))

@@ -30,7 +30,14 @@ from didi_instruct.evaluation.measuring import (
     nothing,
     plain,
 )
-from didi_instruct.evaluation.probes import ar_kl, two_sample
+from didi_instruct.evaluation.probes import (
+    AR_LR,
+    STARTED_AR_LR,
+    TEST_LR,
+    Learner,
+    ar_kl,
+    two_sample,
+)
 from didi_instruct.evaluation.protein_metrics import PROTEIN_METRICS
 from didi_instruct.evaluation.samples import constant_after_end, with_end
 from didi_instruct.evaluation.stats import around
@@ -181,9 +188,8 @@ def _ar_bound(m: Measuring) -> Measured:
         constant_after_end(m.samples.tokens, m.samples.lengths),
         scores.nats,
         y.num_tokens,
+        learner=Learner(steps=AR_STEPS, lr=STARTED_AR_LR if y.ar_start else AR_LR, seed=y.seed),
         counts=with_end(m.samples.tokens, m.samples.lengths),
-        steps=AR_STEPS,
-        seed=y.seed,
         device=torch.device(y.device),
         progress=lambda step: m.tell("AR-entropy bound", step, AR_STEPS),
         start=y.ar_start.network if y.ar_start else None,
@@ -205,12 +211,11 @@ def _two_sample(m: Measuring) -> Measured:
         constant_after_end(m.samples.tokens, m.samples.lengths),
         constant_after_end(m.reference.tokens, m.reference.lengths),
         y.num_tokens,
+        learner=Learner(steps=TEST_STEPS, lr=TEST_LR, seed=y.seed),
         counts=(
             with_end(m.samples.tokens, m.samples.lengths),
             with_end(m.reference.tokens, m.reference.lengths),
         ),
-        steps=TEST_STEPS,
-        seed=y.seed,
         device=torch.device(y.device),
         progress=lambda step: m.tell("Two-sample test", step, 3 * TEST_STEPS),
     )
