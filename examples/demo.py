@@ -11,8 +11,6 @@ import demo_oracle
 import demo_stories
 from rich.console import Console
 
-from didi_instruct.evaluation.report import render_terminal, write_report
-
 
 def main() -> None:
     """Write, distil, compare, report."""
@@ -33,10 +31,9 @@ def main() -> None:
     console.rule("A distillation on the oracle language", align="left")
     teacher = demo_oracle.train(out, asked.train_steps)
     student = demo_oracle.distil(out, teacher, asked.distill_steps)
-    content = demo_oracle.compare(out, teacher, student, asked.samples)
-    for line in render_terminal(content, console.width):
-        console.print(line, highlight=False, markup=False)
-    page, _ = write_report(out / "oracle", content)
+    report = demo_oracle.compare(out, teacher, student, asked.samples)
+    console.print(report.to_terminal(console.width))
+    page, _ = report.write(out / "oracle")
     lines += ["## The oracle language", "", f"[All of it]({page.relative_to(out)})", ""]
     (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
     console.print(f"Report: {out / 'report.md'} and {page}  ({time.monotonic() - started:.0f} s)")

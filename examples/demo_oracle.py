@@ -14,7 +14,7 @@ from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.evaluation.judges import open_judge
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.evaluation.report import Content
+from didi_instruct.evaluation.report import Report
 from didi_instruct.training.reporting import TerminalReporter
 
 STEPS = (2, 4, 8, 16)
@@ -58,7 +58,7 @@ def _trained(
     return folder
 
 
-def compare(out: Path, teacher: Path, student: Path, num: int) -> Content:
+def compare(out: Path, teacher: Path, student: Path, num: int) -> Report:
     """Draw from both and measure, like `didi eval STUDENT --against TEACHER --judge oracle`."""
     found = evaluate_quality(
         [str(student)],
@@ -68,13 +68,5 @@ def compare(out: Path, teacher: Path, student: Path, num: int) -> Content:
         judge=open_judge("oracle"),
         against=str(teacher),
     )
-    return Content(
-        title="The oracle language: student and teacher",
-        rows=found.rows,
-        baseline=found.baseline,
-        reference=found.reference,
-        judge=found.judge,
-        samples=found.samples,
-        provenance=provenance(),
-        command="make demo",
-    )
+    title = "The oracle language: student and teacher"
+    return Report.build(found, title, provenance=provenance(), command="make demo")

@@ -1,6 +1,7 @@
 """Means over lengths."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -8,8 +9,7 @@ from didi_instruct.api.lengths import evaluate_lengths, joined, mean_row
 from didi_instruct.api.plan import Plan
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.evaluate import Evaluation
-from didi_instruct.evaluation.report.content import Content
-from didi_instruct.evaluation.report.terminal import render_terminal
+from didi_instruct.evaluation.report.summary import Summary
 
 
 def row(length, steps=8, model="m", **numbers):
@@ -55,12 +55,11 @@ def test_tables_join_row_by_row_and_are_shown_by_length():
     ]  # fmt: skip
     assert found.rows[2]["entropy"] == pytest.approx(2.58)
     assert [r["length"] for r in found.controls] == [100, 200, None]
-    content = Content(title="", rows=found.rows, controls=found.controls[:-1])
-    lines = render_terminal(content, 120)
-    assert [line.split("  ")[0] for line in lines[1:9]] == [
-        "m · length 100 ⚠", "m · length 200", "m · mean over lengths",
-        "m · length 100 ⚠", "m · length 200", "m · mean over lengths",
-        "real, length 100", "real, length 200",
+    table = Summary(replace(found, reference={}), "").table
+    assert [(row.name, bool(row.doubt)) for group in table for row in group.rows] == [
+        ("m · length 100", True), ("m · length 200", False), ("m · mean over lengths", False),
+        ("m · length 100", True), ("m · length 200", False), ("m · mean over lengths", False),
+        ("real, length 100", False), ("real, length 200", False),
     ]  # fmt: skip
 
 

@@ -84,54 +84,32 @@ def quality(
 
 def _write(found: "Evaluation", name: str, folder: Path, json_file: Path | None) -> None:
     """Write JSON and report, and say where they are."""
-    from didi_instruct.api.evaluate import Report
+    import shutil
+
+    from rich.console import Console
+
+    from didi_instruct.api.evaluate import Report as Numbers
+    from didi_instruct.evaluation.provenance import provenance
+    from didi_instruct.evaluation.report import Report, short_names
 
     if json_file is not None:
         rows = [*found.rows, *found.controls]
-        Report(name, found.judge, rows, found.reference, found.baseline).write(json_file)
+        Numbers(name, found.judge, rows, found.reference, found.baseline).write(json_file)
     replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
-    page = _report(folder, found)
+    names = short_names([row["model"] for row in found.rows]).values()
+    command = shlex.join(["didi", *sys.argv[1:]])
+    report = Report.build(
+        found, f"Samples of {', '.join(names)}", provenance=provenance(), command=command
+    )
+    page, _ = report.write(folder)
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
+    console.print(report.to_terminal(console.width))
     counts = sorted({row["num_samples"] for row in found.rows})
     many = "" if counts == [1] else "s"
     typer.echo(f"{_span(counts)} sample{many} per row; samples and numbers in {folder}")
     typer.echo(f"Report: {page}{replaced}")
     if json_file is not None:
         typer.echo(f"Wrote {json_file}")
-
-
-def _report(folder: Path, found: "Evaluation") -> Path:
-    """Write the report that people look at, and print the heart of it."""
-    import shutil
-
-    from didi_instruct.evaluation.provenance import provenance
-    from didi_instruct.evaluation.report import Content, render_terminal, write_report
-    from didi_instruct.evaluation.report.lines import short_names
-
-    names = short_names([row["model"] for row in found.rows])
-    content = Content(
-        title=f"Samples of {', '.join(names.values())}",
-        rows=[row for row in found.rows if row["nfe"] is not None],
-        controls=_controls(found),
-        baseline=found.baseline,
-        reference=found.reference,
-        judge=found.judge,
-        samples=found.samples,
-        provenance=provenance(),
-        command=shlex.join(["didi", *sys.argv[1:]]),
-    )
-    page = write_report(folder, content)[0]
-    for line in render_terminal(content, shutil.get_terminal_size((120, 24)).columns):
-        typer.echo(line)
-    return page
-
-
-def _controls(found: "Evaluation") -> list[dict[str, Any]]:
-    """Rows that no sampler wrote, but for the one that is the reference's."""
-    from didi_instruct.evaluation.samples import REAL
-
-    rows = [*(row for row in found.rows if row["nfe"] is None), *found.controls]
-    last = [row for row in rows if row["model"] == REAL][-1:]
-    return [row for row in rows if row not in last]
 
 
 def _span(numbers: "Sequence[int]") -> str:

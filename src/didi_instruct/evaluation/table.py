@@ -1,16 +1,9 @@
 """Columns of an evaluation: names, numbers, intervals, meaning; the same wherever it is shown."""
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-Row = Mapping[str, Any]
 Better = Literal["lower", "higher"]
-SETTINGS = ("steps", "nfe", "passes", "temperature", "top_p")
-"""Of a sampler: text that nobody sampled has none."""
-Z95 = 1.959964
-"""Standard errors on either side of a normal mean that leave 5% outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +25,9 @@ VARIETY = (
 )
 COLUMNS = (
     Column(
-        "steps", "steps", "{}", "Steps in which a text is written: the budget that rows share."
-    ),
-    Column("NFE", "nfe", "{}", "Steps that the sampler scheduled in the end, its real budget."),
-    Column(
         "passes", "passes", "{:.1f}",
         "Forward passes that really ran per text; a backward pass counts as two.",
     ),
-    Column("T", "temperature", "{:g}", "Temperature: below 1, likely tokens become likelier."),
-    Column("top-p", "top_p", "{:g}", "Tokens are drawn from this share of the probability."),
     Column(
         "ppl", "ppl", "{:.2f}",
         "Perplexity: how surprised the judge is by each token. Lower is better only at equal "
@@ -125,61 +112,13 @@ INEXACT_PATH_KL = (
     "better, but by itself it can reward texts that are a little too much alike: " + VARIETY
 )
 
-
-OF_THE_BEST = ("path_kl_vs_baseline", "gap_closed")
 NOT_SWEPT = (
-    "Here the baseline has only its plain setting, and may do better at another: --frontier tries."
+    "Here the baseline has only its plain setting, and may do better at another: --frontier tries "
+    "more."
 )
-
-
-def shown_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Choose the columns that have something to tell: numbers, and settings off their defaults."""
-
-    def tells(column: Column) -> bool:
-        values = [row.get(column.field) for row in rows]
-        if column.field in ("temperature", "top_p"):
-            return any(value not in (None, 1) for value in values)
-        if column.field == "nfe":
-            return any(row.get("nfe") not in (None, row.get("steps")) for row in rows)
-        return any(value is not None for value in values)
-
-    return [column for column in columns if tells(column)]
-
-
-def meaning(column: Column, rows: Sequence[Row]) -> str:
-    """Say what a column means in these rows."""
-    if column.field == "path_kl" and any(row.get("path_kl_exact") is False for row in rows):
-        return INEXACT_PATH_KL
-    swept = any(row.get(name) not in (None, 1) for row in rows for name in ("temperature", "top_p"))
-    if column.field in OF_THE_BEST and not swept:
-        return f"{column.meaning} {NOT_SWEPT}"
-    return column.meaning
-
-
-def number(row: Row, column: Column) -> str:
-    """A value as it is shown; a dash where there is none."""
-    value = row.get(column.field)
-    return "–" if value is None else column.form.format(value)
-
-
-def interval(row: Row, field: str) -> tuple[float, float] | None:
-    """95% interval of a value: as measured, or from its standard error."""
-    value, ends, error = row.get(field), row.get(f"{field}_ci95"), row.get(f"{field}_se")
-    if value is None:
-        return None
-    if ends is None and error is not None:
-        ends = (value - Z95 * error, value + Z95 * error)
-    if ends is None or not all(map(math.isfinite, ends)):
-        return None
-    return float(ends[0]), float(ends[1])
-
-
-def interval_text(row: Row, column: Column) -> str:
-    """A value's interval as it is shown; empty where there is none."""
-    ends = interval(row, column.field)
-    return "" if ends is None else "[{}, {}]".format(*(column.form.format(end) for end in ends))
-
-
-def unsampled(reference: Row) -> dict[str, Any]:
-    """A row of real text, without what only samplers have."""
-    return {name: value for name, value in reference.items() if name not in SETTINGS}
+MEAN_LENGTH = Column(
+    "length", "mean_length", "{:.1f}",
+    "Tokens of a text before its end, mean over texts. Neither high nor low is good: it should be "
+    "that of real text.",
+)  # fmt: skip
+"""Shown only where texts end before their window."""

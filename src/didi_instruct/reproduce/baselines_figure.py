@@ -7,18 +7,17 @@ import numpy as np
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.evaluation.report.drawing import (
+from didi_instruct.evaluation.report.figures import (
     FONT,
     INK,
     MARKERS,
     SOFT,
     finite,
-    new_axis,
     new_figure,
-    scale,
+    set_scale,
 )
 from didi_instruct.reproduce.baselines import TEACHER
-from didi_instruct.reproduce.figures import PALETTE
+from didi_instruct.reproduce.figures import PALETTE, new_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +67,7 @@ def draw_baselines(rows: Sequence[Row], title: str = "") -> "Figure":
         axis.locator_params(axis="x", nbins=5)
         axis.set_xlabel("entropy, nats", fontsize=FONT - 1, color=SOFT)
         within, above = _below([r for r in here if low <= r["entropy"] <= high])
-        scale(axis, within or [row["ppl"] for row in here])
+        set_scale(axis, within or [row["ppl"] for row in here])
         for method in above:
             worse.setdefault(method, []).append(nfe)
         if not place % ACROSS:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from didi_instruct.data.files import write_atomic
-from didi_instruct.evaluation.report.drawing import (
+from didi_instruct.evaluation.report.figures import (
     FONT,
     HUES,
     INK,
@@ -14,14 +14,15 @@ from didi_instruct.evaluation.report.drawing import (
     SOFT,
     as_png,
     finite,
-    new_axis,
     new_figure,
-    scale,
+    set_scale,
+    style,
 )
 from didi_instruct.reproduce.tables import PASSES, Shown, Table, cells, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PANEL, HEIGHT, LEFT, GAP, FOOT, ENTRY = 360, 250, 60, 64, 50, 18
 """Points: of a panel, beside, between and below panels, and of a line of the legend."""
@@ -33,6 +34,15 @@ PALETTE = (
 )  # fmt: skip
 """A colour for every method of the longest table; the first seven hues are told apart by all, what
 follows by its marker too."""
+
+
+def new_axis(figure: "Figure", box: tuple[float, float, float, float], title: str) -> "Axes":
+    """An empty panel at a place given in points: left, bottom, width, height."""
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    left, bottom, across, up = box
+    axis = figure.add_axes((left / width, bottom / height, across / width, up / height))
+    style(axis, title)
+    return axis
 
 
 def can_draw() -> bool:
@@ -83,7 +93,7 @@ def _panel(
 
     seen: list[float] = []
     places: set[int] = set()
-    for rows, style in sides:
+    for rows, dashes in sides:
         for number, name in enumerate(names):
             mine = [row for row in rows if _name(table, row) == name]
             points = cells(mine, (), table.across)
@@ -97,7 +107,14 @@ def _panel(
             across, values = zip(*line, strict=True)
             colour = _colour(number)
             axis.plot(
-                across, values, style, color=colour, marker=_marker(number), ms=5, lw=1.6, alpha=0.9
+                across,
+                values,
+                dashes,
+                color=colour,
+                marker=_marker(number),
+                ms=5,
+                lw=1.6,
+                alpha=0.9,
             )
             each = [
                 (row[table.across], row[one.column]) for row in mine if finite(row.get(one.column))
@@ -109,7 +126,7 @@ def _panel(
     if not seen:
         axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=SOFT)
         return
-    scale(axis, seen)
+    set_scale(axis, seen)
     if one.form.endswith("%"):
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.set_xscale("log", base=2)

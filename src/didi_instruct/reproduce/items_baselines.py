@@ -8,7 +8,7 @@ from typing import Any
 
 from didi_instruct.data.files import write_atomic
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.evaluation.report.drawing import as_png
+from didi_instruct.evaluation.report.figures import as_png
 from didi_instruct.reproduce.asking import ALL_TRICKS, learnt
 from didi_instruct.reproduce.baselines import (
     ABOVE,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.data.files import write_atomic
-from didi_instruct.evaluation.report.drawing import as_png
+from didi_instruct.evaluation.report.figures import as_png
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.baselines import LATE

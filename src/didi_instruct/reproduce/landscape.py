@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.evaluation.report.drawing import FONT, INK, SOFT, new_figure
+from didi_instruct.evaluation.report.figures import FONT, INK, SOFT, new_figure
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.evaluation.report.drawing import FONT, INK, SOFT, new_figure
+from didi_instruct.evaluation.report.figures import FONT, INK, SOFT, new_figure
 from didi_instruct.evaluation.stats import around
 from didi_instruct.evaluation.training_curves import COLOURS
 from didi_instruct.reproduce.anova import Parameter, importances, latin_hypercube

@@ -1,0 +1,539 @@
+"""Everything a report says, as plain data: findings, warnings, tables and texts.
+
+Templates, terminal and figures show it and compute nothing of their own. A sweep has dozens of rows
+per model; the main table shows two of each model and number of steps, the plain setting and the one
+with the lowest path KL.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.report.lines import (
+    LOW_ENTROPY,
+    LOW_VARIETY,
+    SIGNS,
+    Line,
+    Row,
+    Rows,
+    is_plain,
+    setting,
+    short_names,
+)
+from didi_instruct.evaluation.rows import known_columns
+from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.table import INEXACT_PATH_KL, MEAN_LENGTH, NOT_SWEPT, Column
+
+TEXT_COLUMNS, NUM_TEXTS = 4, 3
+HEAD = 600
+"""Characters of a text shown at once; a text only a little longer is shown whole."""
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+"""Characters that no form shows, or that would turn the direction of what follows them."""
+DELTA = "path_kl_vs_baseline"
+
+
+def clean(text: object) -> str:
+    """Text with a replacement character for each control character."""
+    return CONTROL.sub("\ufffd", str(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A value as it is shown."""
+
+    value: str
+    interval: str = ""
+    bold: bool = False
+    note: str = ""
+    """Why the value is missing, or what to know about it."""
+    mark: int | None = None
+    """Number of the footnote that says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row as it is shown."""
+
+    steps: str
+    name: str
+    setting: str
+    cells: tuple[Cell, ...]
+    is_baseline: bool = False
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows to compare with each other: those with one number of steps, or those not sampled."""
+
+    title: str
+    rows: tuple[TableRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A sentence, and what there is to say in detail."""
+
+    head: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Texts of one model in one setting: beginning and rest of each."""
+
+    label: str
+    steps: str
+    texts: tuple[tuple[str, str], ...]
+
+
+class Summary:
+    """What a report says, computed once."""
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        title: str,
+        provenance: Mapping[str, Any] | None = None,
+        command: str | None = None,
+    ) -> None:
+        rows = Rows(evaluation)
+        columns = shown_columns(rows.all)
+        blocks = {nfe: _main_rows(rows.lines, nfe) for nfe in rows.budgets}
+        self.title, self.command, self.rows = title, command, rows
+        self.columns = [(column.title, meaning(column, rows.all)) for column in columns]
+        self.footnotes = _footnotes(rows, blocks)
+        self.table = _table(rows, blocks, columns, self.footnotes)
+        self.sweep = _table(rows, _every_row(rows), columns) if rows.has_sweep else []
+        self.sweep_size = sum(len(line.rows) for line in rows.lines)
+        self.caption = _caption(rows)
+        self.facts = _facts(rows, evaluation.judge)
+        self.findings, self.basis = _findings(rows, blocks)
+        self.warnings = [*_low_variety(rows, blocks), *_edges(rows)]
+        self.remarks = list(_remarks(rows, columns))
+        self.sides, self.about_texts = _texts(evaluation)
+        self.num_texts = min((len(side.texts) for side in self.sides), default=0)
+        self.has_long_texts = any(rest for side in self.sides for _, rest in side.texts)
+        self.origin = [*_origin(evaluation), *_flat(provenance or {})]
+
+
+Shown = tuple[Line, Row, str]
+"""A row of a table with its line and its setting in words."""
+Blocks = Mapping[int, Sequence[Shown]]
+"""Rows of a table by number of steps."""
+
+
+def _main_rows(lines: Sequence[Line], nfe: int) -> list[Shown]:
+    """The plain and the best row of each line."""
+    found: list[Shown] = []
+    for line in lines:
+        plain, best = line.plain(nfe), line.best(nfe)
+        if plain is None or best is None:
+            continue
+        edge = ", the edge of the sweep" if line.edge(nfe) else ""
+        if len(line.at(nfe)) == 1:
+            found.append((line, plain, "" if is_plain(plain) else setting(plain)))
+        elif plain is not best:
+            found.append((line, plain, setting(plain)))
+            found.append((line, best, f"best: {setting(best)}{edge}"))
+        elif best.get("path_kl") is None:
+            found.append((line, plain, setting(plain)))
+        else:
+            found.append((line, plain, f"{setting(plain)}, the best{edge}"))
+    return found
+
+
+def _every_row(rows: Rows) -> Blocks:
+    return {
+        nfe: [(line, row, setting(row)) for line in rows.lines for row in line.at(nfe)]
+        for nfe in rows.budgets
+    }
+
+
+def _table(
+    rows: Rows, blocks: Blocks, columns: Sequence[Column], footnotes: Sequence[str] | None = None
+) -> list[Group]:
+    """Rows as they are shown; without footnotes, nothing is marked but doubts."""
+    groups = []
+    for nfe, shown in blocks.items():
+        leaders = {} if footnotes is None else {c.field: _leaders(shown, c) for c in columns}
+        group = []
+        for line, row, words in shown:
+            cells = tuple(
+                _cell(row, c, footnotes or (), bold=any(row is x for x in leaders.get(c.field, ())))
+                for c in columns
+            )
+            group.append(
+                TableRow(str(nfe), line.label, words, cells, line.is_baseline, rows.doubt(row))
+            )
+        groups.append(Group(steps(nfe), tuple(group)))
+    if rows.not_sampled:
+        title = "Not sampled" if rows.controls else "Reference text"
+        below = [
+            TableRow(
+                "", name, title.lower(), tuple(_cell(row, c, footnotes or ()) for c in columns)
+            )
+            for name, row in rows.not_sampled
+        ]
+        groups.append(Group(title, tuple(below)))
+    return groups
+
+
+def _cell(row: Row, column: Column, footnotes: Sequence[str], *, bold: bool = False) -> Cell:
+    note, ends = row.get(f"{column.field}_note") or "", interval(row, column.field)
+    return Cell(
+        number(row, column),
+        "[{}, {}]".format(*map(column.form.format, ends)) if ends else "",
+        bold,
+        note,
+        footnotes.index(note) + 1 if note in footnotes else None,
+    )
+
+
+def _leaders(shown: Sequence[Shown], column: Column) -> list[Row]:
+    """The row of each length whose interval lies beyond those of all other lines."""
+    if column.better is None:
+        return []
+    sign, found = (1 if column.better == "lower" else -1), []
+    known = [(line, row) for line, row, _ in shown if row.get(column.field) is not None]
+    for length in dict.fromkeys(row.get("length") for _, row in known):
+        alike = [(line, row) for line, row in known if row.get("length") == length]
+        line, row = min(alike, key=lambda pair: sign * pair[1][column.field])
+        own = interval(row, column.field)
+        others = [interval(r, column.field) for other, r in alike if other is not line]
+        if own and others and all(
+            ends and max(sign * e for e in own) < min(sign * e for e in ends) for ends in others
+        ):  # fmt: skip
+            found.append(row)
+    return found
+
+
+def shown_columns(rows: Sequence[Row]) -> list[Column]:
+    """Columns with numbers; the length of texts only where they end before their window."""
+    columns = [c for c in known_columns() if any(row.get(c.field) is not None for row in rows)]
+    return columns + [MEAN_LENGTH] * any(map(_ends_early, rows))
+
+
+def _ends_early(row: Row) -> bool:
+    mean, length = row.get("mean_length"), row.get("length")
+    return mean is not None and length is not None and mean != length
+
+
+def meaning(column: Column, rows: Sequence[Row]) -> str:
+    """Explain a column as it is in these rows."""
+    if column.field == "path_kl" and any(row.get("path_kl_exact") is False for row in rows):
+        return INEXACT_PATH_KL
+    if column.field in (DELTA, "gap_closed") and all(map(is_plain, rows)):
+        return f"{column.meaning} {NOT_SWEPT}"
+    return column.meaning
+
+
+def number(row: Row, column: Column) -> str:
+    """A value as it is shown; a dash where there is none."""
+    value = row.get(column.field)
+    return "–" if value is None else column.form.format(value)
+
+
+def interval(row: Row, field: str) -> tuple[float, float] | None:
+    """95% interval of a value; None without a finite one."""
+    ends = row.get(f"{field}_ci95")
+    if row.get(field) is None or ends is None or not all(map(math.isfinite, ends)):
+        return None
+    return float(ends[0]), float(ends[1])
+
+
+def steps(nfe: int) -> str:
+    """A number of steps in words."""
+    return f"{nfe} step{'' if nfe == 1 else 's'}"
+
+
+def _series(words: Sequence[str]) -> str:
+    """Words joined as in a sentence."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _findings(rows: Rows, blocks: Blocks) -> tuple[list[Statement], str]:
+    """Which model is better than the baseline and where, and what the comparison rests on.
+
+    It rests on the path KL at each model's best setting alone: where that difference was not
+    measured, or has no interval, there is no verdict.
+    """
+    students = [line for line in rows.lines if not line.is_baseline]
+    rivals = _series(rows.rivals) if rows.rivals else ""
+    if not rows.lines:
+        return [Statement("No model was sampled: the table describes texts as they are.")], ""
+    if not rivals:
+        return _without_baseline(rows, blocks), ""
+    if not students:
+        return [Statement(f"Every row is of the baseline, {rivals}: nothing is compared.")], ""
+    found = [statement for line in students if (statement := _verdict(rows, line, rivals))]
+    if found:
+        return found, (
+            f"Path KL is compared with that of {rivals} at equal steps, each model at its best "
+            "setting. Differences are in nats per text, with 95% intervals; below 0 is better."
+        )
+    why = "the difference in path KL has no interval"
+    if not any(row.get(DELTA) is not None for line in students for row in line.rows):
+        why = "path KL was not compared at equal steps (it needs the metric path-kl and a judge)"
+    return [Statement(f"There is no verdict against {rivals}: {why}.")], ""
+
+
+def _verdict(rows: Rows, line: Line, rivals: str) -> Statement | None:
+    """One model against the baseline; None where nothing can be said."""
+    compared = [
+        (nfe, row, ends)
+        for nfe in line.budgets
+        if (row := line.best(nfe)) is not None and (ends := interval(row, DELTA))
+    ]
+    places: dict[str, list[int]] = {"better": [], "not clearly different": [], "worse": []}
+    for nfe, _, (low, high) in compared:
+        kind = "better" if high < 0 else "worse" if low > 0 else "not clearly different"
+        places[kind].append(nfe)
+    parts = [f"{kind} at {_at(budgets)}" for kind, budgets in places.items() if budgets]
+    shares = any(row.get("gap_closed") is not None for _, row, _ in compared)
+    details, of_what, unit = [], " of the path-KL gap", " nats per text"
+    for nfe, row, ends in compared:
+        delta = "{:+.2f} [{:+.2f}, {:+.2f}]".format(row[DELTA], *ends) + unit
+        delta = f"⚠ {delta}" if rows.doubt(row) else delta
+        share = row.get("gap_closed")
+        known = "an unknown share" if share is None else f"{share:.1%}"
+        details.append(
+            f"{known}{of_what} at {steps(nfe)} ({delta})" if shares else f"{delta} at {steps(nfe)}"
+        )
+        of_what = unit = ""  # said once
+    if not compared:
+        return None
+    verb = "recovers" if shares else "changes path KL by"
+    than = f" from {rivals} at" if parts[0].startswith("not") else f" than {rivals} at"
+    parts[0] = parts[0].replace(" at", than, 1)
+    return Statement(f"{line.label} is {_series(parts)}.", (f"It {verb} {_series(details)}.",))
+
+
+def _at(budgets: Sequence[int]) -> str:
+    return f"{_series([*map(str, budgets[:-1]), steps(budgets[-1])])}"
+
+
+def _without_baseline(rows: Rows, blocks: Blocks) -> list[Statement]:
+    """Models beside each other: where the path KL of one is lower than that of all others."""
+    lead = "There is no baseline (--against)"
+    if len(rows.lines) == 1:
+        head = f"{lead}: the numbers of {rows.lines[0].label} stand alone."
+        return [Statement(head, tuple(_numbers(rows.lines[0])))]
+    if not rows.has_path_kl:
+        return [Statement(f"{lead} and no path KL: models cannot be ranked.")]
+    (path_kl,) = (column for column in known_columns() if column.field == "path_kl")
+    details = []
+    for nfe, shown in blocks.items():
+        for row in _leaders(shown, path_kl):
+            label = next(line.label for line, other, _ in shown if other is row)
+            low, high = interval(row, "path_kl") or (math.nan, math.nan)
+            value = f"{row['path_kl']:.3f} [{low:.3f}, {high:.3f}]"
+            details.append(f"{steps(nfe)}: {label} has the lowest path KL, {value}")
+    if details:
+        return [Statement(f"{lead}: models are compared with each other.", tuple(details))]
+    return [Statement(f"{lead}, and no model's path KL is clearly the lowest.")]
+
+
+def _numbers(line: Line) -> Iterator[str]:
+    """Perplexity, entropy and path KL of a line with fewest and with most steps."""
+    for nfe in dict.fromkeys((line.budgets[0], line.budgets[-1])):
+        row = line.plain(nfe) or {}
+        known = [c for c in known_columns() if c.field in ("ppl", "entropy", "path_kl")]
+        words = [f"{c.title} {number(row, c)}" for c in known if row.get(c.field) is not None]
+        if words:
+            yield f"At {steps(nfe)}: {_series(words)}."
+
+
+def _low_variety(rows: Rows, blocks: Blocks) -> Iterator[Statement]:
+    """Rows of the main table whose numbers mislead."""
+    found = [
+        f"{line.label}, {steps(nfe)}{f', {setting(row)}' if words else ''}: {doubt}."
+        for nfe, shown in blocks.items()
+        for line, row, words in shown
+        if (doubt := rows.doubt(row))
+    ]
+    names = {"ppl": "perplexity", "path_kl": "path KL"}
+    lowered = [name for key, name in names.items() if any(r.get(key) is not None for r in rows.all)]
+    effect = f", which can lower their {_series(lowered)}" if lowered else ""
+    count = f"{len(found)} row{'' if len(found) == 1 else 's'}"
+    if found:
+        yield Statement(
+            f"⚠ Low variety: the texts of {count} vary too little{effect}.", tuple(found)
+        )
+
+
+def _edges(rows: Rows) -> Iterator[Statement]:
+    """Models whose best setting is the last one tried."""
+    found, has_baseline = [], False
+    for line in rows.lines:
+        edges = [f"{steps(nfe)} ({edge})" for nfe in line.budgets if (edge := line.edge(nfe))]
+        if edges:
+            found.append(f"{line.label}: {', '.join(edges)}.")
+            has_baseline |= line.is_baseline
+    effect = ", and gains over a baseline that could do better are overstated" * has_baseline
+    if found:
+        yield Statement(
+            f"⚠ The best setting is at the edge of the sweep: a wider one may find better{effect}.",
+            tuple(found),
+        )
+
+
+def _caption(rows: Rows) -> str:
+    if not rows.has_sweep:
+        return "One row per model and number of steps."
+    plain = "For each model and number of steps: the plain setting (temperature 1, top-p 1)"
+    if rows.has_path_kl:
+        return f"{plain}, and the setting of the sweep with the lowest path KL."
+    return f"{plain}. Without path KL, no setting can be called the best."
+
+
+def _facts(rows: Rows, judge: str | None) -> list[str]:
+    """What all rows have in common, in a few words each."""
+    sampled = rows.sampled or rows.controls
+    values = {
+        name: ", ".join(map(str, sorted({r[name] for r in sampled if r.get(name) is not None})))
+        for name in ("num_samples", "length", "sampler", "seed")
+    }
+    reference = rows.reference.get("model")
+    up_to = "up to " * any(map(_ends_early, sampled))
+    found = [
+        f"{values['num_samples']} texts per row" if sampled else "",
+        f"{up_to}{values['length']} tokens each" if values["length"] else "",
+        f"sampler {values['sampler']}" if values["sampler"] else "",
+        f"seed {values['seed']}" if values["seed"] else "",
+        f"judge {judge}" if judge else "no judge",
+        f"reference {short_names([reference])[reference]}" if reference else "",
+    ]
+    return list(filter(None, found))
+
+
+def _footnotes(rows: Rows, blocks: Blocks) -> list[str]:
+    """Why values of the main table are missing, each reason once."""
+    shown = [row for block in blocks.values() for _, row, _ in block]
+    notes = [
+        row.get(f"{column.field}_note")
+        for row in (*shown, *rows.controls)
+        for column in known_columns()
+    ]
+    return list(filter(None, dict.fromkeys(notes)))
+
+
+def _remarks(rows: Rows, columns: Sequence[Column]) -> Iterator[str]:
+    """What to know about all columns."""
+    if any(interval(row, column.field) for row in rows.all for column in columns):
+        yield (
+            "Brackets are 95% intervals from resampling the texts of a row. They are approximate: "
+            "in simulations they covered the true value in 88 to 96% of cases, least often where "
+            "the best of a baseline's many equal settings is chosen. They do not cover another "
+            "training run or another judge."
+        )
+    if any(column.better for column in columns):
+        yield (
+            "A value is bold where it is the best at its number of steps and its interval overlaps "
+            "that of no other model. Perplexity is never bold: it means little without the entropy "
+            "beside it."
+        )
+    if not any(row.get(sign.field) is not None for sign in SIGNS for row in rows.all):
+        pass  # no measure of variety
+    elif rows.reference or rows.rivals:
+        yield (
+            f"⚠ marks rows whose texts vary too little: entropy more than {LOW_ENTROPY:.0%} below, "
+            f"4-grams more than {LOW_VARIETY:.0%} below or Self-BLEU more than {LOW_VARIETY:.0%} "
+            "above that of the reference text. Where that was not measured, the baseline's plain "
+            "setting stands in: at equal steps for entropy, at its most steps for the others."
+        )
+    else:
+        yield (
+            "There is neither a reference text nor a baseline (--reference, --against): nothing "
+            "here shows whether the texts are varied enough."
+        )
+    if rows.has_sweep and rows.has_path_kl:
+        yield (
+            "The best setting was chosen on the same texts that it is shown for, which flatters "
+            "every model a little."
+        )
+    if cut := max((row.get("judge_cut") or 0 for row in rows.all), default=0):
+        yield f"The judge read only the beginning of up to {cut} texts per row."
+
+
+def _origin(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
+    """Names and values of what the numbers were made from."""
+    prints = {s.origin.model: s.origin.fingerprint for s in evaluation.samples}
+    rows = [row for row in evaluation.rows if row["nfe"] is not None]
+    baseline = {row["model"] for row in evaluation.baseline}
+    for model in dict.fromkeys(row["model"] for row in (*rows, *evaluation.baseline)):
+        weights = f" (sha256 {prints[model][:12]})" if model in prints else ""
+        yield "baseline" if model in baseline else "model", model + weights
+    yield "judge", evaluation.judge or "none"
+    if evaluation.reference:
+        yield "reference", str(evaluation.reference.get("model", ""))
+    yield "seeds", ", ".join(sorted({str(row.get("seed")) for row in rows}))
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        elif value is not None:
+            yield name, str(value)
+
+
+def _texts(evaluation: Evaluation) -> tuple[list[Side], str]:
+    """Texts of the models at few steps between the baseline's at few and at most steps."""
+    usable = [s for s in evaluation.samples if any(text.strip() for text in s.texts)]
+    if not usable:
+        why = "the model has no tokenizer" if evaluation.samples else "none were kept"
+        return [], f"There are no texts to show: {why}."
+    chosen, left_out = _choose(usable, {row["model"] for row in evaluation.baseline})
+    names, sides = short_names([s.origin.model for s in usable]), []
+    for samples in chosen:
+        origin = samples.origin
+        words = steps(origin.nfe)
+        if (origin.temperature, origin.top_p) != (1, 1):
+            words += f", T {origin.temperature:g}, top-p {origin.top_p:g}"
+        sides.append(Side(names[origin.model], words, tuple(map(cut, samples.texts[:NUM_TEXTS]))))
+    seeds = sorted({s.origin.seed for s in chosen})
+    note = (
+        f"The first texts drawn with seed {seeds[0]}, not hand-picked; texts with one number share "
+        "their noise."
+    )
+    if len(seeds) > 1:
+        note = f"The first texts of each, not hand-picked; their seeds differ ({seeds})."
+    if left_out:
+        note += f" Not shown: {', '.join(names[model] for model in left_out)}."
+    return sides, note
+
+
+def _choose(usable: Sequence[SampleSet], rivals: set[str]) -> tuple[list[SampleSet], list[str]]:
+    """Choose at most `TEXT_COLUMNS` sets, and name the models that have none."""
+    by_model: dict[str, dict[int, SampleSet]] = defaultdict(dict)
+    for samples in sorted(usable, key=lambda s: (s.origin.temperature, s.origin.top_p) != (1, 1)):
+        by_model[samples.origin.model].setdefault(samples.origin.nfe, samples)
+    models = list(dict.fromkeys(s.origin.model for s in usable))
+    few = {model: by_model[model][min(by_model[model])] for model in models}
+    most = {m: by_model[m][max(by_model[m])] for m in models if len(by_model[m]) > 1}
+    first = [few[model] for model in models if model in rivals]
+    last = [most[model] for model in models if model in rivals and model in most]
+    others = [model for model in models if model not in rivals]
+    room = max(0, TEXT_COLUMNS - len(first) - len(last))
+    if not first:  # more steps of the same models, where there is room
+        last = [most[model] for model in others[:room] if model in most]
+    middle = [few[model] for model in others[:room]]
+    return [*first, *middle, *last][:TEXT_COLUMNS], others[room:]
+
+
+def cut(text: str) -> tuple[str, str]:
+    """Beginning and rest of a text, parted between words; the rest of a short text is empty."""
+    text = text.strip()
+    if len(text) <= 1.2 * HEAD:
+        return text, ""
+    space = max(text.rfind(" ", 0, HEAD), text.rfind("\n", 0, HEAD))
+    # Writing without spaces, or one endless word, is parted anywhere.
+    place = space if space > HEAD // 2 else HEAD
+    return text[:place].rstrip(), text[place:].lstrip()
