@@ -1,7 +1,8 @@
 """MAUVE: how alike samples and reference texts are, by the library of its authors (`mauve-text`).
 
 Texts are vectors, vectors are sorted into buckets by k-means, and the histograms of both sides are
-compared along all their mixtures: 1 where they are equal, 0 where they are disjoint.
+compared along all their mixtures: 1 where they are equal, 0 where they are disjoint. The settings
+are the library's defaults.
 """
 
 import importlib
@@ -10,21 +11,23 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from didi_instruct.errors import MissingExtraError, UserError
+from didi_instruct.evaluation.stats import Numbers
 
 Features = Callable[[Sequence[str]], NDArray[np.float32]]
-"""Texts to vectors (N, d): `CausalJudge.features`."""
+"""Vectors of texts: (N, d)."""
 
 FEWEST = 20
 """Texts on either side below which two buckets say nothing."""
-WORK = 10**13
-"""Multiplications that k-means may take, a few minutes on two cores."""
+MOST, SEED, SCALE, STARTS = 5000, 25, 5.0, 5
+"""Texts of a side that count; settings of k-means and of the curve."""
+ITERATIONS, WORK = 500, 10**13
+"""Of k-means from each start, at most; and multiplications it may take, minutes on two cores."""
 RESAMPLES = 500
 MIXTURES = 25
 """Points of the curve between its ends, as many as the library's."""
@@ -32,22 +35,13 @@ POINTS_PER_BUCKET = 256
 """Points per bucket that k-means learns from; it takes a sample of more."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mauve:
-    """The result, and what it rests on."""
+class Mauve(NamedTuple):
+    """The result, and how many texts it rests on."""
 
     value: float
-    """Area under the curve."""
     ci95: tuple[float, float]
-    """Bootstrap over texts, the buckets held fixed: see `mauve_interval`."""
-    curve: NDArray[np.float64]
-    """(27, 2): exp(-scale KL) of samples and reference to each mixture, from end to end."""
-    buckets: int
     samples: int
-    """Texts that were compared."""
     reference: int
-    iterations: int
-    """Bound on the iterations of k-means."""
 
 
 def mauve_score(
@@ -55,60 +49,42 @@ def mauve_score(
     reference_texts: Sequence[str],
     features: Features,
     *,
-    scale: float = 5.0,
-    max_texts: int | None = 5000,
-    seed: int = 25,
-    buckets: int | Literal["auto"] = "auto",
-    redo: int = 5,
-    iterations: int = 500,
+    seed: int = SEED,
 ) -> Mauve:
-    """MAUVE of samples and reference; the settings are the library's, and so are their defaults.
+    """MAUVE of samples and reference, of the first texts of each side; empty ones are left out.
 
-    Of each side the first `max_texts` texts count; empty ones are left out, as by the library.
     The library gets the reference first, as is the custom: the order decides where k-means starts,
-    and so the number. `buckets` is a tenth of the smaller side. k-means starts `redo` times, with
-    fewer than `iterations` each where they would take too long, which depends on the sizes alone:
-    the same texts give the same number on any machine.
+    and so the number. There is a bucket for ten texts of the smaller side. k-means is cut short
+    where it would take too long, which depends on the sizes alone: the same texts give the same
+    number on any machine.
     """
-    if buckets != "auto" and buckets < 2:
-        raise UserError(f"buckets is {buckets}: use 2 or more.")
     library = _library()
-    p, q = (
-        _vectors(side, texts, features, max_texts)
-        for side, texts in (("reference texts", reference_texts), ("samples", sample_texts))
-    )
-    number = max(2, round(min(len(p), len(q)) / 10)) if buckets == "auto" else buckets
-    if number > len(p) + len(q):
-        raise UserError(f"buckets is {number}, but there are {len(p) + len(q)} texts: use fewer.")
-    _require_variety(p, q)
-    points = min(len(p) + len(q), POINTS_PER_BUCKET * number)
-    bound = max(1, min(iterations, WORK // (redo * points * number * p.shape[1])))
+    p = _vectors("reference texts", reference_texts, features)
+    q = _vectors("samples", sample_texts, features)
+    _require_variety(np.vstack([p, q]))
+    buckets = max(2, round(min(len(p), len(q)) / 10))
+    points = min(len(p) + len(q), POINTS_PER_BUCKET * buckets)
+    work = STARTS * points * buckets * p.shape[1]
     with _silence():
         result = library.compute_mauve(
             p_features=p,
             q_features=q,
-            num_buckets=number,
-            kmeans_num_redo=redo,
-            kmeans_max_iter=bound,
-            mauve_scaling_factor=scale,
+            num_buckets=buckets,
+            kmeans_num_redo=STARTS,
+            kmeans_max_iter=max(1, min(ITERATIONS, WORK // work)),
+            mauve_scaling_factor=SCALE,
             seed=seed,
             verbose=False,
         )
     # For equal histograms the library joins the ends of the curve in arbitrary order: 0.75 or 1.
     equal = np.array_equal(result.p_hist, result.q_hist)
     value = 1.0 if equal else float(result.mauve)
-    interval = mauve_interval(value, result.p_hist, result.q_hist, len(p), len(q), scale, seed)
-    return Mauve(value, interval, result.divergence_curve, number, len(q), len(p), bound)
+    interval = mauve_interval(value, result.p_hist, result.q_hist, len(p), len(q), seed)
+    return Mauve(value, interval, len(q), len(p))
 
 
 def mauve_interval(
-    value: float,
-    p: NDArray[np.float64],
-    q: NDArray[np.float64],
-    num_p: int,
-    num_q: int,
-    scale: float = 5.0,
-    seed: int = 25,
+    value: float, p: Numbers, q: Numbers, num_p: int, num_q: int, seed: int = SEED
 ) -> tuple[float, float]:
     """95% interval of MAUVE from both histograms (K,): texts are drawn again from their buckets.
 
@@ -124,17 +100,17 @@ def mauve_interval(
         generator.multinomial(count, histogram / histogram.sum(), size=RESAMPLES) / count
         for count, histogram in ((num_p, p), (num_q, q))
     ]
-    found = np.array([_area(one, other, scale) for one, other in zip(*drawn, strict=True)])
+    found = np.array([area(one, other) for one, other in zip(*drawn, strict=True)])
     low, high = value * np.quantile(found, [0.025, 0.975]) / found.mean()
     return float(low), min(1.0, float(high))
 
 
-def _area(p: NDArray[np.float64], q: NDArray[np.float64], scale: float) -> float:
+def area(p: Numbers, q: Numbers) -> float:
     """MAUVE of two histograms: the library's curve, and the area under it from either side."""
     if np.array_equal(p, q):
         return 1.0
     curve = _library("mauve.compute_mauve").get_divergence_curve_for_multinomials
-    x, y = curve(p, q, np.linspace(1e-6, 1 - 1e-6, MIXTURES), scale).T
+    x, y = curve(p, q, np.linspace(1e-6, 1 - 1e-6, MIXTURES), SCALE).T
     across, up = np.argsort(x), np.argsort(y)
     return float(np.trapezoid(y[across], x[across]) + np.trapezoid(x[up], y[up])) / 2
 
@@ -146,10 +122,8 @@ def _library(name: str = "mauve") -> Any:
         raise MissingExtraError("MAUVE", "eval") from error
 
 
-def _vectors(
-    side: str, texts: Sequence[str], features: Features, max_texts: int | None
-) -> NDArray[np.float32]:
-    kept = [text for text in texts[:max_texts] if text.strip()]
+def _vectors(side: str, texts: Sequence[str], features: Features) -> NDArray[np.float32]:
+    kept = [text for text in texts[:MOST] if text.strip()]
     if len(kept) < FEWEST:
         raise UserError(
             f"MAUVE compares histograms, and {len(kept)} {side} (without empty ones) are too few: "
@@ -161,9 +135,8 @@ def _vectors(
     return vectors
 
 
-def _require_variety(p: NDArray[np.float32], q: NDArray[np.float32]) -> None:
+def _require_variety(vectors: NDArray[np.float32]) -> None:
     """Refuse vectors that all point in one direction, the only thing that counts of them."""
-    vectors = np.vstack([p, q])
     directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30)
     if np.abs(directions - directions[0]).max() < 1e-5:
         raise UserError(
