@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from didi_instruct.config.pretrain import ModelRecipe, PretrainConfig, TrainConfig
+from didi_instruct.config.train import ModelRecipe, PretrainConfig, TrainConfig
 from didi_instruct.models.dit import DiT, flops_per_token
 from didi_instruct.training.distributed import World
 from didi_instruct.training.pretrain_task import PretrainTask, matmul_rate

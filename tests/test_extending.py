@@ -11,15 +11,10 @@ from tests.random_models import save_random
 import didi_instruct as didi
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
-from didi_instruct.config.distill import (
-    DiscriminatorConfig,
-    DistillConfig,
-    ReferenceConfig,
-    StudentOptimConfig,
-    TokenMatchingConfig,
-)
+from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig, StudentOptimConfig
+from didi_instruct.config.methods import ReferenceConfig, TokenMatchingConfig
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.train import TrainConfig
 from didi_instruct.distillation.methods import METHODS, make_task
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.evaluation.report.summary import Summary

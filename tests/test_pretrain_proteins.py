@@ -18,8 +18,8 @@ from tests.training.small import STATE, Interrupted, logged
 from tests.training.test_processes import TORCHRUN
 
 import didi_instruct as didi
-from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.dataset import open_data
 from didi_instruct.errors import UserError

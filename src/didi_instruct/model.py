@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.parse import nearest
+from didi_instruct.config.schema import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import export

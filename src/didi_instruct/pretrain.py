@@ -10,7 +10,7 @@ import torch
 
 from didi_instruct import __version__
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.data.alphabet import amino_ids, is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError

@@ -12,7 +12,7 @@ from tests.models.causal_folders import BIDIRECTIONAL
 import didi_instruct as didi
 from didi_instruct.adapters.files import save_adapters
 from didi_instruct.adapters.lora import adapt
-from didi_instruct.config.lora import LoraConfig
+from didi_instruct.config.train import LoraConfig
 from didi_instruct.errors import UserError
 from didi_instruct.hub.export import convert
 from didi_instruct.hub.info import describe_source

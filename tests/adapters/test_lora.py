@@ -8,7 +8,7 @@ from tests.models.causal_folders import BIDIRECTIONAL, INNER, LAYERS, MASK
 from tests.random_models import save_random
 
 from didi_instruct.adapters.lora import Lora, LoraLinear, adapt, layers
-from didi_instruct.config.lora import LoraConfig
+from didi_instruct.config.train import LoraConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.masked_lm import load_masked_lm

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from tests.models.masked_folders import esm
 
-from didi_instruct.config.pretrain import (
+from didi_instruct.config.train import (
     DataConfig,
     ModelRecipe,
     OptimConfig,

@@ -6,10 +6,10 @@ import pytest
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
-from didi_instruct.config.lengths import read_lengths
-from didi_instruct.config.parse import parse, read_yaml
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.model import read_lengths
 from didi_instruct.config.recipes import find_recipe, load_recipe, recipe_names
+from didi_instruct.config.schema import parse, read_yaml
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.errors import UserError
 
 FINETUNINGS = [n for n in recipe_names() if n.startswith("finetune-")]

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.lengths import law_of_lengths, read_lengths
-from didi_instruct.config.model import NEVER, ModelConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.model import NEVER, ModelConfig, law_of_lengths, read_lengths
+from didi_instruct.config.schema import parse
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
 

@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from didi_instruct.config.parse import apply_overrides, parse, read_yaml
+from didi_instruct.config.schema import apply_overrides, parse, read_yaml
 from didi_instruct.errors import UserError
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, architecture
-from didi_instruct.config.pretrain import ModelRecipe, PretrainConfig
 from didi_instruct.config.recipes import load_recipe, recipe_names
+from didi_instruct.config.train import ModelRecipe, PretrainConfig
 from didi_instruct.errors import UserError
 
 

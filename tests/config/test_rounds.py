@@ -2,9 +2,7 @@
 
 import pytest
 
-from didi_instruct.config.duo import DuoConfig
-from didi_instruct.config.rounds import Rounds
-from didi_instruct.config.sdtt import SdttConfig
+from didi_instruct.config.methods import DuoConfig, Rounds, SdttConfig
 
 
 @pytest.mark.parametrize(("count", "total"), [(1, 1), (3, 3), (7, 7), (7, 9), (7, 1000), (5, 64)])

@@ -4,7 +4,7 @@ import os
 import signal
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.training.reporting import Reporter
 
 METHODS = ["didi", "token-matching"]

@@ -10,7 +10,7 @@ from tests.runs import STATE, distilling, entries, same_tensors
 
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import unigram_entropy

@@ -9,8 +9,8 @@ from tests.runs import distilling
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.config.parse import parse
 from didi_instruct.config.recipes import recipe_names
+from didi_instruct.config.schema import parse
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.settings import sampling_flags, settings_for
 from didi_instruct.errors import UserError

@@ -14,7 +14,7 @@ import torch
 from tests.runs import contents, entries, same_tensors
 
 import didi_instruct as didi
-from didi_instruct.config.parse import read_yaml
+from didi_instruct.config.schema import read_yaml
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.quick import QuickTest
 from didi_instruct.models.checkpoint import read_manifest

@@ -11,7 +11,7 @@ from tests.sampling.enumeration import p_value
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.distillation import methods
 from didi_instruct.distillation.run import MicroBatch, Teacher
 from didi_instruct.models.discriminator import flat_name

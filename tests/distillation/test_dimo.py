@@ -19,8 +19,8 @@ from tests.sampling.enumeration import FALSE_ALARM, all_states, index, p_value
 from torch.distributions import Categorical, kl_divergence
 
 import didi_instruct as didi
-from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.methods import DIMO_NOISE, DIMO_RANDOM
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.distillation.dimo import hidden_share, token_gradient
@@ -398,7 +398,7 @@ def test_the_sampler_is_found_by_name(tmp_path):
     save_model(tmp_path, network.state_dict(), network.config, tokenizer=language.tokenizer)
     model, shared = didi.load(tmp_path), {"steps": 2, "seed": 1}
     usual = model.draw(6, sampler="dimo", **shared).tokens
-    options = {"random": RANDOM, "noise": NOISE}
+    options = {"random": DIMO_RANDOM, "noise": DIMO_NOISE}
     same = model.draw(6, sampler="dimo", batch_size=2, options=options, **shared)
     assert torch.equal(usual, same.tokens)
     plain = model.draw(6, sampler="dimo", options={"random": 0, "noise": 0}, **shared).tokens
@@ -413,7 +413,11 @@ def test_the_sampler_is_found_by_name(tmp_path):
         didi.load(tmp_path / "several").draw(1, sampler="dimo")
     for name in ("oracle-dimo", "stories-dimo"):
         recipe = load_recipe(DistillConfig, name)
-        assert (recipe.method, recipe.dimo.random, recipe.dimo.noise) == ("dimo", RANDOM, NOISE)
+        assert (recipe.method, recipe.dimo.random, recipe.dimo.noise) == (
+            "dimo",
+            DIMO_RANDOM,
+            DIMO_NOISE,
+        )
 
 
 def test_ends_are_in_no_start_of_sampling(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from tests.random_models import add_noise
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.distillation.methods import make_task
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.models.dit import DiT

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from tests.models.masked_folders import dplm, esm
 
 import didi_instruct as didi
-from didi_instruct.config.lengths import law_of_lengths
-from didi_instruct.config.model import ScheduleConfig
+from didi_instruct.config.model import ScheduleConfig, law_of_lengths
 from didi_instruct.errors import UserError
 from didi_instruct.hub.export import convert
 from didi_instruct.model import Model

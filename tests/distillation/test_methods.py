@@ -8,7 +8,7 @@ import torch
 from tests.models.masked_folders import esm
 from tests.random_models import randomise
 
-from didi_instruct.config.lengths import law_of_lengths
+from didi_instruct.config.model import law_of_lengths
 from didi_instruct.distillation import run as runs
 from didi_instruct.distillation.methods import METHODS, check_fit
 from didi_instruct.distillation.methods import make_task as assemble

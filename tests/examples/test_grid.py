@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from didi_instruct.config.parse import read_yaml
+from didi_instruct.config.schema import read_yaml
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale

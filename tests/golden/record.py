@@ -17,8 +17,8 @@ import torch
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
-from didi_instruct.config.pretrain import PretrainConfig
 from didi_instruct.config.recipes import load_recipe, recipe_names
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.reproduce.jobs import without_additions
 
 from . import cases, measuring, tiny

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.train import TrainConfig
 from didi_instruct.models import compile as compiling
 from didi_instruct.models.compile import Fused, compiled, fuses, fusing, warn_once
 from didi_instruct.models.discriminator import build_discriminator

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import OptimConfig
+from didi_instruct.config.train import OptimConfig
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.discriminator import (
     Discriminator,

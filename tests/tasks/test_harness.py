@@ -9,7 +9,7 @@ import torch
 from tests.random_models import randomise, save_random
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.model import Model, load

@@ -6,7 +6,7 @@ import signal
 
 import torch
 
-from didi_instruct.config.pretrain import (
+from didi_instruct.config.train import (
     DataConfig,
     ModelRecipe,
     OptimConfig,

@@ -5,7 +5,7 @@ import torch
 from tests.random_models import randomise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.config.pretrain import OptimConfig, PretrainConfig, PretrainTrainConfig
+from didi_instruct.config.train import OptimConfig, PretrainConfig, PretrainTrainConfig
 from didi_instruct.data.dataset import TokenDataset
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.models.ar import ARModel

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.train import TrainConfig
 from didi_instruct.errors import TrainingError
 from didi_instruct.training import loop as module
 from didi_instruct.training.loop import Loop, interruptible

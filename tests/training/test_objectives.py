@@ -6,7 +6,7 @@ from tests.process.reference import nelbo, subs
 from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.config.pretrain import CurriculumConfig, PretrainConfig
+from didi_instruct.config.train import CurriculumConfig, PretrainConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.network import Mixture, all_logits

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from didi_instruct.config.pretrain import OptimConfig
+from didi_instruct.config.train import OptimConfig
 from didi_instruct.training.optim import Updater, learning_rate, make_optimizer
 
 

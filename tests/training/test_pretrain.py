@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import CurriculumConfig
+from didi_instruct.config.train import CurriculumConfig
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.pretrain import pretrain

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from didi_instruct.config.pretrain import DataConfig
+from didi_instruct.config.train import DataConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
 from didi_instruct.training.run_data import open_training_data

@@ -24,8 +24,8 @@ from didi_instruct.adapters.lora import (
     layers,
     shell,
 )
-from didi_instruct.config.lora import LoraConfig
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.train import LoraConfig
 from didi_instruct.data import files
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import (

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from didi_instruct.config.lora import LoraConfig
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.train import LoraConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.models.network import Mixture, Modulations, Network, NetworkRecord, all_logits

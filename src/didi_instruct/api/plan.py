@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from didi_instruct.config.parse import nearest
+from didi_instruct.config.schema import nearest
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.frontier import sweep
 from didi_instruct.evaluation.rows import METRICS

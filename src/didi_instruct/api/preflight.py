@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.reference import FEWEST, Like, is_of_residues, open_reference
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.evaluation.judges import CausalJudge, Judge

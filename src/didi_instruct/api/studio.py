@@ -13,7 +13,7 @@ from torch import Tensor
 
 from didi_instruct.api.plan import Plan, plan_of_baseline
 from didi_instruct.config.model import Order
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.kept import content_key, judge_once, key, measure_once

@@ -18,7 +18,7 @@ from didi_instruct.benchmarking.timing import (
     empty,
     time_cases,
 )
-from didi_instruct.config.pretrain import Compile
+from didi_instruct.config.train import Compile
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance

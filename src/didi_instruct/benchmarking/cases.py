@@ -17,7 +17,7 @@ from didi_instruct.benchmarking.rivals import (
 )
 from didi_instruct.benchmarking.timing import MEMORY_ERRORS, Case
 from didi_instruct.config.model import ModelConfig, architecture
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.errors import UserError
 from didi_instruct.model import Model, dtype_of, load
 from didi_instruct.models.ar import ARModel

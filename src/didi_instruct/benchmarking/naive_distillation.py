@@ -15,9 +15,9 @@ from torch import Tensor
 
 from didi_instruct.benchmarking.naive_sampling import draw_dense
 from didi_instruct.benchmarking.timing import Case
-from didi_instruct.config.didi import DiscriminatorConfig
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.pretrain import Compile, TrainConfig
+from didi_instruct.config.methods import DiscriminatorConfig
+from didi_instruct.config.train import Compile, TrainConfig
 from didi_instruct.distillation.critic import Pair
 from didi_instruct.distillation.didi import mean_log_prob
 from didi_instruct.distillation.losses import PathScore, divergence, entropy

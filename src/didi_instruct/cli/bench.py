@@ -72,7 +72,7 @@ def command(
     from didi_instruct.benchmarking import bench as benchmarks
     from didi_instruct.benchmarking.cases import BenchConfig
     from didi_instruct.cli.progress import ProgressBar
-    from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.config.schema import apply_overrides
 
     if json_file is not None:
         check_target(json_file)

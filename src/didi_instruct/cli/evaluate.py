@@ -211,7 +211,7 @@ def command(
     if lengths is not None and length is not None:
         raise UserError("--length is one length and --lengths are several: leave out one.")
     from didi_instruct.api.plan import Plan, check_metrics, usual_num
-    from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.config.schema import apply_overrides
 
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
@@ -283,7 +283,7 @@ def _check_dtype(dtype: str | None, metrics: "Sequence[str]", models: "Sequence[
 
 def _check_alone(metrics: "Sequence[str]", data: str | None, corpora: str | None) -> None:
     """Refuse unknown names, and measures of text and of samples in one table."""
-    from didi_instruct.config.parse import nearest
+    from didi_instruct.config.schema import nearest
     from didi_instruct.evaluation.rows import METRICS
 
     known = [*METRICS, NELBO, ZERO_SHOT]

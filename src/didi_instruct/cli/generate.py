@@ -93,7 +93,7 @@ def command(
     """Sample text or proteins: from nothing, after a prompt, or into gaps."""
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
-    from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.config.schema import apply_overrides
     from didi_instruct.data.alphabet import is_protein
     from didi_instruct.hub.sources import DEFAULT
     from didi_instruct.model import load

@@ -116,7 +116,7 @@ def task_settings(
     given: set[str], values: dict[str, Any], options: "Sequence[str] | None"
 ) -> dict[str, Any]:
     """Options of a task from the flags that were given and the pairs of --option."""
-    from didi_instruct.config.parse import apply_overrides
+    from didi_instruct.config.schema import apply_overrides
 
     settings = {name: values[name] for name in SETTINGS if name in given}
     if "steps" in given:

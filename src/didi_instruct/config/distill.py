@@ -3,104 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from didi_instruct.config.bounds import at_least, positive
-from didi_instruct.config.didi import KL, DidiConfig, DiscriminatorConfig
-from didi_instruct.config.dimo import DimoConfig
-from didi_instruct.config.duo import DuoConfig
-from didi_instruct.config.lengths import DATA_LENGTHS, read_lengths
-from didi_instruct.config.lora import LoraConfig
-from didi_instruct.config.model import Order
-from didi_instruct.config.pretrain import DataConfig, OptimConfig, TrainConfig
-from didi_instruct.config.rounds import Rounds
-from didi_instruct.config.sdtt import SdttConfig
+from didi_instruct.config.methods import (
+    DidiConfig,
+    DimoConfig,
+    DiscriminatorConfig,
+    DuoConfig,
+    MixtureConfig,
+    ReferenceConfig,
+    Rounds,
+    SdttConfig,
+    TokenMatchingConfig,
+)
+from didi_instruct.config.model import DATA_LENGTHS, Order, read_lengths
+from didi_instruct.config.schema import at_least
+from didi_instruct.config.train import DataConfig, LoraConfig, OptimConfig, TrainConfig
 from didi_instruct.errors import UserError
 
 Method = Literal["didi", "token-matching", "mixture", "sdtt", "dimo", "duo"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceConfig:
-    """Where the teacher's text comes from."""
-
-    source: Literal["bank", "online", "data"] = "bank"
-    """Teacher samples drawn once and kept; drawn for every iteration; or training text."""
-    steps: int = 128
-    """Steps of the teacher's sampler; with `online` 1 is the paper's literal algorithm."""
-    rows: int = 8192
-    """Texts of a bank."""
-    bank: str | None = None
-    """Folder of the bank, to share it between runs; by default inside the run's own."""
-    seed: int = 0
-    """Of the bank's texts; `train.seed` decides their order."""
-
-    def __post_init__(self) -> None:
-        """Refuse an empty reference."""
-        at_least("reference", self, 1, ["steps", "rows"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenMatchingConfig:
-    """Token-level matching: an auxiliary denoiser learns what the student would write."""
-
-    budgets: tuple[int, ...] = (4, 8)
-    """Step counts N whose paths the student learns on."""
-    contexts: int = 1
-    """Draws of the next tokens that share a state."""
-    aux_lr: float = 5e-4
-    aux_steps: int = 2
-    """Updates of the auxiliary denoiser per iteration, each on fresh text."""
-    warmup: int = 100
-    """Iterations in which the auxiliary denoiser alone learns."""
-    ratio_clip: float = 5.0
-    """Largest log-ratio of auxiliary over teacher; 0 does not clip."""
-    anchor: float = 0.0
-    """Weight of the KL to the teacher at the states the student sees."""
-    kl: KL = "forward"
-    completion: float = 0.0
-    """Weight of the REINFORCE term for what shown tokens do to the hidden ones."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
-        if not self.budgets or min(self.budgets) < 1:
-            raise UserError(
-                f"token_matching.budgets is {list(self.budgets)}: step counts, 1 or more."
-            )
-        positive("token_matching", self, ["aux_lr"])
-        at_least("token_matching", self, 1, ["contexts", "aux_steps"])
-        at_least("token_matching", self, 0, ["warmup", "ratio_clip", "anchor", "completion"])
-        if self.completion and self.contexts < 2:
-            raise UserError(
-                f"token_matching.contexts is {self.contexts}, but the completion term compares "
-                "draws that share a state: use 2 or more."
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixtureConfig:
-    """Mixture steps: a code that all tokens of a step share, learnt by likelihood."""
-
-    codes: int = 16
-    """K: the masks of the student. A step may gain up to log K nats; 1 is plain likelihood of what
-    each step reveals."""
-    budgets: tuple[int, ...] = (4, 8)
-    """Step counts N whose steps the student learns."""
-    random: float = 0.0
-    """Share of the texts that are revealed in random order whatever `order` is, as in pretraining:
-    keeps the likelihood of a student that learns another order."""
-    learning: int = 2
-    """Codes of each text that learn, drawn from their posterior."""
-    spread: float = 3.0
-    """How far apart the new masks begin, in standard deviations of the embeddings."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
-        if not self.budgets or min(self.budgets) < 1:
-            raise UserError(f"mixture.budgets is {list(self.budgets)}: step counts, 1 or more.")
-        if not 0 <= self.random <= 1:
-            raise UserError(f"mixture.random is {self.random}: it is a share, 0 to 1.")
-        at_least("mixture", self, 1, ["codes"])
-        at_least("mixture", self, 0, ["spread"])
-        at_least("mixture", self, 1, ["learning"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

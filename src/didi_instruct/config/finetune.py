@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from didi_instruct.config.lora import LoraConfig
-from didi_instruct.config.pretrain import OptimConfig, TrainConfig
+from didi_instruct.config.train import LoraConfig, OptimConfig, TrainConfig
 from didi_instruct.errors import UserError
 
 Task = Literal["text", "answers", "mmlu"]

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
-from didi_instruct.config.parse import apply_overrides, nearest, parse, read_yaml
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.schema import apply_overrides, nearest, parse, read_yaml
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.errors import UserError
 
 T = TypeVar("T")

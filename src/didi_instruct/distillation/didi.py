@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.config.didi import DidiConfig
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.methods import DidiConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.distillation import losses
 from didi_instruct.distillation.critic import (

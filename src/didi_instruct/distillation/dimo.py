@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.config.dimo import NOISE, RANDOM
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.methods import DIMO_NOISE, DIMO_RANDOM
 from didi_instruct.distillation.auxiliary import (
     Drawn,
     Plan,
@@ -127,7 +127,7 @@ def token_gradient(log_phi: Tensor, log_theta: Tensor, beta: float) -> Tensor:
 
 
 def _sampling_flags(config: DistillConfig) -> str:
-    own = {"random": (config.dimo.random, RANDOM), "noise": (config.dimo.noise, NOISE)}
+    own = {"random": (config.dimo.random, DIMO_RANDOM), "noise": (config.dimo.noise, DIMO_NOISE)}
     options = [f" --option {k}={v:g}" for k, (v, usual) in own.items() if v != usual]
     return f"--sampler dimo --steps {max(config.dimo.budgets)}{''.join(options)}"
 

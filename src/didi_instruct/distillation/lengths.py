@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.lengths import DATA_LENGTHS, law_of_lengths
-from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.model import DATA_LENGTHS, ModelConfig, law_of_lengths
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import LoadedModel

@@ -18,7 +18,7 @@ from torch import Tensor
 from didi_instruct.adapters.files import save_adapters
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.train import TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.distillation import rollout

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from didi_instruct.config.parse import nearest
+from didi_instruct.config.schema import nearest
 from didi_instruct.data.hub import stream_of
 from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Compression, Meter, Source

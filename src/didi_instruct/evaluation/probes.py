@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from didi_instruct.config.model import Kind, ModelConfig
-from didi_instruct.config.pretrain import OptimConfig
+from didi_instruct.config.train import OptimConfig
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.evaluation.stats import Z, mean_and_error
 from didi_instruct.models.ar import ARModel

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from didi_instruct.config.parse import nearest
+from didi_instruct.config.schema import nearest
 from didi_instruct.data.files import no_space_as_user_error, require_space
 from didi_instruct.data.tokenizer import quiet, require_network
 from didi_instruct.errors import UserError, first_line

@@ -22,7 +22,7 @@ import torch
 
 from didi_instruct.adapters.files import base_of, is_adapter, load_adapters
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.parse import nearest
+from didi_instruct.config.schema import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError

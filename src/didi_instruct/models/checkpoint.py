@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.data import files
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from didi_instruct.config.model import ModelConfig, Order
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.causal_lm import CAUSAL, FOREIGN, written_ids

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.config.parse import read_yaml
+from didi_instruct.config.schema import read_yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import frontier
 from didi_instruct.evaluation.measuring import Row

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError

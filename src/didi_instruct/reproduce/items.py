@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from didi_instruct.config.parse import nearest
+from didi_instruct.config.schema import nearest
 from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:

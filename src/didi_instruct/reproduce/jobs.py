@@ -16,8 +16,7 @@ from typing import Any, Literal
 from didi_instruct import __version__
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
-from didi_instruct.config.lora import LoraConfig
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.train import LoraConfig, PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.hub.sources import find_shipped, find_source

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.parse import read_yaml
-from didi_instruct.config.pretrain import PretrainConfig
+from didi_instruct.config.schema import read_yaml
+from didi_instruct.config.train import PretrainConfig
 from didi_instruct.distillation.bank import drawing_seconds
 from didi_instruct.evaluation.training_curves import read_log
 from didi_instruct.training.run_dir import configure

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from didi_instruct.config.lengths import read_lengths
-from didi_instruct.config.model import ModelConfig
+from didi_instruct.config.model import ModelConfig, read_lengths
 from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError

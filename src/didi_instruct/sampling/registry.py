@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
-from didi_instruct.config.dimo import NOISE, RANDOM
+from didi_instruct.config.methods import DIMO_NOISE, DIMO_RANDOM
 from didi_instruct.config.model import Kind, Order
-from didi_instruct.config.parse import nearest, parse
+from didi_instruct.config.schema import nearest, parse
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import Schedule
@@ -147,9 +147,9 @@ class BlockOptions:
 class DimoOptions:
     """Options of `dimo`: the start that a student was distilled with."""
 
-    random: float = RANDOM
+    random: float = DIMO_RANDOM
     """Share of the masks that are random tokens instead."""
-    noise: float = NOISE
+    noise: float = DIMO_NOISE
     """Share of Gaussian noise in their embeddings."""
     grid: str | tuple[float, ...] = "uniform"
 

@@ -10,7 +10,7 @@ import torch
 
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import DataConfig
+from didi_instruct.config.train import DataConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.data.readers import ReadOptions

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from didi_instruct.config.parse import parse
+from didi_instruct.config.schema import parse
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.model import Model, load
 from didi_instruct.models.compile import warn_once

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.config.parse import nearest, parse
+from didi_instruct.config.schema import nearest, parse
 from didi_instruct.errors import UserError
 from didi_instruct.model import load
 from didi_instruct.tasks import mmlu, mrpc, qa

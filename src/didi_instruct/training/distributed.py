@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.train import TrainConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.compile import compiled

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from didi_instruct.config.pretrain import TrainConfig
+from didi_instruct.config.train import TrainConfig
 from didi_instruct.data.files import require_space
 from didi_instruct.errors import TrainingError, UserError
 from didi_instruct.training.checkpoints import Checkpoints

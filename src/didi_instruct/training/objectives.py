@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import CurriculumConfig
+from didi_instruct.config.train import CurriculumConfig
 from didi_instruct.models.compile import compiled
 from didi_instruct.models.layers import ALIGN
 from didi_instruct.models.network import Mixture, aligned, all_logits, logits_at

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from didi_instruct.config.pretrain import OptimConfig
+from didi_instruct.config.train import OptimConfig
 from didi_instruct.models.discriminator import flat_name
 from didi_instruct.training.distributed import local, whole
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import CurriculumConfig, OptimConfig, TrainConfig
+from didi_instruct.config.train import CurriculumConfig, OptimConfig, TrainConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model

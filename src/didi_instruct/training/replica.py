@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from didi_instruct.config.pretrain import OptimConfig, TrainConfig
+from didi_instruct.config.train import OptimConfig, TrainConfig
 from didi_instruct.models.network import logits_at
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.state import Reads

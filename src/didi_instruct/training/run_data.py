@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.pretrain import DataConfig
+from didi_instruct.config.train import DataConfig
 from didi_instruct.data.dataset import TokenSource, open_data
 from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.data.oracle import OracleLanguage, OracleSource

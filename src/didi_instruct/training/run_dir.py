@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from didi_instruct.config.parse import apply_overrides, parse, read_yaml
-from didi_instruct.config.pretrain import OptimConfig, PretrainTrainConfig
 from didi_instruct.config.recipes import load_recipe
+from didi_instruct.config.schema import apply_overrides, parse, read_yaml
+from didi_instruct.config.train import OptimConfig, PretrainTrainConfig
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import CONFIG, read_manifest

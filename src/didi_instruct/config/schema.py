@@ -1,10 +1,11 @@
-"""From plain dictionaries (YAML, `--set`) to dataclasses: types checked, a typo is an error."""
+"""Settings from plain values (YAML, `--set`): types and bounds checked, a typo is an error."""
 
 import difflib
 import functools
+import math
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -154,3 +155,19 @@ def _scalar(hint: type, value: Any, where: str, name: str) -> Any:
         return str(value)
     words = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
     raise UserError(f"{where}: `{name}` is {value!r}, but {words.get(hint, hint)} is needed.")
+
+
+def at_least(section: str, settings: object, least: float, names: Iterable[str]) -> None:
+    """Refuse settings of a section below `least`, or endless ones."""
+    for name in names:
+        value = getattr(settings, name)
+        if not least <= value < math.inf:
+            raise UserError(f"{section}.{name} is {value}: use {least:g} or more.")
+
+
+def positive(section: str, settings: object, names: Iterable[str]) -> None:
+    """Refuse settings of a section that are not finite numbers above 0."""
+    for name in names:
+        value = getattr(settings, name)
+        if not 0 < value < math.inf:
+            raise UserError(f"{section}.{name} is {value}: use a finite number above 0.")
