@@ -1,7 +1,7 @@
 """A model as its users see it: tokens, text, likelihood, files."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.config.schema import nearest
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import export
@@ -26,9 +25,9 @@ from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.denoiser import CachedDenoiser
 from didi_instruct.sampling.engines.cuda import Decoders, why_not
-from didi_instruct.sampling.generate import Generated, Request, generate, mask_symbol, to_text
+from didi_instruct.sampling.generate import Request, generate, to_text
 from didi_instruct.sampling.guide import DiscriminatorGuide
-from didi_instruct.sampling.registry import Engine
+from didi_instruct.sampling.registry import SampledModel
 from didi_instruct.sampling.state import Callback, Samples
 from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.likelihood import Likelihood, likelihood
@@ -167,49 +166,32 @@ class Model:
         own, each then has a length that is drawn, and is followed by its end. With `lengths` they
         are padded with -1 to the longest.
         """
-        return self.draw(num, **{"measure_path": False} | settings).tokens
+        return self.request(Request.of(num, settings)).cut().tokens
 
     def generate(self, num: int = 1, **settings: Any) -> list[str]:
         """Draw texts, each up to its end-of-text; settings are the fields of `Request`."""
-        done = self.request(self._wish(num, settings))
-        return self.texts(done.samples.tokens, done.written)
+        drawn = self.request(Request.of(num, settings))
+        return self.texts(drawn.tokens, drawn.written)
 
     def draw(self, num: int = 1, *, callback: Callback | None = None, **settings: Any) -> Samples:
         """Draw sequences together with the log-probability of their paths and what they cost."""
-        wish = self._wish(num, {"measure_path": True} | settings)
-        return self.request(wish, callback=callback).cut().samples
+        request = Request.of(num, {"measure_path": True} | settings)
+        return self.request(request, callback=callback).cut()
 
-    def _wish(self, num: int, settings: dict[str, Any]) -> Request:
-        names = [f.name for f in fields(Request)]
-        for name in settings:
-            if name not in names:
-                raise UserError(f"`{name}` is not a setting of sampling.{nearest(name, names)}")
-        return Request(num=num, **settings)
-
-    def request(self, request: Request, *, callback: Callback | None = None) -> Generated:
+    def request(self, request: Request, *, callback: Callback | None = None) -> Samples:
         """Draw what a request asks for; the callback sees every step."""
-        return generate(
-            request,
-            self.config,
-            self.tokenizer,
-            self.engine(),
-            device=self.device,
-            callback=callback,
-        )
+        return generate(request, self.sampled(), callback)
 
-    def engine(self) -> Engine:
-        """What it brings to a sampler, with its weights as they are now."""
-        eot_id = self.config.end_id
-        if eot_id is None and self.tokenizer is not None:
-            eot_id = self.tokenizer.eot_id
-        return Engine(
-            self.network,
-            self.schedule,
-            None if self._denoiser is None else self._denoiser.current(),
-            self._as_guide(),
-            eot_id,
-            self.config.order,
-            self._decoders,
+    def sampled(self) -> SampledModel:
+        """Return the model as samplers see it, with its weights as they are now."""
+        return SampledModel(
+            network=self.network,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            schedule=self.schedule,
+            denoiser=None if self._denoiser is None else self._denoiser.current(),
+            guide=self._as_guide(),
+            decoders=self._decoders,
         )
 
     def texts(self, tokens: Tensor, written: Tensor | None = None) -> list[str]:
@@ -221,7 +203,7 @@ class Model:
     @property
     def mask_symbol(self) -> int:
         """The id that marks positions to write in `tokens` and in the steps a callback sees."""
-        return mask_symbol(self.config)
+        return self.config.mask_symbol
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is laid out for the machine, which can neither be copied nor pickled."""

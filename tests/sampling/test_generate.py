@@ -100,7 +100,7 @@ def test_a_length_is_that_of_the_text_and_of_its_tokens(tokenizer):
     """
     model, end = make(tokenizer), tokenizer.eot_id
     model.config = replace(model.config, end_id=end, lengths=(0, 1, 1, 2, *[1] * 37))
-    window = model.request(Request(num=3, steps=4, length=12)).samples.tokens
+    window = model.request(Request(num=3, steps=4, length=12)).tokens
     assert window.shape == (3, 40)
     assert bool((window[:, 12:] == end).all())
     drawn = model.sample(num=3, steps=4, length=12)

@@ -18,7 +18,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import build_model
 from didi_instruct.models.masked_lm import load_masked_lm
-from didi_instruct.sampling.fasta import as_fasta
+from didi_instruct.proteins.chains import as_fasta
 from didi_instruct.sampling.generate import Request
 from didi_instruct.sampling.registry import SAMPLERS
 from didi_instruct.sampling.state import PAD
@@ -105,8 +105,8 @@ def test_chains_of_several_lengths_around_what_is_given(models, windows, sampler
     done = model.request(request)
     stop()
     lengths = [6, 6, 11, 11, 8, 8]
-    assert done.lengths == lengths
-    tokens, written = done.cut().samples.tokens, done.cut().written
+    assert done.lengths == tuple(lengths)
+    tokens, written = done.cut().tokens, done.cut().written
     assert tokens.shape == (6, 11)
     allowed = set(range(33)) - set(model.network.ids.banned)
     assert set(range(4, 24)) == allowed
@@ -117,19 +117,18 @@ def test_chains_of_several_lengths_around_what_is_given(models, windows, sampler
         assert row[length - 2 : length].tolist() == after
         assert mark.nonzero().squeeze(1).tolist() == list(range(2, length - 2))
         assert set(row[mark].tolist()) <= allowed
-    chains = model.texts(done.samples.tokens, done.written)
+    chains = model.texts(done.tokens, done.written)
     assert [len(chain) for chain in chains] == lengths
     assert all(re.fullmatch("MK[A-Z]+AY", chain) for chain in chains)
-    samples = done.samples
-    assert samples.passes == pytest.approx(rows[0] / 6)
+    assert done.passes == pytest.approx(rows[0] / 6)
     nfe = {"first-hitting": 7, "blocks": 9}.get(sampler, 3)  # the longest writes 7, in 3 blocks
     if not options.get("guard"):
-        assert samples.nfe == nfe
-        assert sampler == "rgas" or samples.passes <= nfe
+        assert done.nfe == nfe
+        assert sampler == "rgas" or done.passes <= nfe
     else:
-        assert nfe <= samples.nfe <= 2 * nfe
+        assert nfe <= done.nfe <= 2 * nfe
     alone = model.request(replace(request, batch_size=1))
-    assert torch.equal(alone.samples.tokens, done.samples.tokens)
+    assert torch.equal(alone.tokens, done.tokens)
     alike = model.sample(
         num=2, length=6, sampler=sampler, steps=steps_of(sampler), options=options,
         prompt=motif[0], suffix=motif[1], seed=5,
@@ -144,7 +143,7 @@ def test_a_model_with_a_law_draws_lengths_of_its_own(models, sampler, options):
     done = model.request(
         Request(num=5, sampler=sampler, steps=steps_of(sampler), options=options, seed=2)
     )
-    tokens, written, end = done.samples.tokens, done.written, model.config.end_id
+    tokens, written, end = done.tokens, done.written, model.config.end_id
     lengths = written.sum(1)
     assert len(lengths.unique()) > 2
     assert torch.equal(written, torch.arange(18) < lengths[:, None])

@@ -105,13 +105,13 @@ def test_any_mix_gives_the_texts_of_each_request_alone(models, start, seed):
     for name, request, job in jobs:
         done, alone = job.future.result(PATIENCE), models[name].request(request)
         alone = alone.cut()
-        assert done.tokens == alone.samples.tokens.tolist(), (name, request)
-        assert done.texts == models[name].texts(alone.samples.tokens, alone.written)
-        assert done.nfe == alone.samples.nfe
-        assert done.passes == pytest.approx(alone.samples.passes)
-        if alone.samples.log_prob is not None:
+        assert done.tokens == alone.tokens.tolist(), (name, request)
+        assert done.texts == models[name].texts(alone.tokens, alone.written)
+        assert done.nfe == alone.nfe
+        assert done.passes == pytest.approx(alone.passes)
+        if alone.log_prob is not None:
             rounding = 0 if name in EXACT else 1e-3
-            assert done.log_prob == pytest.approx(alone.samples.log_prob.tolist(), abs=rounding)
+            assert done.log_prob == pytest.approx(alone.log_prob.tolist(), abs=rounding)
 
 
 class Recorder:
@@ -258,7 +258,7 @@ def test_an_error_is_told_to_its_request_alone(gated, models):
     with pytest.raises(UserError, match="vocabulary has no `unknown`"):
         refused.future.result(PATIENCE)
     for request, job in zip(good, jobs, strict=True):
-        own = models["plain"].request(request).samples.tokens
+        own = models["plain"].request(request).tokens
         assert gate.bad not in own.flatten().tolist(), "choose another seed: it writes the word"
         assert job.future.result(PATIENCE).tokens == own.tolist()
     assert {"failed", "refused"} <= set(recorder.ends)
@@ -273,7 +273,7 @@ def test_out_of_memory_splits_a_pass_and_fails_only_what_cannot_fit(gated, model
     gate.open.set()
     for request, job in zip(requests, jobs, strict=True):
         own = models["plain"].request(request)
-        assert job.future.result(PATIENCE).tokens == own.samples.tokens.tolist()
+        assert job.future.result(PATIENCE).tokens == own.tokens.tolist()
     gate.most = 0
     with pytest.raises(torch.OutOfMemoryError):
         engine.submit("plain", Request(steps=3)).future.result(PATIENCE)

@@ -1,12 +1,10 @@
 """Mistakes in an evaluation that can be known before anything is drawn."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib.util import find_spec
 
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.reference import FEWEST, Like, is_of_residues, open_reference
-from didi_instruct.config.schema import parse
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import MissingExtraError, UserError
 from didi_instruct.evaluation.judges import CausalJudge, Judge
@@ -40,10 +38,7 @@ def check_models(
                 f"--length {wish.length}: {model.source} writes 1 to {model.config.length} tokens."
             )
         if model.source in sources:
-            sampler = find_sampler(plan.sampler, model.config.kind)
-            if plan.options and not fields(sampler.options):
-                raise UserError(f"`{sampler.name}` has no options.")
-            parse(sampler.options, dict(plan.options), where=f"sampler {sampler.name}")
+            find_sampler(plan.sampler, model.config.kind).parse(plan.options)
     _check_ends(found, plan)
     shortest, longest = (f(found, key=_length, default=None) for f in (min, max))
     if wish.length is None and shortest and longest and _length(shortest) != _length(longest):

@@ -1,19 +1,15 @@
 """A folder of samples and numbers: what was drawn and measured once is not done again."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from didi_instruct.api.plan import Plan, plan_of_baseline
-from didi_instruct.config.model import Order
-from didi_instruct.config.schema import parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.describing import describe
 from didi_instruct.evaluation.kept import content_key, judge_once, key, measure_once
@@ -30,7 +26,7 @@ from didi_instruct.hub.sources import DidiFolder, find_source
 from didi_instruct.model import Model
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.sampling.generate import Request
-from didi_instruct.sampling.registry import Sampler, find_sampler
+from didi_instruct.sampling.registry import find_sampler
 
 
 class Studio:
@@ -66,7 +62,7 @@ class Studio:
             # The batch size changes no token, but what the tokens cost, which is kept with them.
             settings = asdict(wish) | {
                 "sampler": sampler.name,
-                "options": all_options(sampler, wish.options, model.config.order),
+                "options": sampler.all_options(wish.options, model.config.order),
                 "device": model.device.type,  # GPUs round otherwise
                 "measure_path": wish.measure_path or model.config.masks == 1,  # free with one
             }
@@ -149,8 +145,7 @@ def texts_of(
 def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: bool) -> SampleSet:
     started = time.perf_counter()
     with fast_products():
-        done, config = model.request(wish), model.config
-    drawn = done.samples
+        drawn, config = model.request(wish), model.config
     tokens = drawn.tokens.cpu()  # waits for the device
     # Measuring the path of a model with several masks takes passes that sampling does not.
     timed = config.masks == 1 or not wish.measure_path
@@ -171,7 +166,7 @@ def _draw(source: str, weights: str, model: Model, wish: Request, until_eot: boo
         length=tokens.shape[1],
         until_eot=until_eot,
         seconds=seconds,
-        options=all_options(sampler, wish.options, config.order),
+        options=sampler.all_options(wish.options, config.order),
         batch_size=wish.batch_size,
         device=_name(model.device),
         dtype=model.cast,
@@ -194,18 +189,6 @@ def fast_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def all_options(sampler: Sampler, given: Mapping[str, Any], order: Order) -> dict[str, Any]:
-    """All options of a sampler, those that nobody gave too, as JSON has them.
-
-    `order` is that of the model, for where nobody says.
-    """
-    options: Any = parse(sampler.options, dict(given), where=f"sampler {sampler.name}")
-    if hasattr(options, "resolve"):
-        options = options.resolve(order)
-    told: dict[str, Any] = json.loads(json.dumps(asdict(options)))
-    return told
 
 
 def _name(device: torch.device) -> str:

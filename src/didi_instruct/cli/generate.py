@@ -144,9 +144,9 @@ def command(
         # Watched, a left-to-right model could not write a token by one graph.
         unseen = model.is_accelerated and model.config.kind == "ar" and recorded is None
         done = model.request(request, callback=None if unseen else watch).cut()
-    texts = model.texts(done.samples.tokens, done.written)
+    texts = model.texts(done.tokens, done.written)
     if as_json:
-        facts = _facts(source, name, texts, done.samples, request)
+        facts = _facts(source, name, texts, done, request)
         typer.echo(json.dumps(facts, indent=1, ensure_ascii=False))
     if fasta is not None:
         _write_fasta(fasta, texts, seed)
@@ -170,7 +170,7 @@ def _check_fasta(file: Path | None, as_json: bool) -> None:
 
 def _write_fasta(file: Path, chains: list[str], seed: int) -> None:
     from didi_instruct.data.files import no_space_as_user_error, write_atomic
-    from didi_instruct.sampling.fasta import as_fasta
+    from didi_instruct.proteins.chains import as_fasta
 
     content = as_fasta(chains, seed)
     if str(file) == "-":

@@ -156,6 +156,11 @@ class ModelConfig:
         """The extra id: the (first) mask of `mdlm`, the start of `ar`; `duo` has none."""
         return None if self.kind == "duo" else self.vocab_size - self.masks
 
+    @property
+    def mask_symbol(self) -> int:
+        """Id that marks positions to write; a model without a mask has none of its own to lend."""
+        return self.vocab_size if self.mask_id is None else self.mask_id
+
 
 ARCHITECTURES: dict[str, ModelConfig] = {
     "small": ModelConfig(),

@@ -40,6 +40,18 @@ def residues_of(vocabulary: Mapping[str, int]) -> str:
     return "".join(sorted(word for word in vocabulary if len(word) == 1 and word.isalpha()))
 
 
+def check_residues(text: str, vocabulary: Mapping[str, int]) -> None:
+    """Refuse letters that are no residues: a tokenizer would take them for unknown ones."""
+    for number, letter in enumerate("".join(text.split()), 1):
+        if not (letter.isalpha() and letter in vocabulary):
+            given = text if len(text) <= 40 else f"{text[:40]}…"
+            capital = " Residues are capital letters." if letter.islower() else ""
+            raise UserError(
+                f"`{letter}`, letter {number} of the given `{given}`, is no residue: use the 20 "
+                f"amino acids, or X for any.{capital}"
+            )
+
+
 def checked_chains(
     fragments: Iterable[tuple[str, str, bool]], letters: str, *, refuse_empty: bool
 ) -> Iterator[tuple[str, bool]]:

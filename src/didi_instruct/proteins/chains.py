@@ -20,6 +20,9 @@ LETTERS = AMINO_ACIDS + "UOXBZ"
 LONGER = 1.1
 """A real chain that stands for a length has at most so many times its residues."""
 
+_LINE = 60
+"""Letters of a line of FASTA that is written."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
@@ -112,3 +115,14 @@ def shuffling(lengths: Sequence[int], seed: int = 0) -> list[NDArray[np.int64]]:
         np.random.default_rng(mix(seed, "shuffled", number)).permutation(length)
         for number, length in enumerate(lengths)
     ]
+
+
+def as_fasta(chains: Sequence[str], seed: int) -> str:
+    """FASTA with each chain's length, the seed and the number of the sample in its header."""
+    parts = []
+    for number, chain in enumerate(chains):
+        length = len(chain)
+        name = f"L{length}_S{seed}_{number}"
+        parts.append(f">{name} length={length} seed={seed} index={number}")
+        parts += [chain[first : first + _LINE] for first in range(0, length, _LINE)]
+    return "\n".join([*parts, ""])

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from didi_instruct.api.studio import all_options, end_of_text, fast_products
+from didi_instruct.api.studio import end_of_text, fast_products
 from didi_instruct.benchmarking.timing import Case, Timing, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.measuring import Row
@@ -98,7 +98,7 @@ def _way(setting: Setting, model: ModelInfo, until_eot: bool) -> Hashable:
     ancestral sampling of texts that fill their windows, or whose lengths are drawn first.
     """
     sampler, config = find_sampler(setting.sampler, model.config.kind), model.config
-    options = all_options(sampler, setting.options, config.order)
+    options = sampler.all_options(setting.options, config.order)
     by_chance = sampler.name == "ancestral" and (config.end_id is not None or not until_eot)
     return (
         replace(config, order="random") if by_chance else setting.source,

@@ -2,20 +2,19 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig, read_lengths
-from didi_instruct.data.alphabet import is_protein
+from didi_instruct.config.schema import nearest
+from didi_instruct.data.alphabet import check_residues, is_protein
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
-from didi_instruct.sampling.denoiser import Denoiser
 from didi_instruct.sampling.draw import DrawOptions, Purpose, uniforms
-from didi_instruct.sampling.fasta import check_residues
 from didi_instruct.sampling.infill import (
     Ending,
     Template,
@@ -24,7 +23,7 @@ from didi_instruct.sampling.infill import (
     split_infill,
     stack,
 )
-from didi_instruct.sampling.registry import Call, Engine, find_sampler
+from didi_instruct.sampling.registry import SampledModel, find_sampler
 from didi_instruct.sampling.state import PAD, Callback, Canvas, Samples, State, join
 from didi_instruct.sampling.trace import output_ids
 
@@ -86,6 +85,15 @@ class Request:
         if self.tokens is not None and (self.infill or self.prompt or self.suffix):
             raise UserError("tokens hold all that is given: leave out prompt, suffix and infill.")
 
+    @classmethod
+    def of(cls, num: int, settings: Mapping[str, Any]) -> "Request":
+        """Request with settings by name; a typo is an error."""
+        names = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in names:
+                raise UserError(f"`{name}` is not a setting of sampling.{nearest(name, names)}")
+        return cls(num=num, **settings)
+
     def spans(self) -> list[range]:
         """Lengths that the samples may have, of each wish for `num` of them; none: any."""
         if self.length is not None:
@@ -106,75 +114,12 @@ class Request:
         return self.num * len(self.prompts()) * max(1, len(self.spans()))
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Samples, and which of their positions were written rather than given."""
-
-    samples: Samples
-    written: Tensor
-    """(B, L)."""
-    lengths: list[int] | None = None
-    """Of each text, where lengths were asked for; its window may be longer."""
-
-    def cut(self) -> "Generated":
-        """Without what fills a window behind a text whose length was asked for."""
-        if self.lengths is None:
-            return self
-        longest = max(self.lengths)
-        tokens, written = self.samples.tokens[:, :longest], self.written[:, :longest]
-        lengths = torch.tensor(self.lengths, device=tokens.device)[:, None]
-        behind = torch.arange(tokens.shape[1], device=tokens.device) >= lengths
-        tokens = tokens.masked_fill(behind, PAD)
-        return replace(self, samples=replace(self.samples, tokens=tokens), written=written)
-
-
-def generate(
-    request: Request,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    engine: Engine,
-    *,
-    device: torch.device,
-    callback: Callback | None = None,
-) -> Generated:
-    """Draw what is asked for, batch by batch."""
-    sampler = find_sampler(request.sampler, config.kind)
-    mask_id = mask_symbol(config)
-    settings = DrawOptions(
-        seed=request.seed,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        measure_path=request.measure_path,
-    )
-    rows, extra = _rows(request, config, tokenizer, engine.denoiser, device)
-    parts, starts = [], []
-    for first in range(0, len(rows), request.batch_size):
-        chunk = rows[first : first + request.batch_size]
-        samples = torch.tensor([row.sample for row in chunk]).to(device, non_blocking=True)
-        given = stack([row.tokens for row in chunk], device)
-        canvas = Canvas(given, mask_id, samples, masks=config.masks)
-        call = Call(engine, State(canvas, settings, callback), request.steps)
-        part = sampler(call, request.options)
-        log_prob, drawn_first = part.log_prob, [row.log_prob for row in chunk]
-        if log_prob is not None and any(drawn_first):
-            log_prob = log_prob + log_prob.new_tensor(drawn_first)
-        parts.append(replace(part, passes=part.passes + extra / len(rows), log_prob=log_prob))
-        starts.append(canvas.open)
-    width = max(p.tokens.shape[1] for p in parts)
-    tokens = [_widen(p.tokens, width, PAD) for p in parts]
-    drawn = join([replace(p, tokens=t) for p, t in zip(parts, tokens, strict=True)])
-    written = torch.cat([_widen(start, width, False) for start in starts])
-    return Generated(drawn, written, [row.length for row in rows] if request.spans() else None)
-
-
-def mask_symbol(config: ModelConfig) -> int:
-    """The id that marks a position to write; uniform-state models have no mask to lend it."""
-    return config.vocab_size if config.mask_id is None else config.mask_id
+STRIDE = 1 << 32
+"""Sample i of the k-th prompt or length has index i + k * STRIDE, however many there are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class _Row:
     """Where a sample starts."""
 
     sample: int
@@ -187,27 +132,45 @@ class Row:
     """Of the text, where it was asked for."""
 
 
-STRIDE = 1 << 32
-"""Sample i of the k-th prompt or length has index i + k * STRIDE, however many there are."""
+def generate(request: Request, model: SampledModel, callback: Callback | None = None) -> Samples:
+    """Draw what is asked for, batch by batch; the callback sees every step."""
+    sampler, config = find_sampler(request.sampler, model.config.kind), model.config
+    settings = DrawOptions(
+        seed=request.seed,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        measure_path=request.measure_path,
+    )
+    rows, extra = _rows(request, model)
+    spans, parts = request.spans(), []
+    for first in range(0, len(rows), request.batch_size):
+        chunk = rows[first : first + request.batch_size]
+        samples = torch.tensor([row.sample for row in chunk]).to(model.device, non_blocking=True)
+        given = stack([row.tokens for row in chunk], model.device)
+        canvas = Canvas(given, config.mask_symbol, samples, masks=config.masks)
+        part = sampler(model, State(canvas, settings, callback), request.steps, request.options)
+        log_prob, drawn_first = part.log_prob, [row.log_prob for row in chunk]
+        if log_prob is not None and any(drawn_first):
+            log_prob = log_prob + log_prob.new_tensor(drawn_first)
+        lengths = tuple(row.length for row in chunk) if spans else ()
+        passes = part.passes + extra / len(rows)
+        parts.append(replace(part, passes=passes, log_prob=log_prob, lengths=lengths))
+    return join(parts)
 
 
-def _rows(
-    request: Request,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    denoiser: Denoiser | None,
-    device: torch.device,
-) -> tuple[list[Row], int]:
+def _rows(request: Request, model: SampledModel) -> tuple[list[_Row], int]:
     """One row per sample, and the forward passes it took to choose them."""
     if request.tokens is not None:
-        return list(_given(request.tokens, request.num, config)), 0
+        return list(_given(request.tokens, request.num, model.config)), 0
     if request.infill is not None:
-        return _filled(request, config, tokenizer, denoiser, device)
-    return list(_framed(request, config, tokenizer)), 0
+        return _filled(request, model)
+    return list(_framed(request, model)), 0
 
 
-def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[Row]:
+def _framed(request: Request, model: SampledModel) -> Iterator[_Row]:
     """Masks after a prompt and before a suffix; then the end, if texts have their own windows."""
+    config, tokenizer = model.config, model.tokenizer
     if request.lengths is not None and config.kind != "mdlm":
         raise UserError(f"lengths are for masked models: give one of kind {config.kind} a length.")
     spans, ending = request.spans(), _ending(config)
@@ -233,8 +196,8 @@ def _framed(request: Request, config: ModelConfig, tokenizer: Tokenizer | None) 
             log_prob = law.log_prob(lengths, shortest=given + 1)
         drawn = zip(samples.tolist(), lengths.tolist(), log_prob.tolist(), strict=True)
         for sample, count, log_p in drawn:
-            row = [*before, *[mask_symbol(config)] * (count - given), *after]
-            yield Row(sample, ending.fill(row) if ending else row, log_p, count)
+            row = [*before, *[config.mask_symbol] * (count - given), *after]
+            yield _Row(sample, ending.fill(row) if ending else row, log_p, count)
 
 
 def _ending(config: ModelConfig) -> Ending | None:
@@ -244,15 +207,10 @@ def _ending(config: ModelConfig) -> Ending | None:
     return Ending(LengthLaw(config.lengths), config.end_id, config.length)
 
 
-def _filled(
-    request: Request,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    denoiser: Denoiser | None,
-    device: torch.device,
-) -> tuple[list[Row], int]:
+def _filled(request: Request, model: SampledModel) -> tuple[list[_Row], int]:
     """Texts with gaps."""
-    if config.kind == "ar" or denoiser is None:
+    config, tokenizer, denoiser = model.config, model.tokenizer, model.denoiser
+    if denoiser is None:
         raise UserError("An AR model writes from left to right and cannot fill gaps: use prompt.")
     pieces = [_encode(piece, tokenizer) for piece in split_infill(request.infill or "")]
     gaps = parse_gaps(request.gap or "auto", len(pieces) - 1)
@@ -261,14 +219,25 @@ def _filled(
             "A uniform-state model cannot choose the length of a gap: give gap as 8 or 4-12."
         )
     template = Template(pieces, gaps, _ending(config)).fit(config.length)
-    samples = torch.arange(request.num, device=device)
+    samples = torch.arange(request.num, device=model.device)
     eot_id = None if tokenizer is None else tokenizer.eot_id
-    mask_id = mask_symbol(config)
+    mask_id = config.mask_symbol
     chosen, passes = gap_lengths(
         template, denoiser, mask_id, request.seed, samples, eot_id, config.masks
     )
-    rows = [Row(i, template.lay_out(lengths, mask_id)) for i, lengths in enumerate(chosen)]
-    return rows, passes
+    return [_Row(i, template.lay_out(n, mask_id)) for i, n in enumerate(chosen)], passes
+
+
+def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[_Row]:
+    mask_id, table = config.mask_symbol, tokens if tokens.ndim == 2 else tokens[None]
+    fits = table.ndim == 2 and table.numel() and table.shape[1] <= config.length
+    if not fits or bool(((table != PAD) & ((table < 0) | (table > mask_id))).any()):
+        raise UserError(
+            f"tokens are (L,) or (B, L) ids of 0..{mask_id} with L up to {config.length}."
+        )
+    for k, row in enumerate(table.tolist()):
+        for i in range(num):
+            yield _Row(i + k * STRIDE, row)
 
 
 def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
@@ -277,7 +246,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise UserError("This model has no tokenizer: give token ids as `tokens`.")
     if is_protein(tokenizer.vocabulary):
-        check_residues(text, tokenizer)
+        check_residues(text, tokenizer.vocabulary)
     try:
         return tokenizer.encode([text])[0]
     except UserError:
@@ -285,25 +254,6 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         if not unknown:
             raise
         raise UserError(f"The model's vocabulary has no {unknown}: use words it knows.") from None
-
-
-def _given(tokens: Tensor, num: int, config: ModelConfig) -> Iterator[Row]:
-    mask_id = mask_symbol(config)
-    table = tokens if tokens.ndim == 2 else tokens[None]
-    fits = table.ndim == 2 and table.numel() and table.shape[1] <= config.length
-    if not fits or bool(((table != PAD) & ((table < 0) | (table > mask_id))).any()):
-        raise UserError(
-            f"tokens are (L,) or (B, L) ids of 0..{mask_id} with L up to {config.length}."
-        )
-    for k, row in enumerate(table.tolist()):
-        for i in range(num):
-            yield Row(i + k * STRIDE, row)
-
-
-def _widen(table: Tensor, width: int, value: int | bool) -> Tensor:
-    if table.shape[1] == width:
-        return table
-    return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=value)
 
 
 def to_text(tokens: Tensor, tokenizer: Tokenizer, written: Tensor | None = None) -> list[str]:

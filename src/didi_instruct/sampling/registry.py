@@ -1,14 +1,17 @@
-"""Samplers by name: which models they are for, their options, how they are called."""
+"""Samplers by name: the models they are for, their options, and how they are called."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import nn
 
 from didi_instruct.config.methods import DIMO_NOISE, DIMO_RANDOM
-from didi_instruct.config.model import Kind, Order
+from didi_instruct.config.model import Kind, ModelConfig, Order
 from didi_instruct.config.schema import nearest, parse
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import Schedule
@@ -32,46 +35,36 @@ USUAL_STEPS = 16
 """Where nobody names a number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What a model brings to a sampler."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledModel:
+    """A model as samplers see it, its weights as they are now."""
 
     network: nn.Module
+    config: ModelConfig
+    tokenizer: Tokenizer | None
     schedule: Schedule
     denoiser: Denoiser | None
     """None: a left-to-right model."""
-    guide: Guide | None
-    eot_id: int | None
-    order: Order = "random"
-    """In which positions are revealed, where nobody says."""
+    guide: Guide | None = None
     decoders: Decoders | None = None
     """Captured passes of a left-to-right model."""
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One batch for a sampler."""
-
-    engine: Engine
-    state: State
-    wanted: int | None
-    """Steps asked for; None: the usual number."""
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.network.parameters()).device
 
     @property
-    def steps(self) -> int:
-        """Steps to take."""
-        return USUAL_STEPS if self.wanted is None else self.wanted
+    def eot_id(self) -> int | None:
+        """Id that ends a text, if any does."""
+        if self.config.end_id is None and self.tokenizer is not None:
+            return self.tokenizer.eot_id
+        return self.config.end_id
 
-    @property
-    def denoiser(self) -> Denoiser:
-        """Of a model that is not left to right."""
-        assert self.engine.denoiser is not None
-        return self.engine.denoiser
-
-    @property
-    def reverse(self) -> tuple[Denoiser, Schedule, State]:
-        """What every sampler of a masked or uniform-state process begins with."""
-        return self.denoiser, self.engine.schedule, self.state
+    def reverse(self, state: State) -> tuple[Denoiser, Schedule, State]:
+        """First arguments of every sampler of a masked or uniform-state process."""
+        assert self.denoiser is not None
+        return self.denoiser, self.schedule, state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,21 +72,8 @@ class NoOptions:
     """Nothing to set."""
 
 
-class _Revealing:
-    """Options that say which positions a step reveals."""
-
-    __slots__ = ()
-
-    def resolve(self, order: Order) -> Any:
-        """The same with nothing left open, for a model with an order of its own."""
-        options: Any = self
-        order = options.order or order
-        grid = "uniform" if options.grid is None and order == "random" else options.grid
-        return replace(options, order=order, grid=grid)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AncestralOptions(_Revealing):
+class AncestralOptions:
     """Options of `ancestral`."""
 
     grid: str | tuple[float, ...] | None = None
@@ -106,7 +86,7 @@ class AncestralOptions(_Revealing):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GuidedOptions(Guidance, _Revealing):
+class GuidedOptions(Guidance):
     """Options of `rgas`."""
 
     grid: str | tuple[float, ...] | None = None
@@ -126,7 +106,7 @@ class RemaskingOptions:
     """Options of `remasking`."""
 
     eta: float = 0.05
-    """How much is masked again."""
+    """Probability that a written token is masked again."""
     strategy: Strategy = "cap"
     """`cap`: at most eta; `rescale`: eta times the most that is possible."""
     grid: str | tuple[float, ...] = "uniform"
@@ -140,7 +120,7 @@ class BlockOptions:
     block_length: int = 32
     """Tokens finished before the next begin; each block takes `steps` steps."""
     inner: Literal["ancestral", "confidence", "entropy", "margin"] = "ancestral"
-    """How a block is written."""
+    """Sampler within a block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,9 +135,9 @@ class DimoOptions:
 
     def __post_init__(self) -> None:
         """Refuse shares that are none."""
-        for name in ("random", "noise"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: use 0 or more, below 1.")
+        for name, value in (("random", self.random), ("noise", self.noise)):
+            if not 0 <= value < 1:
+                raise UserError(f"{name} is {value}: use 0 or more, below 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +145,7 @@ class DplmOptions:
     """Options of `dplm`."""
 
     draw: Proposal = "sample"
-    """How tokens are proposed: `sample`, by Gumbel noise at the temperature, or `argmax`."""
+    """Proposals of tokens: `sample`, by Gumbel noise at the temperature, or `argmax`."""
     guard: float | None = None
     """Share of a text above which a token is drawn again, by an extra pass; DPLM's is 0.25."""
 
@@ -179,111 +159,155 @@ class TailOptions:
     """Take the most probable tokens in the last step."""
 
 
-def _ancestral(call: Call, options: AncestralOptions) -> Samples:
-    options = options.resolve(call.engine.order)
-    return ancestral(*call.reverse, steps=call.steps, **asdict(options))
+Run = Callable[[SampledModel, State, int | None, Any], Samples]
+"""Draws a batch: the model, the texts, steps (None: nobody said), options."""
 
 
-def _guided(call: Call, options: GuidedOptions) -> Samples:
-    options = options.resolve(call.engine.order)
-    return rgas(
-        call.denoiser,
-        call.engine.schedule,
-        call.engine.guide,
-        call.state,
-        steps=call.steps,
-        guidance=options,
-        grid=options.grid,
-        order=options.order or "random",
-    )
+def _plain(sampler: Callable[..., Samples]) -> Run:
+    """Call a sampler of a denoiser, a schedule and a state, with its options by name."""
 
-
-def _ordered(order: str) -> Callable[[Call, OrderedOptions], Samples]:
-    def run(call: Call, options: OrderedOptions) -> Samples:
-        steps: int | None = call.steps
-        if options.threshold is not None:
-            if call.wanted is not None:
-                raise UserError("A threshold decides the number of steps: leave out steps.")
-            steps = None
-        given = call.denoiser, call.state
-        return by_confidence(*given, steps=steps, order=order, threshold=options.threshold)
+    def run(model: SampledModel, state: State, steps: int | None, options: Any) -> Samples:
+        return sampler(*model.reverse(state), steps=steps or USUAL_STEPS, **asdict(options))
 
     return run
 
 
-def _remasking(call: Call, options: RemaskingOptions) -> Samples:
-    return remasking(*call.reverse, steps=call.steps, **asdict(options))
+def _ordered(order: str) -> Run:
+    def run(
+        model: SampledModel, state: State, steps: int | None, options: OrderedOptions
+    ) -> Samples:
+        denoiser, threshold = model.reverse(state)[0], options.threshold
+        if threshold is None:
+            return by_confidence(denoiser, state, steps=steps or USUAL_STEPS, order=order)
+        if steps is not None:
+            raise UserError("A threshold decides the number of steps: leave out steps.")
+        return by_confidence(denoiser, state, order=order, threshold=threshold)
+
+    return run
 
 
-def _blocks(call: Call, options: BlockOptions) -> Samples:
-    order = call.engine.order
-    return blocks(*call.reverse, steps=call.steps, order=order, **asdict(options))
+def _guided(model: SampledModel, state: State, steps: int | None, given: GuidedOptions) -> Samples:
+    denoiser, schedule, _ = model.reverse(state)
+    return rgas(
+        denoiser,
+        schedule,
+        model.guide,
+        state,
+        steps=steps or USUAL_STEPS,
+        guidance=given,
+        grid=given.grid,
+        order=given.order or "random",
+    )
 
 
-def _first_hitting(call: Call, options: NoOptions) -> Samples:
-    return first_hitting(*call.reverse)
+def _blocks(model: SampledModel, state: State, steps: int | None, given: BlockOptions) -> Samples:
+    settings = asdict(given) | {"steps": steps or USUAL_STEPS, "order": model.config.order}
+    return blocks(*model.reverse(state), **settings)
 
 
-def _dimo(call: Call, options: DimoOptions) -> Samples:
-    if call.state.canvas.masks > 1:
-        raise UserError("`dimo` is for models with one mask: use ancestral.")
-    start = Start(options.random, options.noise)
-    network, schedule = cast("Network", call.engine.network), call.engine.schedule
-    return dimo(network, schedule, call.state, steps=call.steps, start=start, grid=options.grid)
+def _first_hitting(
+    model: SampledModel, state: State, steps: int | None, given: NoOptions
+) -> Samples:
+    return first_hitting(*model.reverse(state))
 
 
-def _dplm(call: Call, options: DplmOptions) -> Samples:
-    return dplm(call.denoiser, call.state, steps=call.steps, **asdict(options))
+def _dimo(model: SampledModel, state: State, steps: int | None, given: DimoOptions) -> Samples:
+    network, start = cast("Network", model.network), Start(given.random, given.noise)
+    steps = steps or USUAL_STEPS
+    return dimo(network, model.schedule, state, steps=steps, start=start, grid=given.grid)
 
 
-def _uniform_state(call: Call, options: TailOptions) -> Samples:
-    return uniform_state(*call.reverse, steps=call.steps, **asdict(options))
+def _dplm(model: SampledModel, state: State, steps: int | None, given: DplmOptions) -> Samples:
+    return dplm(model.reverse(state)[0], state, steps=steps or USUAL_STEPS, **asdict(given))
 
 
-def _autoregressive(call: Call, options: NoOptions) -> Samples:
-    engine, network = call.engine, call.engine.network
-    assert isinstance(network, ARModel)
-    return autoregressive(network, call.state, eot_id=engine.eot_id, decoders=engine.decoders)
+def _autoregressive(
+    model: SampledModel, state: State, steps: int | None, given: NoOptions
+) -> Samples:
+    assert isinstance(model.network, ARModel)
+    return autoregressive(model.network, state, eot_id=model.eot_id, decoders=model.decoders)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A sampler by name."""
+    """A sampler by name: one entry of `SAMPLERS`."""
 
     name: str
     kind: Kind
+    """Of the models that it samples."""
     options: type
-    run: Callable[[Call, Any], Samples]
+    run: Run
+    help: str
     counts_tokens: bool = False
-    """Whether it takes as many steps as there are tokens, whatever is asked for."""
+    """It takes as many steps as there are tokens, whatever is asked for."""
+    follows_order: bool = False
+    """It reveals positions in the order of the model, unless its options say another."""
+    needs_guide: bool = False
+    """It needs a discriminator."""
+    one_mask: bool = False
+    """It is for models with one mask."""
 
-    def __call__(self, call: Call, options: Mapping[str, Any]) -> Samples:
-        """Run with options by name, checked."""
-        if self.counts_tokens and call.wanted is not None:
+    def __call__(
+        self, model: SampledModel, state: State, steps: int | None, options: Mapping[str, Any]
+    ) -> Samples:
+        """Draw a batch with options by name."""
+        if self.counts_tokens and steps is not None:
             raise UserError(f"`{self.name}` takes a step per token: leave out steps.")
+        parsed = self.parse(options, model.config.order)
+        if self.one_mask and state.canvas.masks > 1:
+            raise UserError(f"`{self.name}` is for models with one mask: use ancestral.")
+        return self.run(model, state, steps, parsed)
+
+    def parse(self, options: Mapping[str, Any], order: Order = "random") -> Any:
+        """Check options by name; what they leave open follows from the model's order."""
         if options and not fields(self.options):
             raise UserError(f"`{self.name}` has no options.")
         parsed: Any = parse(self.options, dict(options), where=f"sampler {self.name}")
-        return self.run(call, parsed)
+        if not self.follows_order:
+            return parsed
+        order = parsed.order or order
+        grid = "uniform" if parsed.grid is None and order == "random" else parsed.grid
+        return replace(parsed, order=order, grid=grid)
+
+    def all_options(self, options: Mapping[str, Any], order: Order) -> dict[str, Any]:
+        """All options, those that nobody gave too, as JSON has them."""
+        told: dict[str, Any] = json.loads(json.dumps(asdict(self.parse(options, order))))
+        return told
+
+    def fits(self, config: ModelConfig, *, has_discriminator: bool) -> bool:
+        """True if a model can be sampled by it."""
+        return (
+            self.kind == config.kind
+            and (has_discriminator or not self.needs_guide)
+            and (config.masks == 1 or not self.one_mask)
+        )
 
 
-SAMPLERS = {
-    s.name: s
-    for s in (
-        Sampler("ancestral", "mdlm", AncestralOptions, _ancestral),
-        Sampler("rgas", "mdlm", GuidedOptions, _guided),
-        Sampler("confidence", "mdlm", OrderedOptions, _ordered("confidence")),
-        Sampler("entropy", "mdlm", OrderedOptions, _ordered("entropy")),
-        Sampler("margin", "mdlm", OrderedOptions, _ordered("margin")),
-        Sampler("remasking", "mdlm", RemaskingOptions, _remasking),
-        Sampler("blocks", "mdlm", BlockOptions, _blocks),
-        Sampler("first-hitting", "mdlm", NoOptions, _first_hitting, counts_tokens=True),
-        Sampler("dimo", "mdlm", DimoOptions, _dimo),
-        Sampler("dplm", "mdlm", DplmOptions, _dplm),
-        Sampler("uniform-state", "duo", TailOptions, _uniform_state),
-        Sampler("autoregressive", "ar", NoOptions, _autoregressive, counts_tokens=True),
-    )
-}
+_ALL = (
+    Sampler("ancestral", "mdlm", AncestralOptions, _plain(ancestral),
+            "the reverse process; the default", follows_order=True),
+    Sampler("rgas", "mdlm", GuidedOptions, _guided,
+            "Algorithm 2: tilting by the discriminator's gradient, then re-ranking",
+            follows_order=True, needs_guide=True),
+    Sampler("confidence", "mdlm", OrderedOptions, _ordered("confidence"),
+            "the surest tokens first"),
+    Sampler("entropy", "mdlm", OrderedOptions, _ordered("entropy"), "the surest tokens first"),
+    Sampler("margin", "mdlm", OrderedOptions, _ordered("margin"), "the surest tokens first"),
+    Sampler("remasking", "mdlm", RemaskingOptions, _plain(remasking),
+            "written tokens may be masked again (ReMDM)"),
+    Sampler("blocks", "mdlm", BlockOptions, _blocks, "left to right in blocks"),
+    Sampler("first-hitting", "mdlm", NoOptions, _first_hitting, "exact, one token at a time",
+            counts_tokens=True),
+    Sampler("dimo", "mdlm", DimoOptions, _dimo,
+            "from a start that is partly random, for students of `--method dimo`", one_mask=True),
+    Sampler("dplm", "mdlm", DplmOptions, _dplm,
+            "DPLM's decoder: tokens are proposed everywhere, the least certain masked again"),
+    Sampler("uniform-state", "duo", TailOptions, _plain(uniform_state),
+            "the reverse process of uniform-state models"),
+    Sampler("autoregressive", "ar", NoOptions, _autoregressive,
+            "left-to-right models, token by token", counts_tokens=True),
+)  # fmt: skip
+SAMPLERS = {sampler.name: sampler for sampler in _ALL}
 PLAIN = {"mdlm": "ancestral", "duo": "uniform-state", "ar": "autoregressive"}
 
 

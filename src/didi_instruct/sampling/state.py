@@ -1,7 +1,7 @@
 """A batch of texts on its way from masks to words, and where it starts and ends."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -73,21 +73,45 @@ class Samples:
     nfe: int  # scheduled steps of the denoiser per sample
     passes: float  # forward passes that really ran, per sample; a backward pass counts as two
     disc_calls: int = 0  # discriminator evaluations per sample
+    written: Tensor | None = None  # (B, L) positions written rather than given
+    lengths: tuple[int, ...] = ()
+    """Of each text, where lengths were asked for; its window may be longer."""
+
+    def cut(self) -> "Samples":
+        """Without what fills a window behind a text whose length was asked for."""
+        if not self.lengths:
+            return self
+        longest = max(self.lengths)
+        tokens, written = self.tokens[:, :longest], self.written
+        lengths = torch.tensor(self.lengths, device=tokens.device)[:, None]
+        behind = torch.arange(tokens.shape[1], device=tokens.device) >= lengths
+        return replace(
+            self,
+            tokens=tokens.masked_fill(behind, PAD),
+            written=None if written is None else written[:, :longest],
+        )
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Samples of several batches as one."""
+    """Samples of several batches as one; shorter windows are padded behind."""
     if len(parts) == 1:
         return parts[0]
-    total = sum(len(p.tokens) for p in parts)
+    total, width = sum(len(p.tokens) for p in parts), max(p.tokens.shape[1] for p in parts)
     paths = [p.log_prob for p in parts if p.log_prob is not None]
+    written = [_widen(p.written, width, False) for p in parts if p.written is not None]
     return Samples(
-        torch.cat([p.tokens for p in parts]),
+        torch.cat([_widen(p.tokens, width, PAD) for p in parts]),
         torch.cat(paths) if len(paths) == len(parts) else None,
         nfe=max(p.nfe for p in parts),
         passes=sum(p.passes * len(p.tokens) for p in parts) / total,
         disc_calls=max(p.disc_calls for p in parts),
+        written=torch.cat(written) if len(written) == len(parts) else None,
+        lengths=tuple(length for p in parts for length in p.lengths),
     )
+
+
+def _widen(table: Tensor, width: int, value: int | bool) -> Tensor:
+    return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,4 +237,5 @@ class State:
         exact = self.measured if exact_path is None else exact_path
         calls = 0 if self.calls is None else max(self.calls.tolist())
         nfe = self.steps if nfe is None else nfe
-        return Samples(self.z, log_prob if exact else None, nfe, self.passes, calls)
+        path = log_prob if exact else None
+        return Samples(self.z, path, nfe, self.passes, calls, self.open)

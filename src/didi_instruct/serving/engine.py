@@ -97,7 +97,7 @@ class BatchEngine:
         observer: Observer | None = None,
     ) -> None:
         self.models, self.limits, self.observer = dict(models), limits or Limits(), observer
-        self._brings = {name: model.engine() for name, model in self.models.items()}
+        self._brings = {name: model.sampled() for name, model in self.models.items()}
         self._changed = threading.Condition()
         self._arrived: deque[Job] = deque()
         self._live: list[Job] = []
@@ -298,17 +298,16 @@ class BatchEngine:
             brings = replace(brings, denoiser=SharedDenoiser(brings.denoiser))
         config, tokenizer = model.config, model.tokenizer
         callback = _callback(job, model.mask_symbol, config.end_id)
-        whole = generate(
-            job.request, config, tokenizer, brings, device=model.device, callback=callback
-        )
+        whole = generate(job.request, brings, callback)
         seconds = time.monotonic() - job.begun
-        nats = None if job.judge is None else self._judge(job, whole.samples.tokens)
-        found = whole.cut()
-        samples, tokens = found.samples, found.samples.tokens.cpu()
+        nats = None if job.judge is None else self._judge(job, whole.tokens)
+        samples = whole.cut()
+        tokens, written = samples.tokens.cpu(), samples.written
+        assert written is not None
         return Done(
-            texts=model.texts(tokens, found.written),
+            texts=model.texts(tokens, written),
             tokens=tokens.tolist(),
-            written=found.written.tolist(),
+            written=written.tolist(),
             eot_id=None if tokenizer is None else tokenizer.eot_id,
             log_prob=None if samples.log_prob is None else samples.log_prob.tolist(),
             nats=nats,

@@ -52,12 +52,8 @@ class Served:
     @cached_property
     def samplers(self) -> list[str]:
         """Names of the samplers that it can be asked for."""
-        config, lacks = self.model.config, set()
-        if self.model.discriminator is None:
-            lacks.add("rgas")
-        if config.masks > 1:
-            lacks.add("dimo")
-        return [s.name for s in SAMPLERS.values() if s.kind == config.kind and s.name not in lacks]
+        config, guided = self.model.config, self.model.discriminator is not None
+        return [s.name for s in SAMPLERS.values() if s.fits(config, has_discriminator=guided)]
 
     def describe(self, created: int) -> dict[str, Any]:
         """Entry of `/v1/models`."""

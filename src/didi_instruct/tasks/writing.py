@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from didi_instruct.model import Model
-from didi_instruct.sampling.generate import Request, mask_symbol
+from didi_instruct.sampling.generate import Request
 from didi_instruct.sampling.state import PAD, Callback
 
 GREEDY_SAMPLERS = {"mdlm": "confidence", "duo": "uniform-state", "ar": None}
@@ -36,9 +36,9 @@ def write(
     table = torch.full((len(prompts), width), fill)
     for row, prompt, span in zip(table, prompts, spans, strict=True):
         row[: span.start] = torch.tensor(prompt, dtype=torch.long)
-        row[span] = mask_symbol(config)
+        row[span] = config.mask_symbol
     if config.kind == "ar":
         settings = settings | {"steps": None}  # it takes one for each token
     request = Request(tokens=table, batch_size=max(1, batch_tokens // width), **settings)
-    tokens = model.request(request, callback=callback).samples.tokens.tolist()
+    tokens = model.request(request, callback=callback).tokens.tolist()
     return [row[span] for row, span in zip(tokens, spans, strict=True)]
