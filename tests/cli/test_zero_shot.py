@@ -191,7 +191,7 @@ def test_an_interrupted_measurement_goes_on(didi, place, monkeypatch):
         (["one", "--data", "some", "--corpora", "ptb,arxiv"], "choose: --corpora ptb."),
         (["one", "--data", "data", "--corpora", "ptb,ag-news"], "Did you mean `ag_news`?"),
         (["one", "--data", "data", "--corpora", ","], "--corpora names no corpus"),
-        (["one", "--data", "broken", "--corpora", "ptb,lambada"], "record 1): not JSON"),
+        (["one", "--data", "broken", "--corpora", "ptb,lambada"], "lambada_test.jsonl:1: not JSON"),
         (["one", "--data", "broken", "--corpora", "ptb,arxiv"], "do not fill one row of 16"),
         (["one", "--data", "data", "--sequences", 0], "1 or more"),
         (["one", "words", "--data", "data"], "one and words have different tokenizers"),

@@ -2,26 +2,25 @@
 
 A folder has a file of each, in the form it is usually handed around in; without a folder they come
 from the Hugging Face hub, in the splits that the field measures. The hub's `scientific_papers` are
-whole articles, while the files of PubMed and arXiv hold abstracts: their numbers do
-not compare.
+whole articles, while the files of PubMed and arXiv hold abstracts: their numbers do not compare.
 """
 
 import csv
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from didi_instruct.config.schema import nearest
 from didi_instruct.data.hub import stream_of
-from didi_instruct.data.readers import ReadOptions, read_pieces
-from didi_instruct.data.sources import Compression, Meter, Source
+from didi_instruct.data.readers import ReadOptions, read_pieces, read_records
+from didi_instruct.data.sources import Compression, Meter, Source, readable
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import detokenize as rules
 from didi_instruct.evaluation.detokenize import Rules, detokenize
 
 _COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
+_PARQUET = "refs/convert/parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +42,15 @@ class Corpus:
     """One corpus: the file it comes in, and what a document of it is."""
 
     files: tuple[str, ...]
-    """Names of its file, the best first, without the ending of a compression.
+    """Patterns of its file's name, the best first, without the ending of a compression.
 
-    A .jsonl file has records and a .csv file rows; in any other, a document is a line."""
+    A .jsonl file has records and a .csv file rows; in any other a document is a line."""
     fields: tuple[str, ...] = ("text",)
-    """Fields of a record or columns of a row that make a document, joined by a space."""
+    """Field of a record, or columns of a row, that make a document, joined by a space."""
     columns: tuple[str, ...] = ()
     """Columns of its .csv file, which has no header."""
     rules: Rules
     hub: HubData
-
-
-_PARQUET = "refs/convert/parquet"
 
 
 def _articles(config: str) -> HubData:
@@ -103,40 +99,46 @@ CORPORA: dict[str, Corpus] = {
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a corpus, detokenised, read anew each time; no `path` means the hub."""
+    """The documents of a corpus, detokenised, read anew each time; blank ones are left out."""
 
-    corpus: str
+    name: str
     path: Path | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        if self.path is None:
-            return load_corpus(self.corpus)
-        return read_corpus(self.corpus, self.path)
+    """Its file; None: the hub."""
 
     @property
     def source(self) -> str:
         """The file, or the hub's id."""
-        return f"hf:{CORPORA[self.corpus].hub.name}" if self.path is None else str(self.path)
+        return f"hf:{CORPORA[self.name].hub.name}" if self.path is None else str(self.path)
 
-
-def corpus_named(name: str) -> Corpus:
-    """Return the corpus of this name."""
-    if name not in CORPORA:
-        raise UserError(f"`{name}` is not a corpus.{nearest(name.lower(), list(CORPORA))}")
-    return CORPORA[name]
+    def __iter__(self) -> Iterator[str]:
+        corpus, table = CORPORA[self.name], CORPORA[self.name].rules
+        if self.path is None:
+            texts, table = _hub_texts(self.name, corpus.hub), corpus.hub.rules or table
+        else:
+            texts = _file_texts(self.path, corpus)
+        empty = True
+        for text in texts:
+            if text.strip():
+                yield detokenize(text, table)
+                empty = False
+        if empty and self.path is not None:
+            raise UserError(f"{self.path.name}: has no text.")
 
 
 def open_corpora(names: Iterable[str], folder: str | Path | None = None) -> dict[str, Documents]:
     """Find the corpora of these names: their files in `folder`, or all of them on the hub."""
-    wanted = {name: corpus_named(name) for name in names}
+    wanted = list(names)
+    for name in wanted:
+        if name not in CORPORA:
+            raise UserError(f"`{name}` is not a corpus.{nearest(name.lower(), list(CORPORA))}")
     if folder is None:
         return {name: Documents(name) for name in wanted}
     found = find_corpora(folder)
-    missing = {name: corpus for name, corpus in wanted.items() if name not in found}
+    missing = [name for name in wanted if name not in found]
     if missing:
         raise UserError(
-            f"{folder}: has no file of {', '.join(missing)}: looked for "
-            f"{_looked_for(missing.values())}. Add it, or choose: --corpora {','.join(found)}."
+            f"{folder}: has no file of {', '.join(missing)}: looked for {_looked_for(missing)}. "
+            f"Add it, or choose: --corpora {','.join(found)}."
         )
     return {name: Documents(name, found[name]) for name in wanted}
 
@@ -146,12 +148,10 @@ def find_corpora(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of corpora.")
-    found = {name: _find_file(folder, name) for name in CORPORA}
-    if not any(found.values()):
-        raise UserError(
-            f"{folder}: has none of the corpora: looked for {_looked_for(CORPORA.values())}."
-        )
-    return {name: path for name, path in found.items() if path is not None}
+    found = {name: path for name in CORPORA if (path := _find_file(folder, name)) is not None}
+    if not found:
+        raise UserError(f"{folder}: has none of the corpora: looked for {_looked_for(CORPORA)}.")
+    return found
 
 
 def _find_file(folder: Path, name: str) -> Path | None:
@@ -166,9 +166,9 @@ def _find_file(folder: Path, name: str) -> Path | None:
     return None
 
 
-def _looked_for(corpora: Iterable[Corpus]) -> str:
-    names = ", ".join(name for corpus in corpora for name in corpus.files)
-    return f"{names} (or with {', '.join('.' + c for c in _COMPRESSIONS)} behind it)"
+def _looked_for(names: Iterable[str]) -> str:
+    files = ", ".join(file for name in names for file in CORPORA[name].files)
+    return f"{files} (or with {', '.join('.' + c for c in _COMPRESSIONS)} behind it)"
 
 
 def _compression(path: Path) -> Compression | None:
@@ -179,27 +179,21 @@ def _plain_name(path: Path) -> str:
     return path.name if _compression(path) is None else path.stem
 
 
-def read_corpus(name: str, path: Path) -> Iterator[str]:
-    """Read a corpus from its file: detokenised documents, blank ones left out."""
-    corpus = corpus_named(name)
-    readers = {".jsonl": _records, ".csv": _csv_rows}
-    read = readers.get(Path(_plain_name(path)).suffix)
-    texts = _lines(path) if read is None else read(path, corpus)
-    documents = _detokenised(texts, corpus.rules)
-    first = next(documents, None)
-    if first is None:
-        raise UserError(f"{path.name}: has no text.")
-    yield first
-    yield from documents
-
-
-def _detokenised(texts: Iterable[str], table: Rules) -> Iterator[str]:
-    return (detokenize(text, table) for text in texts if text.strip())
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Lines that are not blank, with any kind of line end."""
+def _file_texts(path: Path, corpus: Corpus) -> Iterator[str]:
     source = Source(name=path.name, kind="text", path=path, compression=_compression(path))
+    ending = Path(_plain_name(path)).suffix
+    if ending == ".jsonl":
+        with readable(source):
+            for place, record in read_records(source, Meter()):
+                yield _text_of(record, corpus.fields[0], place)
+    elif ending == ".csv":
+        yield from _csv_texts(source, corpus)
+    else:
+        yield from _lines(source)
+
+
+def _lines(source: Source) -> Iterator[str]:
+    """Lines that are not blank, with any kind of line end."""
     line = ""
     for piece in read_pieces(source, ReadOptions(documents="line"), Meter()):
         line += piece.text
@@ -208,30 +202,9 @@ def _lines(path: Path) -> Iterator[str]:
             line = ""
 
 
-def _records(path: Path, corpus: Corpus) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), 1):
-        place = f"{path.name} (record {number})"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON ({error}).") from error
-        yield " ".join(_text_of(record, field, place) for field in corpus.fields)
-
-
-def _text_of(record: Any, field: str, place: str) -> str:
-    """Return a record's text; null counts as empty."""
-    if not isinstance(record, dict) or field not in record:
-        there = ", ".join(f"`{key}`" for key in record) if isinstance(record, dict) else ""
-        raise UserError(f"{place}: has no field `{field}`, only {there or 'no fields at all'}.")
-    text = record[field]
-    if text is not None and not isinstance(text, str):
-        raise UserError(f"{place}: `{field}` is {type(text).__name__}, not text.")
-    return text or ""
-
-
-def _csv_rows(path: Path, corpus: Corpus) -> Iterator[str]:
-    rows = csv.reader((f"{line}\n" for line in _lines(path)), strict=True)
-    columns: Sequence[str] = corpus.columns
+def _csv_texts(source: Source, corpus: Corpus) -> Iterator[str]:
+    rows = csv.reader((f"{line}\n" for line in _lines(source)), strict=True)
+    columns = list(corpus.columns)
     try:
         for number, row in enumerate(rows, 1):
             named = [cell.strip().lower() for cell in row]
@@ -240,20 +213,12 @@ def _csv_rows(path: Path, corpus: Corpus) -> Iterator[str]:
                 continue
             if len(row) != len(columns):
                 raise UserError(
-                    f"{path.name} (row {number}): has {len(row)} columns instead of "
+                    f"{source.name} (row {number}): has {len(row)} columns instead of "
                     f"{len(columns)} ({', '.join(columns)})."
                 )
             yield " ".join(row[columns.index(field)] for field in corpus.fields)
     except csv.Error as error:
-        raise UserError(f"{path.name} (row {rows.line_num}): not CSV ({error}).") from error
-
-
-def load_corpus(name: str) -> Iterator[str]:
-    """Stream a corpus from the Hugging Face hub: detokenised documents, blank ones left out."""
-    corpus = corpus_named(name)
-    hub = corpus.hub
-    table = corpus.rules if hub.rules is None else hub.rules
-    return _detokenised(_hub_texts(name, hub), table)
+        raise UserError(f"{source.name} (row {rows.line_num}): not CSV ({error}).") from error
 
 
 def _hub_texts(name: str, hub: HubData) -> Iterator[str]:
@@ -266,8 +231,19 @@ def _hub_texts(name: str, hub: HubData) -> Iterator[str]:
         place=f"hf:{hub.name}",
         feature="Reading corpora from the hub, not from --data FOLDER,",
         what=name,
-        or_else=f": try again, or give a folder with {_looked_for([CORPORA[name]])}",
+        or_else=f": try again, or give a folder with {_looked_for([name])}",
         where=where,
     )
     for record, place in records:
         yield _text_of(record, hub.field, place)
+
+
+def _text_of(record: dict[str, Any], field: str, place: str) -> str:
+    """Return a record's text; null counts as empty."""
+    if field not in record:
+        there = ", ".join(f"`{key}`" for key in record) or "no fields at all"
+        raise UserError(f"{place}: has no field `{field}`, only {there}.")
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{place}: `{field}` is {type(text).__name__}, not text.")
+    return text or ""

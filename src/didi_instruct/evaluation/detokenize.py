@@ -39,61 +39,34 @@ def _rules(*pairs: tuple[str, str]) -> Rules:
 # already have its comma.
 _ALONE, _CLOSED = r"(?<!\S)", r"(?=[\s.,;:!?'\"]|\Z)"
 
-_APOSTROPHES = _rules(
-    (r" '(?=\w)", "'"),  # it 's, don 't, O 'Neill
-)
-_POSSESSIVES = _rules(
-    (rf"(?<=s) '{_CLOSED}", "'"),  # workers ' rights
-)
-_PUNCTUATION = _rules(
-    (r" +(?=[.,;:!?](?:\s|\Z))", ""),
-)
+_APOSTROPHES = _rules((r" '(?=\w)", "'"))  # it 's, don 't, O 'Neill
+_POSSESSIVES = _rules((rf"(?<=s) '{_CLOSED}", "'"))  # workers ' rights
+_PUNCTUATION = _rules((r" +(?=[.,;:!?](?:\s|\Z))", ""))
 # Single quotes do not open behind an s: there they are taken for a possessive, as in the field.
-_QUOTES = (
-    _rules(
-        (rf"(?<!s ){_ALONE}' ((?:[^']|(?<=\w)'(?=\w))+) '{_CLOSED}", r"'\1'"),
-    )
-    + _POSSESSIVES
-    + _rules(
-        (rf'{_ALONE}" ([^"]+) "{_CLOSED}', r'"\1"'),
-    )
+_QUOTES = _rules(
+    (rf"(?<!s ){_ALONE}' ((?:[^']|(?<=\w)'(?=\w))+) '{_CLOSED}", r"'\1'"),
+    (rf"(?<=s) '{_CLOSED}", "'"),
+    (rf'{_ALONE}" ([^"]+) "{_CLOSED}', r'"\1"'),
 )
-_BRACKETS = _rules(
-    (r"(?<=[(\[{]) +(?=\S)", ""),
-    (r"(?<=\S) +(?=[)\]}])", ""),
-)
-_ENDS = _rules(
-    (r"\A\s+|\s+\Z", ""),
-)
+_BRACKETS = _rules((r"(?<=[(\[{]) +(?=\S)", ""), (r"(?<=\S) +(?=[)\]}])", ""))
+_SEPARATORS = _rules((r" @([-,.])@ ", r"\1"))  # 500 @,@ 000
+_HEADINGS_AND_DEGREES = _rules((r"(?<==) (?==)", ""), (r" ° ", "°"))  # = = a heading = =
+_ADDRESSES = _rules((r"(https?) : / / ", r"\1://"))
+_SLASHES = _rules((r" / ", "/"))
+_MONEY = _rules((r"(?<=[$£]) ", ""))
+_ENDS = _rules((r"\A\s+|\s+\Z", ""))
 
 PTB: Rules = (
-    _APOSTROPHES
-    + _POSSESSIVES
-    + _rules(
+    *_APOSTROPHES,
+    *_POSSESSIVES,
+    *_rules(
         (r" (?=n't\b)", ""),  # was n't
         (r"\\/", "/"),
         (r"(?<!\S)N(?!\S)", "1"),  # every number
         (r"(?<=[$#]) (?=1)", ""),  # # is the pound sign
         (r"<unk>", "?"),
-    )
-    + _ENDS
-)
-
-_SEPARATORS = _rules(
-    (r" @([-,.])@ ", r"\1"),  # 500 @,@ 000
-)
-_HEADINGS_AND_DEGREES = _rules(
-    (r"(?<==) (?==)", ""),  # = = a heading = =
-    (r" ° ", "°"),
-)
-_ADDRESSES = _rules(
-    (r"(https?) : / / ", r"\1://"),
-)
-_SLASHES = _rules(
-    (r" / ", "/"),
-)
-_MONEY = _rules(
-    (r"(?<=[$£]) ", ""),
+    ),
+    *_ENDS,
 )
 
 WIKITEXT: Rules = (
@@ -104,35 +77,16 @@ LM1B: Rules = (
     _ADDRESSES + _APOSTROPHES + _PUNCTUATION + _SLASHES + _QUOTES + _BRACKETS + _MONEY + _ENDS
 )
 
-LAMBADA: Rules = _rules(
-    (r"[“”]", '"'),
-    (r"\A\s*", "\n"),
-    (r"\s+\Z", ""),
-)
+LAMBADA: Rules = _rules((r"[“”]", '"'), (r"\A\s*", "\n"), (r"\s+\Z", ""))
 
 AG_NEWS: Rules = ()
 
 SCIENTIFIC_PAPERS: Rules = (
-    _rules(
-        (r" *\n *", "\n"),
-    )
-    + _SEPARATORS
-    + _ADDRESSES
-    + _APOSTROPHES
-    + _PUNCTUATION
-    + _SLASHES
-    + _QUOTES
-    + _BRACKETS
-    + _HEADINGS_AND_DEGREES
-    + _MONEY
-    + _ENDS
+    *_rules((r" *\n *", "\n")),
+    *(_SEPARATORS + _ADDRESSES + _APOSTROPHES + _PUNCTUATION + _SLASHES + _QUOTES + _BRACKETS),
+    *(_HEADINGS_AND_DEGREES + _MONEY + _ENDS),
 )
 """The tokenised articles of the hub's `scientific_papers`: WikiText's rules and LM1B's."""
 
-ABSTRACTS: Rules = (
-    _rules(
-        (r"\s+", " "),
-    )
-    + _ENDS
-)
+ABSTRACTS: Rules = _rules((r"\s+", " ")) + _ENDS
 """Abstracts as their authors wrote them: LaTeX in them would not survive LM1B's rule for `$`."""

@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, commit, machine, date; no path and no name of a person."""
+"""Provenance of numbers: versions, commit, machine, date; no path and no name of a person."""
 
 import os
 import platform
@@ -13,26 +13,28 @@ from didi_instruct import __version__
 
 PACKAGE = Path(__file__).parent.parent
 CPU_INFO = Path("/proc/cpuinfo")
-
-
 PACKAGES = ("numpy", "transformers", "mauve-text")
 """Other packages on which numbers may depend, where they are installed."""
 
 
 def provenance() -> dict[str, str]:
-    """What a reader needs to make the numbers again; what is not known is left out."""
+    """Facts that a reader needs to make the numbers again; unknown ones are left out."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **versions(),
         "system": f"{platform.system()} {platform.machine()}",
-        "CPU": f"{_cpu()}, {_cores()} cores",
-        "GPU": _gpu(),
+        "CPU": f"{_cpu()}, {cores or 1} cores",
     }
-    return {name: value for name, value in found.items() if value}
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(i) for i in range(devices)]
+    if names:
+        found["GPU"] = ", ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names))
+    return found
 
 
 def versions() -> dict[str, str]:
-    """Of the code behind numbers, by package; read, not imported, which would take seconds."""
+    """Versions of the code, by package; read, not imported, which would take seconds."""
     found = {
         "didi-instruct": __version__,
         "commit": commit(),
@@ -41,13 +43,6 @@ def versions() -> dict[str, str]:
         **{name: _installed(name) for name in PACKAGES},
     }
     return {name: value for name, value in found.items() if value}
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def commit(folder: Path = PACKAGE) -> str | None:
@@ -62,17 +57,20 @@ def commit(folder: Path = PACKAGE) -> str | None:
     return f"{name}, with changes" if name and changed else name
 
 
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _git(folder: Path, *words: str) -> str | None:
     # Other git commands may hold the index: asking must neither wait for it nor rewrite it.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), *words]
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            env=environment,
-            check=True,
+            command, capture_output=True, text=True, timeout=10, env=environment, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -86,17 +84,3 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names))
