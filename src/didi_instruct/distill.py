@@ -14,10 +14,11 @@ from didi_instruct import __version__
 from didi_instruct.adapters.lora import shared
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import ModelConfig
+from didi_instruct.data.chat import find_chat_template
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.distillation import methods
-from didi_instruct.distillation.bank import BankBar, teacher_bank
+from didi_instruct.distillation.bank import BankBar, padded_rows, teacher_bank
 from didi_instruct.distillation.lengths import give_lengths, take_lengths
 from didi_instruct.distillation.methods import METHODS, check_fit
 from didi_instruct.distillation.run import DistillTask, Teacher
@@ -31,6 +32,7 @@ from didi_instruct.hub.sources import LoadOptions, find_source, load_source
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
+from didi_instruct.tasks.prompt_rows import PromptRows, open_prompts
 from didi_instruct.training.distributed import World, open_world
 from didi_instruct.training.likelihood import check_data
 from didi_instruct.training.loop import Loop, Outcome
@@ -65,8 +67,8 @@ class DistillResult:
     curves: Path | None = None
     exact: bool = True
     """The judge of path KL knows the likelihood; else it is the teacher's own bound."""
-    prompt: int = 0
-    """Tokens that every text was given."""
+    prompt: bool = False
+    """Texts continue something that was given."""
     averaged: bool = True
     """The student in the folder is the average."""
     new: bool = True
@@ -120,6 +122,8 @@ def distill(
                 return _as_before(folder, config, world)
             words = str(tokenizer or find_source(source).path)
             data, valid = open_texts(config, loaded, words, folder, world, data_progress)
+            if config.prompts.source:
+                data = _prompts(config, loaded, words, shown)
             take_lengths(data, config, loaded, student)
             loaded.model.to(world.device)
             taught = Teacher(
@@ -192,7 +196,7 @@ class _Run:
             self.found,
             curves,
             self.test.exact,
-            self.config.prompt,
+            self.config.continues,
             self.config.train.ema > 0,
             sampling=sampling_flags(self.config),
         )
@@ -219,7 +223,7 @@ def _as_before(folder: Path, config: DistillConfig, world: World) -> DistillResu
         found.get("student", {}),
         curves,
         found.get("exact", True),
-        config.prompt,
+        config.continues,
         config.train.ema > 0,
         new=False,
         sampling=sampling_flags(config),
@@ -351,6 +355,23 @@ def _check_ends(teacher: ModelConfig, student: ModelConfig, other: str, source: 
         )
 
 
+def _prompts(
+    config: DistillConfig, teacher: LoadedModel, folder: str, shown: Reporter
+) -> PromptRows:
+    """Prompts in the tokens of a teacher, whose template is in a folder."""
+    rows, notes = open_prompts(
+        config.prompts,
+        teacher,
+        folder,
+        answers=config.reads_data,
+        seed=config.train.seed,
+        template=find_chat_template(folder) if config.prompts.chat else None,
+    )
+    for note in notes:
+        shown.say(note)
+    return rows
+
+
 def open_texts(
     config: DistillConfig,
     teacher: LoadedModel,
@@ -403,7 +424,9 @@ def make_task(
     check_fit(config, teacher.network.config, rows=rows, window=window, processes=world.size)
     references = None
     if config.reads_bank:
-        references = teacher_bank(config, teacher, world, data, folder, progress).rows
+        pad = teacher.network.config.num_tokens
+        drawn = teacher_bank(config, teacher, world, data, folder, progress).rows
+        references = padded_rows(drawn, pad) if config.prompts.source else drawn
     return methods.make_task(
         config,
         teacher,

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="serving needs its extra")
 from fastapi.testclient import TestClient
 from tests.serving.servers import Parts
 
-from didi_instruct.serving.chat import ChatTemplate
+from didi_instruct.data.chat import ChatTemplate
 from didi_instruct.serving.engine import Limits
 
 NAMES = ["windows", "plain", "ar-ends", "duo"]

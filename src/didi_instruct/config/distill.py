@@ -9,6 +9,7 @@ from didi_instruct.config.methods import (
     DiscriminatorConfig,
     DuoConfig,
     MixtureConfig,
+    PromptsConfig,
     ReferenceConfig,
     Rounds,
     SdttConfig,
@@ -72,6 +73,8 @@ class DistillConfig:
     have none: without it, their texts fill all that they read."""
     prompt: int = 0
     """First tokens of every text that are given, from `data`; 0: nothing is given."""
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    """Prompts of any length, each with an answer of its own to write."""
     warmup_on_top: bool = False
     """`train.steps` counts updates of the student, as in the paper: the warm-up of the second
     network comes on top. false: its iterations are among `train.steps`."""
@@ -98,7 +101,7 @@ class DistillConfig:
         needs = [
             (self.prompt > 0, "prompt gives the first tokens of real text"),
             (
-                self.method not in ("token-matching", "dimo") and self.reference.source == "data",
+                self.reads_data and not self.prompts.source,
                 "reference.source=data takes real text",
             ),
         ]
@@ -111,6 +114,7 @@ class DistillConfig:
                 "adapter: leave one of them out."
             )
         self._check_lengths()
+        self._check_prompts()
         self._check_method()
         if self.warmup >= self.iterations:
             raise UserError(
@@ -149,6 +153,33 @@ class DistillConfig:
                 f"lengths={DATA_LENGTHS} takes those of real text: name it with --set "
                 "data.source=..."
             )
+
+    def _check_prompts(self) -> None:
+        """Refuse prompts beside others, and where a method does not know them."""
+        if not self.prompts.source:
+            return
+        given = {"prompt": self.prompt, "lengths": self.lengths, "data.source": self.data.source}
+        for name, value in given.items():
+            if value:
+                raise UserError(
+                    f"{name} is {value}, but prompts.source says what is given and how much is "
+                    "written: leave one of them out."
+                )
+        if self.method in ("dimo", "duo"):
+            raise UserError(
+                f"prompts.source is set, which method={self.method} does not know: use didi, "
+                "token-matching, mixture or sdtt."
+            )
+
+    @property
+    def continues(self) -> bool:
+        """True if texts continue something that is given."""
+        return bool(self.prompt or self.prompts.source)
+
+    @property
+    def reads_data(self) -> bool:
+        """True if real text stands in for the teacher's."""
+        return self.method not in ("token-matching", "dimo") and self.reference.source == "data"
 
     @property
     def reads_bank(self) -> bool:
@@ -218,7 +249,7 @@ class DistillConfig:
             return self.token_matching.contexts
         if self.method != "didi":
             return 1
-        return self.didi.group_size if self.didi.grouping != "batch" or self.prompt else 1
+        return self.didi.group_size if self.didi.grouping != "batch" or self.continues else 1
 
     @property
     def aux_lr(self) -> float:

@@ -176,6 +176,29 @@ class DiscriminatorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsConfig:
+    """Prompts whose answers are distilled: they are given, and never compared."""
+
+    source: str | None = None
+    """JSON lines with `prompt`, and for `reference.source=data` an `answer`."""
+    length: int = 128
+    """Tokens that are written after each prompt. An answer that ends earlier is filled with ends of
+    text, as far as the teacher has learnt that."""
+    longest: int | None = None
+    """Tokens of a prompt at most: longer ones are left out. By default as many as fit the teacher
+    with `length`."""
+    chat: bool = True
+    """Write each prompt as a message of a user, where the teacher's tokenizer has a template."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below the least."""
+        for name in ("length", "longest"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"prompts.{name} is {value}: use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
     """Where the teacher's text comes from."""
 

@@ -19,7 +19,7 @@ from didi_instruct.distillation.run import Distillation, Loss, MicroBatch
 from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.sampling.draw import draw_tokens
 from didi_instruct.sampling.plan import Step, flat_positions
-from didi_instruct.sampling.state import Reads, State
+from didi_instruct.sampling.state import State
 from didi_instruct.training.loop import Metrics
 from didi_instruct.training.replica import Replica
 from didi_instruct.transfer import sent
@@ -127,7 +127,7 @@ def take_turns(method: AuxiliaryMethod, step: int, turns: int) -> Metrics:
         found, texts = [], []
         for plan in d.passes(plans):
             drawn = draw_step(d, plan, method.student_logits(plan), learns=learns)
-            log_phi = auxiliary.log_probs(Reads(drawn.context), drawn.t_context, drawn.hidden)
+            log_phi = auxiliary.log_probs(d.reads(drawn.context), drawn.t_context, drawn.hidden)
             truth = drawn.x.flatten()[drawn.hidden]
             aux_loss = -log_phi.gather(-1, truth[:, None]).sum() / counts[0]  # -log p_φ(x | c)
             auxiliary.backward(aux_loss)

@@ -25,7 +25,7 @@ from didi_instruct.data import files
 from didi_instruct.data.dataset import TokenDataset, TokenSource
 from didi_instruct.data.manifest import write_json
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.distillation.rollout import Starts
+from didi_instruct.distillation.rollout import References, Starts
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.models.network import window_of
@@ -33,7 +33,7 @@ from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import network_denoiser
 from didi_instruct.sampling.draw import DrawOptions, Noise
-from didi_instruct.sampling.state import Canvas, State
+from didi_instruct.sampling.state import PAD, Canvas, State
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, uses_bf16
 
@@ -256,27 +256,29 @@ def teacher_bank(
     """Teacher samples on disk, drawn now where they are missing."""
     model, reference = teacher.network.config, config.reference
     length = window_of(teacher.network) if data is None else data.length
+    padded = bool(config.prompts.source)  # which the file has as an id behind all others
+    given = length - config.prompts.length if padded else config.prompt
     settings = BankSettings(
         teacher=teacher.fingerprint,
         steps=reference.steps,
         rows=reference.rows,
         length=length,
-        num_tokens=model.num_tokens,
+        num_tokens=model.num_tokens + padded,
         seed=reference.seed,
-        prompt=config.prompt,
-        prompts=data.fingerprint if data is not None and config.prompt else "",
+        prompt=given,
+        prompts=data.fingerprint if data is not None and config.continues else "",
         lengths=_law_of(model),
     )
     schedule = make_schedule(model.schedule)
     denoiser = network_denoiser(teacher.network, schedule)
     seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
-    starts = Starts(model, length, config.prompt)
+    starts = Starts(model, length, given)
     if teacher.tokenizer is None:
         raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
 
     def draw(first: int, count: int) -> Tensor:
         indices, prompts = torch.arange(first, first + count), None
-        if config.prompt:
+        if config.continues:
             assert data is not None
             prompts = data.rows(first, count)
         start, owner = starts(Noise(seed, indices), prompts)
@@ -285,7 +287,7 @@ def teacher_bank(
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
             state = State(canvas, DrawOptions(seed=seed))
             drawn = ancestral(denoiser, schedule, state, steps=reference.steps)
-        return drawn.tokens.cpu()
+        return torch.where(drawn.tokens == PAD, model.num_tokens, drawn.tokens).cpu()
 
     where = Path(reference.bank) if reference.bank else folder / "bank"
     with progress() as bar:
@@ -299,6 +301,16 @@ def teacher_bank(
             seed=config.train.seed,
             progress=report,
         )
+
+
+def padded_rows(rows: References, pad: int) -> References:
+    """Rows of a bank with padding where they have the id `pad`, behind all tokens."""
+
+    def read(first: int, count: int) -> Tensor:
+        found = rows(first, count)
+        return torch.where(found == pad, PAD, found)
+
+    return read
 
 
 def _law_of(model: ModelConfig) -> str:

@@ -40,7 +40,7 @@ class Pair:
 
 def texts_per_reference(d: Distillation) -> int:
     """Student texts that share a reference text: those of one prompt."""
-    return d.config.didi.group_size if d.config.prompt else 1
+    return d.config.didi.group_size if d.config.continues else 1
 
 
 def reference_noise(d: Distillation, noise: Noise) -> Noise:
@@ -133,15 +133,17 @@ class Critic:
 
         And the states of frozen blocks on the student's texts, if they are kept.
         """
-        z = torch.cat([pair.fake.z, pair.real.z])
-        sigma = self.d.schedule.sigma(torch.cat([pair.fake.t, pair.real.t]))
+        d, z = self.d, torch.cat([pair.fake.z, pair.real.z])
+        reads = d.reads(z)
+        sigma = d.schedule.sigma(torch.cat([pair.fake.t, pair.real.t]))
         dropout = self._dropout(pair)
 
         def forward(network: Discriminator) -> tuple[Tensor, Tensor | None]:
             if first:  # a power iteration once per update, however many passes
                 network.iterate()
-            if not (self.keep_states and network.frozen):
-                return network(z, sigma, dropout=dropout).clone(), None  # FSDP mistrusts views
+            if d.padded or not (self.keep_states and network.frozen):
+                ratio = network(reads.tokens, sigma, reads.attended, dropout=dropout)
+                return ratio.clone(), None  # FSDP mistrusts views
             below = network.below(z, sigma)
             return network.above(below, sigma, dropout).clone(), below
 
@@ -166,9 +168,12 @@ class Critic:
         `below` are the states of its frozen blocks, if they are known.
         """
         z, sigma = pair.fake.z, self.d.schedule.sigma(pair.fake.t)
+        reads = self.d.reads(z)
 
         def forward(network: Discriminator) -> Tensor:
-            return network(z, sigma) if below is None else network.above(below, sigma)
+            if below is None:
+                return network(reads.tokens, sigma, reads.attended)
+            return network.above(below, sigma)
 
         ratio = self.learner.run(forward)
         return losses.rewards(ratio, z == self.d.mask_id, pair.fake.written)

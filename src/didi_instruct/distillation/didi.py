@@ -33,7 +33,6 @@ from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.denoiser import LogitsDenoiser
 from didi_instruct.sampling.draw import Noise, Purpose
 from didi_instruct.sampling.plan import flat_positions
-from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
 from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
@@ -102,7 +101,7 @@ def make_pair(d: Distillation, batch: MicroBatch, student_texts: StudentTexts) -
     didi, noise, device = d.config.didi, batch.noise, d.world.device
     tau = _times(didi, noise, 0)  # t ~ π
     reference = _references(d, batch)  # x' ~ p_θ
-    texts = student_texts(d, batch, tau, reference if d.config.prompt else None)  # x ~ p_ν
+    texts = student_texts(d, batch, tau, reference if d.config.continues else None)  # x ~ p_ν
     reference = sent(reference, device)
     time = tau if didi.coupled_time else _times(didi, noise, 1)
     # Texts that share a state are corrupted alike; those that share a prompt have one reference.
@@ -216,12 +215,12 @@ def score_texts(d: Distillation, pair: Pair) -> PathScore:
             return None
         if jump is path[0] and d.starts.shared:
             return d.teacher_at_start
-        return d.teacher_logits(Reads(jump.z), jump.t, flat_positions(jump.masked))
+        return d.teacher_logits(d.reads(jump.z), jump.t, flat_positions(jump.masked))
 
     teacher = [teacher_logits(jump) for jump in jumps]
 
     def forward(network: Any) -> PathScore:
-        return losses.score_path(network, d.schedule, jumps, x, teacher, didi.kl)
+        return losses.score_path(network, d.schedule, jumps, x, teacher, didi.kl, d.reads)
 
     score: PathScore = d.student.run(forward)
     return mean_log_prob(score, jumps) if didi.log_prob == "mean" else score

@@ -5,7 +5,7 @@ One sign everywhere: a log-ratio is teacher over student, so the student maximis
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from didi_instruct.models.layers import upcast
 from didi_instruct.models.network import Network, logits_at
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.plan import flat_positions
+from didi_instruct.sampling.state import Reads
 from didi_instruct.training.replica import padded
 from didi_instruct.transfer import sent
 
@@ -194,11 +195,12 @@ def score_path(
     x: Tensor,
     teacher_logits: Sequence[Tensor | None],
     kind: str = "forward",
+    reads: Callable[[Tensor], Reads] = Reads,
 ) -> PathScore:
     """Score the tokens of x (B, L) along `jumps`, with gradient, Eq. (9).
 
     The distinct states of all jumps are read in one pass. `teacher_logits` are those at the masks
-    of each jump's states, or all None.
+    of each jump's states, or all None. `reads` gives texts as the network reads them.
     """
     device, length = x.device, x.shape[1]
     z, t = torch.cat([jump.z for jump in jumps]), torch.cat([jump.t for jump in jumps])
@@ -214,7 +216,8 @@ def score_path(
     known = [logits for logits in teacher_logits if logits is not None]
     padding = [each.new_zeros(len(at) - count, each.shape[1]) for each in known[:1]]
     teacher = torch.cat(known + padding) if known else None
-    logits = logits_at(network, z, schedule.sigma(t), at)
+    texts = reads(z)
+    logits = logits_at(network, texts.tokens, schedule.sigma(t), at, texts.attended)
     found = terms(logits, teacher, kind, (row, x[text, position]))
     state_of_mask = at[:count] // length
 

@@ -89,7 +89,7 @@ def check_fit(
             f"The data has rows of {rows} tokens, but the teacher's windows, one for each text, "
             f"have {window}: prepare it with --length {window}."
         )
-    if config.prompt >= length:
+    if not config.prompts.source and config.prompt >= length:
         raise UserError(
             f"prompt is {config.prompt}, but texts have {length} tokens: nothing would be left to "
             "write."

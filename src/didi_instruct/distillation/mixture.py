@@ -33,7 +33,6 @@ from didi_instruct.models.network import Network
 from didi_instruct.process.masking import stratified_times, with_code
 from didi_instruct.sampling.draw import Noise, Purpose
 from didi_instruct.sampling.plan import flat_positions
-from didi_instruct.sampling.state import Reads
 from didi_instruct.seeding import mix
 from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
@@ -123,7 +122,7 @@ def log_probs_under(d: Distillation, part: Part, code: Tensor) -> Tensor:
     tensors = (part.x, part.z, part.t, part.revealed)
     x, z, t, revealed = (each.repeat_interleave(code.shape[1], 0) for each in tensors)
     at = flat_positions(revealed)
-    log_p = d.student.log_probs(Reads(with_code(z, d.mask_id, code.flatten())), t, at)
+    log_p = d.student.log_probs(d.reads(with_code(z, d.mask_id, code.flatten())), t, at)
     own = log_p.gather(-1, x.flatten()[at][:, None]).squeeze(-1).double()
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     return total.index_add(0, at // d.length, own).view_as(code)

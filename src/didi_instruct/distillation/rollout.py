@@ -26,7 +26,7 @@ from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import Draw, run
 from didi_instruct.sampling.draw import Noise, Purpose
 from didi_instruct.sampling.plan import Step, flat_positions, time_grid
-from didi_instruct.sampling.state import Canvas, State
+from didi_instruct.sampling.state import PAD, Canvas, State
 from didi_instruct.transfer import sent
 
 HOST = torch.device("cpu")
@@ -171,10 +171,10 @@ class Rollout:
     written: Tensor  # (B, L) positions that were not given
 
 
-def texts_from(z: Tensor, mask_id: int) -> State:
+def texts_from(z: Tensor, mask_id: int, *, padded: bool = False) -> State:
     """Texts z (B, L) on their way; states that were read are kept."""
     canvas = Canvas(z, mask_id, torch.arange(len(z), device=z.device))
-    return State(canvas, keeps=True, padded=False)
+    return State(canvas, keeps=True, padded=padded)
 
 
 def walk(
@@ -189,7 +189,8 @@ def walk(
     """
     device, shares = noise.device or start.device, revealed_shares(schedule, times)
     z, t, masked = sent(start, device), sent(times, device), start == mask_id
-    texts, jumps = texts_from(z[sent(state, device)], mask_id), []
+    padded = bool((start == PAD).any())
+    texts, jumps = texts_from(z[sent(state, device)], mask_id, padded=padded), []
     for k in range(times.shape[1] - 1):
         writes = masked[state] & revealed_between(order, shares[:, k], shares[:, k + 1])
         jump = Jump(z, t[:, k] if k else t.new_ones(len(z)), state, writes, masked)
@@ -227,7 +228,8 @@ def rollout(
         group, left = torch.arange(len(state)) // shared, jumps[-1].left
         last = Jump(way.z, sent(times[:, -1], device), group, left[group], left)
         log_prob = way.costs.sum(1).repeat_interleave(shared)
-    texts = texts_from(last.z[sent(last.state, device)], mask_id)
+    padded = bool((start == PAD).any())
+    texts = texts_from(last.z[sent(last.state, device)], mask_id, padded=padded)
     uniforms = noise.uniforms(start.shape[1], Purpose.TOKEN, steps, Purpose.SELECT)
     run([last.step(steps, uniforms)], texts, draw)
     total = texts.costs.sum(1) if log_prob is None else log_prob + texts.costs.sum(1)

@@ -34,7 +34,7 @@ from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
 from didi_instruct.sampling.draw import Noise, Purpose
 from didi_instruct.sampling.plan import flat_positions
-from didi_instruct.sampling.state import Reads
+from didi_instruct.sampling.state import Reads, without_padding
 from didi_instruct.seeding import mix
 from didi_instruct.training import replica
 from didi_instruct.training.distributed import CPU_TOKENS, World, compiles, shards_checkpoints
@@ -140,7 +140,7 @@ class Distillation:
         """Replicate student and teacher; `references` are by default drawn from the teacher."""
         own: Any = student
         network: Any = teacher.network
-        if config.prompt and data is None:
+        if config.continues and data is None:
             raise ValueError("prompts come from data: give some")
         if own.config.end_id != network.config.end_id:
             raise ValueError("student and teacher end their texts in different ways")
@@ -148,7 +148,10 @@ class Distillation:
         self.tokenizer, self.fingerprint = teacher.tokenizer, teacher.fingerprint
         self.model_config: ModelConfig = own.config
         self.length = window_of(network) if data is None else data.length
-        self.starts = Starts(network.config, self.length, config.prompt)
+        self.padded = bool(config.prompts.source)
+        """True where texts have padding, before their prompts."""
+        given = self.length - config.prompts.length if self.padded else config.prompt
+        self.starts = Starts(network.config, self.length, given)
         self.mask_id = self.starts.mask_id
         self.schedule = make_schedule(own.config.schedule)
         pads = entry.pads and replica.pays_to_pad(world.device)
@@ -263,10 +266,14 @@ class Distillation:
 
         They are counted from row `first` on. None: nothing is to be continued.
         """
-        if not self.config.prompt:
+        if not self.config.continues:
             return None
         assert self.data is not None
         return self.data.rows(first + int(indices[0]), len(indices))
+
+    def reads(self, z: Tensor) -> Reads:
+        """Texts (U, L) as networks read them."""
+        return without_padding(z) if self.padded else Reads(z)
 
     def reference_texts(self, batch: MicroBatch) -> Tensor:
         """One reference text for each text of a part: (B, L)."""

@@ -12,6 +12,7 @@ as it is (not its average), and the optimizer goes on with its moments.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,9 @@ def teacher_times(t: Tensor, dt: float, grid: str) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def two_step_target(log_probs: Logits, part: Part, mask_id: int) -> Tensor:
+def two_step_target(
+    log_probs: Logits, part: Part, mask_id: int, reads: Callable[[Tensor], Reads] = Reads
+) -> Tensor:
     """Log-probabilities (R, V) that the teacher leaves at the masks of a part, in order.
 
     Positions that the second step does not reveal have its law all the same, so only the first step
@@ -72,11 +75,11 @@ def two_step_target(log_probs: Logits, part: Part, mask_id: int) -> Tensor:
     active[0] |= ~active.any()
     rows = active.nonzero().squeeze(1)
     first, rest = flat_positions(part.first), flat_positions(masked & ~part.first)
-    early = log_probs(Reads(z[rows]), part.times[0][rows], local_positions(first, rows, length))
+    early = log_probs(reads(z[rows]), part.times[0][rows], local_positions(first, rows, length))
     row = torch.arange(len(early), device=early.device)
     token, _ = draw_tokens(early, part.uniforms.flatten()[first], row)
     then = z.flatten().index_copy(0, first, token).view_as(z)
-    late = log_probs(Reads(then), part.times[1], rest)
+    late = log_probs(reads(then), part.times[1], rest)
     place = masked.flatten().cumsum(0) - 1
     target = late.new_empty(len(first) + len(rest), late.shape[1])
     target[place[first]], target[place[rest]] = early, late
@@ -118,8 +121,9 @@ class Sdtt:
         count = d.count((part.z == d.mask_id).sum() for part in parts)
 
         def loss_of(part: Part) -> Loss:
-            target = two_step_target(teacher, part, d.mask_id)
-            log_p = d.student.log_probs(Reads(part.z), part.t, flat_positions(part.z == d.mask_id))
+            target = two_step_target(teacher, part, d.mask_id, d.reads)
+            at = flat_positions(part.z == d.mask_id)
+            log_p = d.student.log_probs(d.reads(part.z), part.t, at)
             loss = distance(d.config.sdtt.divergence, target, log_p).sum() / count
             return loss, {
                 "entropy": entropy(log_p.detach()).sum() / count,

@@ -32,7 +32,6 @@ from didi_instruct.distillation.run import (
 from didi_instruct.process.masking import stratified_times
 from didi_instruct.sampling.draw import Purpose
 from didi_instruct.sampling.plan import flat_positions
-from didi_instruct.sampling.state import Reads
 from didi_instruct.training.loop import Metrics
 from didi_instruct.transfer import sent
 
@@ -75,13 +74,15 @@ class TokenMatching:
 
     def student_logits(self, plan: Plan) -> StudentLogits:
         """Logits of the student, which sees the texts as they are."""
-        student = self.d.student
-        return lambda z, rows, t, at: student.logits(Reads(z if rows is None else z[rows]), t, at)
+        d = self.d
+        return lambda z, rows, t, at: d.student.logits(
+            d.reads(z if rows is None else z[rows]), t, at
+        )
 
     def loss(self, plan: Plan, drawn: Drawn, log_phi: Tensor, counts: Tensor) -> Loss:
         """Matching, anchor and completion terms of one part, and numbers of them."""
         d, settings, clip = self.d, self.settings, self.settings.ratio_clip
-        log_theta = d.teacher_log_probs(Reads(drawn.context), drawn.t_context, drawn.hidden)
+        log_theta = d.teacher_log_probs(d.reads(drawn.context), drawn.t_context, drawn.hidden)
         ratio = log_phi - log_theta
         clipped = ratio.clamp(-clip, clip) if clip else ratio
         log_p = drawn.log_p[sent(plan.rows_of(plan.hidden), drawn.log_p.device)]
@@ -95,7 +96,7 @@ class TokenMatching:
         }
         if settings.anchor:
             at = flat_positions(plan.path.revealed)
-            log_anchor = d.teacher_log_probs(Reads(drawn.z), drawn.t, at)
+            log_anchor = d.teacher_log_probs(d.reads(drawn.z), drawn.t, at)
             numbers["kl"] = divergence(settings.kl, log_anchor, drawn.log_p).sum() / counts[1]
             loss = loss + settings.anchor * numbers["kl"]
         if settings.completion:

@@ -32,7 +32,7 @@ def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel
     indices, prompts = torch.arange(config.watch.samples), None
     judge: LogLikelihood | None = None
     also: Facts | None = None
-    if config.prompt:
+    if config.continues:
         source = valid or d.data
         assert source is not None
         prompts = source.ordered(0, config.watch.samples)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from didi_instruct import __version__
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
+from didi_instruct.config.methods import PromptsConfig
 from didi_instruct.config.train import LoraConfig, PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest, is_prepared
@@ -47,6 +48,7 @@ ADDED = {
     "discriminator.lr_warmup": 0,
     "discriminator.dropout": 0.0,
     "lora": asdict(LoraConfig()),
+    "prompts": asdict(PromptsConfig()),
 }
 """Settings that came later, with the values that change nothing: there they have no part in a key,
 so that older results stay."""

@@ -133,9 +133,12 @@ class Reads:
 
 def split_padding(z: Tensor) -> Reads:
     """Texts (U, L) with padding as networks read them; waits for a GPU."""
+    return without_padding(z) if bool((z == PAD).any()) else Reads(z)
+
+
+def without_padding(z: Tensor) -> Reads:
+    """Texts (U, L) of which some have padding."""
     padded = z == PAD
-    if not padded.any():
-        return Reads(z)
     return Reads(z.masked_fill(padded, 0), ~padded)
 
 

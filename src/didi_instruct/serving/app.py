@@ -18,6 +18,7 @@ from didi_instruct.sampling.generate import Request
 from didi_instruct.serving import page
 from didi_instruct.serving.answers import Answer, Growing
 from didi_instruct.serving.api_errors import ApiError, api_error, error_of_validation, wrong
+from didi_instruct.serving.chat import chat_prompt
 from didi_instruct.serving.engine import BatchEngine
 from didi_instruct.serving.guard import Guard
 from didi_instruct.serving.jobs import Done, Job, Watch
@@ -176,7 +177,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         asked = {"max_tokens", "max_completion_tokens", "messages"}
         tokens = body.max_completion_tokens or body.max_tokens
         shared = body.model_dump(exclude=asked, exclude_none=True)
-        prompt = served.chat.prompt(body.messages)
+        prompt = chat_prompt(served.chat, body.messages)
         plain = Completion(**shared, prompt=prompt, max_tokens=tokens)
         request = await asyncio.to_thread(catalogue.completion, served, plain)
         return await server.answer(http, Answer(served, body, [prompt]), request)

@@ -11,11 +11,11 @@ from typing import Any
 
 import uvicorn
 
+from didi_instruct.data.chat import find_chat_template
 from didi_instruct.errors import UserError
 from didi_instruct.hub.sources import DEFAULT
 from didi_instruct.model import Model, load
 from didi_instruct.serving.app import create_app
-from didi_instruct.serving.chat import find_chat_template
 from didi_instruct.serving.engine import BatchEngine, Limits
 from didi_instruct.serving.metrics import Metrics
 from didi_instruct.serving.served import Catalogue, Served, role_of

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+from didi_instruct.data.chat import ChatTemplate
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.model import Model
@@ -15,7 +16,6 @@ from didi_instruct.sampling.registry import SAMPLERS, USUAL_STEPS, find_sampler
 from didi_instruct.sampling.state import PAD
 from didi_instruct.sampling.trace import token_texts
 from didi_instruct.serving.api_errors import ApiError, wrong
-from didi_instruct.serving.chat import ChatTemplate
 from didi_instruct.serving.schemas import Completion, Infill, Sampling
 
 T = TypeVar("T")
