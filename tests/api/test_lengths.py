@@ -55,8 +55,9 @@ def test_tables_join_row_by_row_and_are_shown_by_length():
     ]  # fmt: skip
     assert found.rows[2]["entropy"] == pytest.approx(2.58)
     assert [r["length"] for r in found.controls] == [100, 200, None]
-    table = Summary(replace(found, reference={}), "").table
-    assert [(row.name, bool(row.doubt)) for group in table for row in group.rows] == [
+    s = Summary(replace(found, reference={}), "")
+    entries = [entry for group in (*s.table, *s.not_sampled) for entry in group.entries]
+    assert [(entry.name, bool(entry.doubt)) for entry in entries] == [
         ("m · length 100", True), ("m · length 200", False), ("m · mean over lengths", False),
         ("m · length 100", True), ("m · length 200", False), ("m · mean over lengths", False),
         ("real, length 100", False), ("real, length 200", False),

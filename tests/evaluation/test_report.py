@@ -17,9 +17,9 @@ from rich.console import Console
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.report import Report, figures, short_names
-from didi_instruct.evaluation.report.summary import HEAD, Summary, cut, interval
+from didi_instruct.evaluation.report.summary import HEAD, Summary, cut
 from didi_instruct.evaluation.samples import REAL, Origin, SampleSet
-from didi_instruct.evaluation.table import COLUMNS, INEXACT_PATH_KL
+from didi_instruct.evaluation.table import COLUMNS, INEXACT_PATH_KL, interval
 
 HOSTILE = (
     "</td></svg><script>alert(1)</script> | `x` **b** $a$ {{ s }} {% raw %} & \" ' [l](u) \\| _i_"
@@ -81,6 +81,16 @@ def summary(rows=(), **more):
     return Summary(Evaluation(rows=list(rows), **more), "")
 
 
+def cells(s, group):
+    """Each row of a group by title of its columns, with its name, setting and bold titles."""
+    return [
+        {c.title: c.value(e.row) for c in s.columns}
+        | {"name": e.name, "setting": e.setting, "nfe": e.nfe}
+        | {"bold": [c.value(e.row) for c in s.columns if c.field in e.bold]}
+        for e in group.entries
+    ]
+
+
 def terminal(report, width=120):
     """Lines as a terminal of that width shows them."""
     console = Console(width=width, file=io.StringIO())
@@ -121,27 +131,20 @@ class Page(HTMLParser):
 def test_the_plain_setting_and_the_best_by_path_kl_are_shown_and_the_rest_is_folded():
     evaluation = full()
     s = Summary(evaluation, "")
-    titles = [title for title, _ in s.columns]
-    assert [group.title for group in s.table] == [
-        "4 steps",
-        "8 steps",
-        "16 steps",
-        "Reference text",
-    ]
-    found = [(r.name, r.setting, r.cells[titles.index("path KL")].value) for r in s.table[0].rows]
+    assert [group.title for group in s.table] == ["4 steps", "8 steps", "16 steps"]
+    found = [(r["name"], r["setting"], r["path KL"]) for r in cells(s, s.table[0])]
     assert found == [
         ("teacher", "plain", "50.000"), ("teacher", "best: T 0.9, the edge of the sweep", "47.000"),
         ("student", "plain", "25.000"), ("student", "best: T 0.9, the edge of the sweep", "22.000"),
     ]  # fmt: skip
-    everything = [r for group in s.sweep[:-1] for r in group.rows]
+    everything = [entry for group in s.sweep for entry in group.entries]
     assert len(everything) == len(evaluation.rows) + len(evaluation.baseline) == s.sweep_size
 
 
 def test_without_path_kl_only_the_plain_setting_is_shown():
     s = summary([row(ppl=9.0, entropy=4.0), row(temperature=0.8, ppl=2.0, entropy=3.9)])
-    ((only,),) = [group.rows for group in s.table]
-    assert (only.setting, only.cells[1].value) == ("plain", "9.00")
-    assert "no setting can be called the best" in s.caption
+    (only,) = cells(s, s.table[0])
+    assert (only["setting"], only["ppl"]) == ("plain", "9.00")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,8 @@ def test_a_value_is_bold_only_where_intervals_are_apart(ends, bold):
     other = row("b", path_kl=11.0, path_kl_ci95=[10.0, 12.0], ppl=9.0, ppl_ci95=[9.0, 9.0])
 
     def in_bold(rows):
-        return [cell.value for r in summary(rows).table[0].rows for cell in r.cells if cell.bold]
+        s = summary(rows)
+        return [value for r in cells(s, s.table[0]) for value in r["bold"]]
 
     assert in_bold([worse, mine, other]) == ["8.000"] * bold
     assert in_bold([mine]) == []
@@ -165,8 +169,8 @@ def test_higher_is_better_where_the_column_says_so():
     rows = [
         row("a", mauve=0.9, mauve_ci95=[0.85, 0.95]), row("b", mauve=0.5, mauve_ci95=[0.4, 0.6])
     ]  # fmt: skip
-    (group,) = summary(rows).table
-    assert [[c.value for c in r.cells if c.bold] for r in group.rows] == [["0.900"], []]
+    s = summary(rows)
+    assert [r["bold"] for r in cells(s, s.table[0])] == [["0.900"], []]
 
 
 def test_a_model_that_is_its_own_baseline_is_one_line():
@@ -211,7 +215,7 @@ def test_rows_are_one_only_where_they_are_equal():
     assert [(line.label, [r["ppl"] for r in line.rows]) for line in s.rows.lines] == [
         ("m", [3.0]), ("m (2)", [3.5]),
     ]  # fmt: skip
-    assert len(summary([first, second]).table[0].rows) == 2
+    assert len(summary([first, second]).table[0].entries) == 2
 
 
 def test_names_are_as_short_as_they_can_be():
@@ -227,9 +231,10 @@ def test_rows_that_no_sampler_wrote_stand_below_without_steps():
     file, real = row("file", entropy=2.0) | chains, row(REAL, entropy=3.0) | chains
     shuffled = row("shuffled", entropy=4.0) | chains
     s = summary([row(entropy=1.0), file], controls=(shuffled, real), reference=real)
-    assert [group.title for group in s.table] == ["8 steps", "Not sampled"]
-    assert [(r.name, r.steps, r.cells[-1].value) for r in s.table[-1].rows] == [
-        ("file", "", "2.000"), ("shuffled", "", "4.000"), (REAL, "", "3.000"),
+    (below,) = s.not_sampled
+    assert (below.title, [group.title for group in s.table]) == ("Not sampled", ["8 steps"])
+    assert [(r["name"], r["nfe"], r["entropy"]) for r in cells(s, below)] == [
+        ("file", None, "2.000"), ("shuffled", None, "4.000"), (REAL, None, "3.000"),
     ]  # fmt: skip
 
 
@@ -237,7 +242,7 @@ def test_rows_that_no_sampler_wrote_stand_below_without_steps():
 
 
 def test_a_column_is_there_where_it_has_numbers():
-    assert [t for t, _ in summary([row(ppl=3.0, path_kl=None), row(entropy=4.0)]).columns] == [
+    assert [*summary([row(ppl=3.0, path_kl=None), row(entropy=4.0)]).meanings] == [
         "passes", "ppl", "entropy",
     ]  # fmt: skip
     assert all(len(column.title) < 12 for column in COLUMNS)
@@ -254,15 +259,16 @@ def test_an_interval_is_the_measured_one_where_it_is_finite():
 
 
 def test_cells_have_the_digits_of_their_column():
-    rows = [row(path_kl=-1.23456, path_kl_ci95=[-2.0, 0.00049]), row("b")]
-    first, second = (r.cells[1] for r in summary(rows).table[0].rows)
-    assert (first.value, first.interval) == ("-1.235", "[-2.000, 0.000]")
-    assert (second.value, second.interval) == ("–", "")
+    (path_kl,) = (column for column in COLUMNS if column.field == "path_kl")
+    known = {"path_kl": -1.23456, "path_kl_ci95": [-2.0, 0.00049], "path_kl_note": "why"}
+    shown = (path_kl.value(known), path_kl.interval(known), path_kl.note(known))
+    assert shown == ("-1.235", "[-2.000, 0.000]", "why")
+    assert (path_kl.value({}), path_kl.interval({}), path_kl.note({})) == ("–", "", "")
 
 
 def test_path_kl_of_an_inexact_judge_is_explained_as_such():
     def explained(**more):
-        return dict(summary([row(path_kl=1.0, **more)]).columns)["path KL"]
+        return summary([row(path_kl=1.0, **more)]).meanings["path KL"]
 
     assert "upper bound" in explained(path_kl_exact=True)
     assert explained(path_kl_exact=False) == INEXACT_PATH_KL
@@ -274,15 +280,15 @@ def test_path_kl_of_an_inexact_judge_is_explained_as_such():
 
 def test_a_gain_over_a_baseline_without_a_sweep_is_explained_as_such():
     rows = [row(gap_closed=0.5)]
-    assert "--frontier" in dict(summary(rows).columns)["gap closed"]
+    assert "--frontier" in summary(rows).meanings["gap closed"]
     rows.append(row(temperature=0.9))
-    assert "--frontier" not in dict(summary(rows).columns)["gap closed"]
+    assert "--frontier" not in summary(rows).meanings["gap closed"]
 
 
 def test_the_length_of_texts_is_shown_where_they_end_before_their_window():
     def told(**lengths):
         s = summary([row("m", length=32, **lengths)])
-        return s.columns[-1][0], s.facts
+        return s.columns[-1].title, s.facts
 
     title, facts = told(mean_length=20.25, mean_length_ci95=[19.0, 21.0])
     assert title == "length"
@@ -364,7 +370,7 @@ def test_without_a_baseline_models_are_compared_with_each_other_or_stand_alone()
     )  # fmt: skip
     assert found(model("a", 9.0), model("b", 3.5)) == (
         ": models are compared with each other.",
-        ("8 steps: b has the lowest path KL, 3.500 [2.500, 4.500]",),
+        ("At 8 steps b has the lowest path KL, 3.500 [2.500, 4.500].",),
     )
     (finding,) = summary([row(REAL, entropy=3.0) | {"nfe": None}]).findings
     assert finding.head == "No model was sampled: the table describes texts as they are."
@@ -386,7 +392,6 @@ def test_low_entropy_is_doubted_against_text_or_else_against_the_plain_baseline(
     ((_, *lines),) = warnings(rows, baseline=baseline, reference=row("valid", 32, entropy=4.5))
     assert lines == ["c, 16 steps: entropy 4.000 is 11.1% below the reference text's 4.500."]
     assert warnings(rows) == []
-    assert any("nothing here shows" in line for line in summary(rows).remarks)
 
 
 def test_repetition_is_doubted_too_and_marked_at_the_row(tmp_path):
@@ -534,9 +539,21 @@ def test_odd_names_and_texts_leave_every_form_whole(tmp_path, name):
     assert set(widths[1:]) == {3 + len(report.summary.columns), 3}
 
 
-def test_the_first_lines_say_what_was_found(tmp_path):
-    lines = build(full()).write(tmp_path)[1].read_text(encoding="utf-8").splitlines()
-    assert "student is better than teacher at 4 and 8 steps." in lines[2]
+def test_the_first_lines_say_what_was_found_and_the_last_how_to_read_it(tmp_path):
+    def told(evaluation):
+        return build(evaluation).write(tmp_path)[1].read_text(encoding="utf-8")
+
+    every = told(full())
+    assert "student is better than teacher at 4 and 8 steps." in every.splitlines()[2]
+    for words in ("with the lowest path KL.", "Brackets are", "is bold", "⚠ marks", "flatters"):
+        assert every.count(words) == 1
+    plain = told(
+        Evaluation(rows=[row(entropy=4.0), row(temperature=0.8, entropy=4.0, judge_cut=3)])
+    )
+    for words in ("no setting can be called", "nothing here shows", "up to 3 texts per row"):
+        assert plain.count(words) == 1
+    assert not any(words in plain for words in ("Brackets", "is bold", "⚠ marks", "flatters"))
+    assert "One row per model" in told(Evaluation(rows=[row(entropy=4.0)]))
 
 
 def test_equal_numbers_make_equal_files_and_old_plots_go(tmp_path):

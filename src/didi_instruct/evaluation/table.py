@@ -1,8 +1,11 @@
 """Columns of an evaluation: names, numbers, intervals, meaning; the same wherever it is shown."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+Row = Mapping[str, Any]
 Better = Literal["lower", "higher"]
 
 
@@ -17,6 +20,20 @@ class Column:
     """One plain sentence or two: what it is, and which way is better."""
     better: Better | None = None
     """Which way is better whatever the other columns say; None where no way is."""
+
+    def value(self, row: Row) -> str:
+        """The number of a row as it is shown; a dash where there is none."""
+        value = row.get(self.field)
+        return "–" if value is None else self.form.format(value)
+
+    def interval(self, row: Row) -> str:
+        """Its 95% interval as it is shown; empty where there is none."""
+        ends = interval(row, self.field)
+        return "[{}, {}]".format(*map(self.form.format, ends)) if ends else ""
+
+    def note(self, row: Row) -> str:
+        """Why there is no number, or what to know about it."""
+        return row.get(f"{self.field}_note") or ""
 
 
 VARIETY = (
@@ -122,3 +139,27 @@ MEAN_LENGTH = Column(
     "that of real text.",
 )  # fmt: skip
 """Shown only where texts end before their window."""
+
+
+def ends_early(row: Row) -> bool:
+    """Whether texts of a row end before their window."""
+    mean, length = row.get("mean_length"), row.get("length")
+    return mean is not None and length is not None and mean != length
+
+
+def meaning(column: Column, rows: Sequence[Row]) -> str:
+    """Explain a column as it is in these rows."""
+    if column.field == "path_kl" and any(row.get("path_kl_exact") is False for row in rows):
+        return INEXACT_PATH_KL
+    swept = any(row.get(name) not in (None, 1) for row in rows for name in ("temperature", "top_p"))
+    if column.field in ("path_kl_vs_baseline", "gap_closed") and not swept:
+        return f"{column.meaning} {NOT_SWEPT}"
+    return column.meaning
+
+
+def interval(row: Row, field: str) -> tuple[float, float] | None:
+    """95% interval of a value; None without a finite one."""
+    ends = row.get(f"{field}_ci95")
+    if row.get(field) is None or ends is None or not all(map(math.isfinite, ends)):
+        return None
+    return float(ends[0]), float(ends[1])

@@ -8,14 +8,15 @@ sentence says why. The look (`new_figure`, `style`, `set_scale`) is shared with 
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from didi_instruct.errors import MissingExtraError
 from didi_instruct.evaluation.frontier import Point, curves
-from didi_instruct.evaluation.report.lines import Line, Row, Rows
-from didi_instruct.evaluation.report.summary import clean, interval, steps
+from didi_instruct.evaluation.report.lines import Line, Rows
+from didi_instruct.evaluation.report.summary import clean, steps
+from didi_instruct.evaluation.table import Row, interval
 from didi_instruct.evaluation.training_curves import COLOURS
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ def draw_plots(rows: Rows) -> tuple[list[Plot], list[str]]:
         import matplotlib
     except ImportError:
         return [], [str(MissingExtraError("Plots", "eval"))]
-    # Text stays text, in the page's own font; equal numbers make equal files.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "didi"}):
+    # Text stays text, in the page's own font, and is no formula; equal numbers make equal files.
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "didi", "text.parse_math": False}
+    ):
         drawn = [draw(rows) for draw in (_path_kl, _over_steps, _frontier)]
     plots = [plot for plot in drawn if isinstance(plot, Plot)]
     return plots, [note for note in drawn if isinstance(note, str)]
@@ -97,17 +100,16 @@ class Panel:
 
     def ends(self) -> list[float]:
         """Ends of all intervals."""
-        return [e for _, rows in self.series for row in rows for e in _ends(row, self.field)]
+        return [end for _, rows in self.series for row in rows for end in _ends(row, self.field)]
 
     def words(self) -> str:
         """Where each line starts and ends."""
-        parts = []
+        found = []
         for line, rows in self.series:
-            ends = dict.fromkeys(f"{r[self.field]:.4g} at {steps(r['nfe'])}" for r in rows)
-            parts.append(
-                f"{self.title}, {line.label}: {', '.join([*ends][:: len(ends) - 1 or 1])}."
-            )
-        return " ".join(parts)
+            places = [f"{row[self.field]:.4g} at {steps(row['nfe'])}" for row in rows]
+            first_and_last = ", ".join(places[:: len(places) - 1 or 1])
+            found.append(f"{self.title}, {line.label}: {first_and_last}.")
+        return " ".join(found)
 
 
 def _path_kl(rows: Rows) -> Plot | str:
@@ -156,9 +158,7 @@ def _steps_plot(name: str, title: str, caption: str, panels: Sequence[Panel], ro
         style(axis, panel.title)
         for line, known in panel.series:
             _draw_series(axis, panel.field, known, *_look(line, rows.lines))
-        ends = [
-            end for _, known in panel.series for row in known for end in _ends(row, panel.field)
-        ]
+        ends = panel.ends()
         if panel.level is not None and not panel.is_far:
             axis.axhline(panel.level, color=SOFT, linewidth=1.1, dashes=(5, 3), zorder=1)
             ends.append(panel.level)
@@ -205,8 +205,13 @@ def _set_steps(axis: "Axes", budgets: Sequence[int]) -> None:
     axis.set_xlabel("steps per text (NFE)", fontsize=FONT, color=SOFT)
 
 
+Sweeps = Mapping[int, Sequence[tuple[Line, list[Point]]]]
+"""Points of each line by number of steps."""
+
+
 def _frontier(rows: Rows) -> Plot | str:
-    budgets = [n for n in rows.budgets if any(len(_points(line, n)) > 1 for line in rows.lines)]
+    sweeps = {nfe: _points(rows.lines, nfe) for nfe in rows.budgets}
+    budgets = [nfe for nfe in sweeps if any(len(points) > 1 for _, points in sweeps[nfe])]
     if not budgets:
         return (
             "There is no plot of the frontier: it needs perplexity and entropy at several "
@@ -215,59 +220,73 @@ def _frontier(rows: Rows) -> Plot | str:
     last, left_out = len(budgets) - 1, max(0, len(budgets) - PANELS)
     if left_out:  # evenly from the first to the last
         budgets = [budgets[round(i * last / (PANELS - 1))] for i in range(PANELS)]
+    shown = {nfe: sweeps[nfe] for nfe in budgets}
     caption = (
         "Perplexity over entropy: lower at equal entropy is better. Solid: temperature; dashed: "
         "top-p; large marks: the plain setting."
     )
-    points = [point for line in rows.lines for nfe in budgets for point in _points(line, nfe)]
-    star = None
-    entropy, perplexity = rows.reference.get("entropy"), rows.reference.get("ppl")
-    if finite(entropy) and finite(perplexity):
-        near = _is_near(perplexity, [p.perplexity for p in points])
-        if near and _is_near(entropy, [p.entropy for p in points]):
-            star, caption = (entropy, perplexity), f"{caption} Star: the reference text."
+    star = _star(rows.reference, shown)
+    caption += " Star: the reference text." if star else ""
     caption += f" {left_out} budgets are left out." if left_out else ""
     alt = "Perplexity over entropy, one panel per budget. " + " ".join(
-        f"{line.label} at {steps(nfe)}: {len(_points(line, nfe))} settings."
-        for nfe in budgets
-        for line in rows.lines
-        if len(_points(line, nfe)) > 1
+        f"{line.label} at {steps(nfe)}: {len(points)} settings."
+        for nfe in shown
+        for line, points in shown[nfe]
+        if len(points) > 1
     )
-    wide = _draw_frontier(rows.lines, budgets, star, 3)
+    wide = _draw_frontier(rows.lines, shown, star, 3)
     svgs: tuple[str, ...] = (as_svg(wide, "frontier-wide"),)
-    if len(budgets) > 2:
-        svgs += (as_svg(_draw_frontier(rows.lines, budgets, star, 2), "frontier-narrow"),)
+    if len(shown) > 2:
+        svgs += (as_svg(_draw_frontier(rows.lines, shown, star, 2), "frontier-narrow"),)
     return Plot("frontier", "Frontier", caption, alt, svgs, as_png(wide))
 
 
-def _points(line: Line, nfe: int) -> list[Point]:
+def _points(lines: Sequence[Line], nfe: int) -> list[tuple[Line, list[Point]]]:
     """Settings at one number of steps whose perplexity and entropy are known."""
     usual = {"passes": 1.0, "temperature": 1.0, "top_p": 1.0}
-    rows = [row for row in line.at(nfe) if finite(row.get("ppl")) and finite(row.get("entropy"))]
-    return [Point.of({**usual, **row}) for row in rows]
+    return [
+        (line, [Point.of({**usual, **row}) for row in rows])
+        for line in lines
+        if (rows := [r for r in line.at(nfe) if finite(r.get("ppl")) and finite(r.get("entropy"))])
+    ]
+
+
+def _places(sweeps: Sweeps) -> list[tuple[float, float]]:
+    """Entropy and perplexity of all points."""
+    return [
+        (p.entropy, p.perplexity) for shown in sweeps.values() for _, each in shown for p in each
+    ]
+
+
+def _star(reference: Row, sweeps: Sweeps) -> tuple[float, float] | None:
+    """Entropy and perplexity of the reference text, where both are known and not far off."""
+    entropy, perplexity = reference.get("entropy"), reference.get("ppl")
+    if not finite(entropy) or not finite(perplexity):
+        return None
+    across, up = zip(*_places(sweeps), strict=True)
+    return (entropy, perplexity) if _is_near(entropy, across) and _is_near(perplexity, up) else None
 
 
 def _draw_frontier(
-    lines: Sequence[Line], budgets: Sequence[int], star: tuple[float, float] | None, columns: int
+    lines: Sequence[Line], sweeps: Sweeps, star: tuple[float, float] | None, columns: int
 ) -> "Figure":
     """A panel per budget in so many columns, all with the same axes; each sweep is joined."""
-    columns = min(columns, len(budgets))
-    count = -(-len(budgets) // columns)
+    columns = min(columns, len(sweeps))
+    count = -(-len(sweeps) // columns)
     width, panel = (WIDE, 244) if columns > 2 else (NARROW, 204 if columns == 2 else 274)
-    shown = [line for line in lines if any(_points(line, nfe) for nfe in budgets)]
-    figure = _figure_of_lines(width, count * panel + 20, shown, lines)
+    named = [line for line in lines if any(line is x for s in sweeps.values() for x, _ in s)]
+    figure = _figure_of_lines(width, count * panel + 20, named, lines)
     axes = figure.subplots(count, columns, sharex=True, sharey=True, squeeze=False).flat
-    for axis in axes[len(budgets) :]:
+    for axis in axes[len(sweeps) :]:
         axis.remove()
-    for axis, nfe in zip(axes, budgets, strict=False):
+    for axis, (nfe, shown) in zip(axes, sweeps.items(), strict=False):
         style(axis, steps(nfe))
         axis.tick_params(labelbottom=True)
-        for line in shown:
-            _draw_sweep(axis, _points(line, nfe), *_look(line, lines))
+        for line, points in shown:
+            _draw_sweep(axis, points, *_look(line, lines))
         if star:
             axis.plot(*star, "*", markersize=11, color=SOFT, zorder=2)
-    points = [(p.entropy, p.perplexity) for x in shown for n in budgets for p in _points(x, n)]
-    across, up = zip(*points, *([star] if star else []), strict=True)
+    across, up = zip(*_places(sweeps), *([star] if star else []), strict=True)
     room = 0.06 * (max(across) - min(across)) or 0.1
     axes[0].set_xlim(min(across) - room, max(across) + room)
     axes[0].locator_params(axis="x", nbins=4 if columns > 1 else 6)
@@ -312,13 +331,11 @@ def _figure_of_lines(
         Line2D([], [], color=colour, marker=marker, markersize=5, label=label)
         for (colour, marker), label in zip(looks, labels, strict=True)
     ]
-    legend = figure.legend(
+    figure.legend(
         handles=handles, loc="outside upper left", frameon=False, ncols=columns, fontsize=FONT,
         labelcolor=INK, borderaxespad=0.1, borderpad=0.1, handlelength=1.8, labelspacing=0.35,
         columnspacing=1.4,
     )  # fmt: skip
-    for text in legend.get_texts():
-        text.set_parse_math(False)
     return figure
 
 
@@ -348,7 +365,7 @@ def style(axis: "Axes", title: str) -> None:
 
 def set_scale(axis: "Axes", values: Sequence[float]) -> None:
     """Use a logarithm where values differ by factors, with round numbers as ticks."""
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = min(values), max(values)
     if low <= 0 or high < 3 * low:
@@ -356,14 +373,11 @@ def set_scale(axis: "Axes", values: Sequence[float]) -> None:
         axis.set_ylim(low - room, high + room)
         return
     decades = math.log10(high / low)
-    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    ticks = [sub * 10.0**power for power in powers for sub in (subs if decades < 2 else (1.0,))]
-    ends = (low * (high / low) ** -0.08, high * (high / low) ** 0.08)
+    subs = (1, 1.5, 2, 3, 5, 7) if decades < 1 else (1, 2, 5) if decades < 2 else (1,)
     axis.set_yscale("log")
-    axis.set_ylim(*ends)
-    inside = [tick for tick in ticks if ends[0] <= tick <= ends[1]]
-    axis.set_yticks(inside, [f"{tick:g}" for tick in inside])
+    axis.set_ylim(low * (high / low) ** -0.08, high * (high / low) ** 0.08)
+    axis.yaxis.set_major_locator(LogLocator(subs=subs, numticks=99))
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(NullLocator())
 
 

@@ -5,15 +5,15 @@ A line is one sampler of one model at all its steps and settings: a line of a fi
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.samples import REAL, SampleSet
+from didi_instruct.evaluation.table import Row
 
-Row = Mapping[str, Any]
 SAMPLER_SETTINGS = ("steps", "nfe", "passes", "temperature", "top_p")
 LOW_ENTROPY = 0.02
 """Relative loss of entropy beyond noise: it can halve a perplexity by itself."""
@@ -91,12 +91,7 @@ class Rows:
         self.reference = unsampled(evaluation.reference)
         self.rivals = list(short_names([row["model"] for row in baseline]).values())
         self.sampled = [*found, *baseline]
-        real = [self.reference] if self.reference else []
-        self.all = [*self.sampled, *self.controls, *real]
-        self.not_sampled = [
-            (f"{row.get('model', '')}{', ' * bool(row.get('lengths'))}{length_of(row)}", row)
-            for row in (*self.controls, *real)
-        ]
+        self.all = [*self.sampled, *self.controls, *filter(None, [self.reference])]
         self.has_path_kl = any(row.get("path_kl") is not None for row in self.all)
         self.has_sweep = any(len(line.at(nfe)) > 1 for line in self.lines for nfe in line.budgets)
         self.budgets = sorted({nfe for line in self.lines for nfe in line.budgets})

@@ -17,7 +17,7 @@ from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.report.figures import NAMES, Plot, draw_plots
-from didi_instruct.evaluation.report.summary import Summary, TableRow, clean
+from didi_instruct.evaluation.report.summary import Entry, Summary, clean
 
 FOLDER = Path(__file__).parent
 MARKUP = re.compile(r"[\\`|*_~\[\]#$!]")
@@ -70,29 +70,27 @@ class Report:
     def to_terminal(self, width: int) -> RenderableType:
         """Findings, the main table as wide as the window, and what to doubt."""
         s = self.summary
-        rows = [row for group in s.table for row in group.rows]
-        titles = [title for title, _ in s.columns]
-        names = [_terminal_name(row) for row in rows]
-        widths = [
-            2 + max(map(len, [title, *(row.cells[i].value for row in rows)]))
-            for i, title in enumerate(titles)
-        ]
-        longest = max(map(len, ["model", *names]))
-        room = width - min(longest, width // 2) - 7  # longer names are folded
-        shown = list(range(len(titles)))
-        for i in reversed(range(len(titles))):
-            if sum(widths[j] for j in shown) <= room:
+        entries = [entry for group in (*s.table, *s.not_sampled) for entry in group.entries]
+        names, longest = [_terminal_name(entry) for entry in entries], width // 2
+        widths = {
+            c.title: 2 + max(map(len, [c.title, *(c.value(entry.row) for entry in entries)]))
+            for c in s.columns
+        }
+        room = width - min(max(map(len, ["model", *names])), longest) - len("  steps")
+        shown = list(s.columns)
+        for column in reversed(s.columns):
+            if sum(widths[c.title] for c in shown) <= room:
                 break
-            if titles[i] not in NEEDED:
-                shown.remove(i)
+            if column.field not in NEEDED:
+                shown.remove(column)
         table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
         table.add_column("model", overflow="fold")
-        for title in ("steps", *(titles[i] for i in shown)):
+        for title in ("steps", *(column.title for column in shown)):
             table.add_column(title, justify="right", no_wrap=True)
-        for name, row in zip(names, rows, strict=True):
-            cells = [Text(row.cells[i].value, "bold" * row.cells[i].bold) for i in shown]
-            table.add_row(Text(name), row.steps, *cells)
-        left_out = ", ".join(title for i, title in enumerate(titles) if i not in shown)
+        for name, entry in zip(names, entries, strict=True):
+            cells = [Text(c.value(entry.row), "bold" * (c.field in entry.bold)) for c in shown]
+            table.add_row(Text(name), str(entry.nfe or ""), *cells)
+        left_out = ", ".join(column.title for column in s.columns if column not in shown)
         return Group(
             *(Text(clean(" ".join([f.head, *f.details]))) for f in s.findings),
             table,
@@ -114,13 +112,13 @@ class Report:
         return page.encode("utf-8", "replace")
 
 
-def _terminal_name(row: TableRow) -> str:
+def _terminal_name(entry: Entry) -> str:
     """A row's name and setting on one line."""
-    if not row.steps:
-        return clean(PurePosixPath(row.name).name or row.name)
-    setting = row.setting.replace(", the edge of the sweep", ", edge")
-    name = row.name + ", baseline" * row.is_baseline + f" ({setting})" * bool(setting)
-    return clean(name + " ⚠" * bool(row.doubt))
+    if entry.nfe is None:
+        return clean(PurePosixPath(entry.name).name or entry.name)
+    setting = entry.setting.replace(", the edge of the sweep", ", edge")
+    name = entry.name + ", baseline" * entry.is_baseline + f" ({setting})" * bool(setting)
+    return clean(name + " ⚠" * bool(entry.doubt))
 
 
 def _html(value: object) -> str:

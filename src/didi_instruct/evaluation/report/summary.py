@@ -5,10 +5,9 @@ per model; the main table shows two of each model and number of steps, the plain
 with the lowest path KL.
 """
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,22 @@ from didi_instruct.evaluation.report.lines import (
     LOW_VARIETY,
     SIGNS,
     Line,
-    Row,
     Rows,
     is_plain,
+    length_of,
     setting,
     short_names,
 )
 from didi_instruct.evaluation.rows import known_columns
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.evaluation.table import INEXACT_PATH_KL, MEAN_LENGTH, NOT_SWEPT, Column
+from didi_instruct.evaluation.table import (
+    MEAN_LENGTH,
+    Column,
+    Row,
+    ends_early,
+    interval,
+    meaning,
+)
 
 TEXT_COLUMNS, NUM_TEXTS = 4, 3
 HEAD = 600
@@ -44,28 +50,18 @@ def clean(text: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A value as it is shown."""
+class Entry:
+    """A row in its place of a table."""
 
-    value: str
-    interval: str = ""
-    bold: bool = False
-    note: str = ""
-    """Why the value is missing, or what to know about it."""
-    mark: int | None = None
-    """Number of the footnote that says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """A row as it is shown."""
-
-    steps: str
     name: str
+    row: Row
     setting: str
-    cells: tuple[Cell, ...]
+    """In words; empty where there is only one."""
+    nfe: int | None = None
     is_baseline: bool = False
     doubt: str = ""
+    bold: frozenset[str] = frozenset()
+    """Fields in which it is better than all other models at this number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class Group:
     """Rows to compare with each other: those with one number of steps, or those not sampled."""
 
     title: str
-    rows: tuple[TableRow, ...]
+    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +100,25 @@ class Summary:
         command: str | None = None,
     ) -> None:
         rows = Rows(evaluation)
-        columns = shown_columns(rows.all)
-        blocks = {nfe: _main_rows(rows.lines, nfe) for nfe in rows.budgets}
-        self.title, self.command, self.rows = title, command, rows
-        self.columns = [(column.title, meaning(column, rows.all)) for column in columns]
-        self.footnotes = _footnotes(rows, blocks)
-        self.table = _table(rows, blocks, columns, self.footnotes)
-        self.sweep = _table(rows, _every_row(rows), columns) if rows.has_sweep else []
+        columns = [c for c in known_columns() if any(r.get(c.field) is not None for r in rows.all)]
+        columns += [MEAN_LENGTH] * any(map(ends_early, rows.all))
+        self.title, self.command, self.rows, self.columns = title, command, rows, columns
+        self.meanings = {column.title: meaning(column, rows.all) for column in columns}
+        self.table = [
+            _group(rows, nfe, _main_rows(rows.lines, nfe), columns) for nfe in rows.budgets
+        ]
+        self.sweep = [_group(rows, nfe, _every_row(rows.lines, nfe)) for nfe in rows.budgets]
         self.sweep_size = sum(len(line.rows) for line in rows.lines)
-        self.caption = _caption(rows)
+        self.not_sampled = _not_sampled(rows)
+        self.footnotes = _footnotes(self.table, rows.controls)
         self.facts = _facts(rows, evaluation.judge)
-        self.findings, self.basis = _findings(rows, blocks)
-        self.warnings = [*_low_variety(rows, blocks), *_edges(rows)]
-        self.remarks = list(_remarks(rows, columns))
+        self.findings, self.basis = _findings(rows)
+        self.warnings = [*_low_variety(rows, self.table), *_edges(rows.lines)]
+        self.has_intervals = any(interval(row, c.field) for row in rows.all for c in columns)
+        self.has_bold = any(column.better for column in columns)
+        self.knows_variety = any(r.get(sign.field) is not None for sign in SIGNS for r in rows.all)
+        self.low_entropy, self.low_variety = f"{LOW_ENTROPY:.0%}", f"{LOW_VARIETY:.0%}"
+        self.judge_cut = max((row.get("judge_cut") or 0 for row in rows.all), default=0)
         self.sides, self.about_texts = _texts(evaluation)
         self.num_texts = min((len(side.texts) for side in self.sides), default=0)
         self.has_long_texts = any(rest for side in self.sides for _, rest in side.texts)
@@ -125,78 +127,53 @@ class Summary:
 
 Shown = tuple[Line, Row, str]
 """A row of a table with its line and its setting in words."""
-Blocks = Mapping[int, Sequence[Shown]]
-"""Rows of a table by number of steps."""
 
 
-def _main_rows(lines: Sequence[Line], nfe: int) -> list[Shown]:
+def _main_rows(lines: Sequence[Line], nfe: int) -> Iterator[Shown]:
     """The plain and the best row of each line."""
-    found: list[Shown] = []
     for line in lines:
         plain, best = line.plain(nfe), line.best(nfe)
         if plain is None or best is None:
             continue
         edge = ", the edge of the sweep" if line.edge(nfe) else ""
         if len(line.at(nfe)) == 1:
-            found.append((line, plain, "" if is_plain(plain) else setting(plain)))
-        elif plain is not best:
-            found.append((line, plain, setting(plain)))
-            found.append((line, best, f"best: {setting(best)}{edge}"))
-        elif best.get("path_kl") is None:
-            found.append((line, plain, setting(plain)))
+            yield line, plain, "" if is_plain(plain) else setting(plain)
+        elif plain is best and best.get("path_kl") is not None:
+            yield line, plain, f"{setting(plain)}, the best{edge}"
         else:
-            found.append((line, plain, f"{setting(plain)}, the best{edge}"))
-    return found
+            yield line, plain, setting(plain)
+        if plain is not best:
+            yield line, best, f"best: {setting(best)}{edge}"
 
 
-def _every_row(rows: Rows) -> Blocks:
-    return {
-        nfe: [(line, row, setting(row)) for line in rows.lines for row in line.at(nfe)]
-        for nfe in rows.budgets
-    }
+def _every_row(lines: Sequence[Line], nfe: int) -> Iterator[Shown]:
+    return ((line, row, setting(row)) for line in lines for row in line.at(nfe))
 
 
-def _table(
-    rows: Rows, blocks: Blocks, columns: Sequence[Column], footnotes: Sequence[str] | None = None
-) -> list[Group]:
-    """Rows as they are shown; without footnotes, nothing is marked but doubts."""
-    groups = []
-    for nfe, shown in blocks.items():
-        leaders = {} if footnotes is None else {c.field: _leaders(shown, c) for c in columns}
-        group = []
-        for line, row, words in shown:
-            cells = tuple(
-                _cell(row, c, footnotes or (), bold=any(row is x for x in leaders.get(c.field, ())))
-                for c in columns
-            )
-            group.append(
-                TableRow(str(nfe), line.label, words, cells, line.is_baseline, rows.doubt(row))
-            )
-        groups.append(Group(steps(nfe), tuple(group)))
-    if rows.not_sampled:
-        title = "Not sampled" if rows.controls else "Reference text"
-        below = [
-            TableRow(
-                "", name, title.lower(), tuple(_cell(row, c, footnotes or ()) for c in columns)
-            )
-            for name, row in rows.not_sampled
-        ]
-        groups.append(Group(title, tuple(below)))
-    return groups
+def _group(rows: Rows, nfe: int, shown: Iterable[Shown], columns: Sequence[Column] = ()) -> Group:
+    """Rows with one number of steps; the best in each of the columns are bold."""
+    shown = list(shown)
+    bold = [(column.field, row) for column in columns for row in leaders(shown, column)]
+    entries = []
+    for line, row, words in shown:
+        best_in = frozenset(field for field, leader in bold if leader is row)
+        entries.append(
+            Entry(line.label, row, words, nfe, line.is_baseline, rows.doubt(row), best_in)
+        )
+    return Group(steps(nfe), tuple(entries))
 
 
-def _cell(row: Row, column: Column, footnotes: Sequence[str], *, bold: bool = False) -> Cell:
-    note, ends = row.get(f"{column.field}_note") or "", interval(row, column.field)
-    return Cell(
-        number(row, column),
-        "[{}, {}]".format(*map(column.form.format, ends)) if ends else "",
-        bold,
-        note,
-        footnotes.index(note) + 1 if note in footnotes else None,
-    )
+def _not_sampled(rows: Rows) -> list[Group]:
+    """Controls and the reference text, below the rows of every table."""
+    title = "Not sampled" if rows.controls else "Reference text"
+    entries = []
+    for row in (*rows.controls, *filter(None, [rows.reference])):
+        name = ", ".join(filter(None, [row.get("model", ""), length_of(row)]))
+        entries.append(Entry(name, row, title.lower()))
+    return [Group(title, tuple(entries))] if entries else []
 
 
-def _leaders(shown: Sequence[Shown], column: Column) -> list[Row]:
+def leaders(shown: Sequence[Shown], column: Column) -> list[Row]:
     """The row of each length whose interval lies beyond those of all other lines."""
     if column.better is None:
         return []
@@ -214,40 +191,6 @@ def _leaders(shown: Sequence[Shown], column: Column) -> list[Row]:
     return found
 
 
-def shown_columns(rows: Sequence[Row]) -> list[Column]:
-    """Columns with numbers; the length of texts only where they end before their window."""
-    columns = [c for c in known_columns() if any(row.get(c.field) is not None for row in rows)]
-    return columns + [MEAN_LENGTH] * any(map(_ends_early, rows))
-
-
-def _ends_early(row: Row) -> bool:
-    mean, length = row.get("mean_length"), row.get("length")
-    return mean is not None and length is not None and mean != length
-
-
-def meaning(column: Column, rows: Sequence[Row]) -> str:
-    """Explain a column as it is in these rows."""
-    if column.field == "path_kl" and any(row.get("path_kl_exact") is False for row in rows):
-        return INEXACT_PATH_KL
-    if column.field in (DELTA, "gap_closed") and all(map(is_plain, rows)):
-        return f"{column.meaning} {NOT_SWEPT}"
-    return column.meaning
-
-
-def number(row: Row, column: Column) -> str:
-    """A value as it is shown; a dash where there is none."""
-    value = row.get(column.field)
-    return "–" if value is None else column.form.format(value)
-
-
-def interval(row: Row, field: str) -> tuple[float, float] | None:
-    """95% interval of a value; None without a finite one."""
-    ends = row.get(f"{field}_ci95")
-    if row.get(field) is None or ends is None or not all(map(math.isfinite, ends)):
-        return None
-    return float(ends[0]), float(ends[1])
-
-
 def steps(nfe: int) -> str:
     """A number of steps in words."""
     return f"{nfe} step{'' if nfe == 1 else 's'}"
@@ -258,7 +201,7 @@ def _series(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _findings(rows: Rows, blocks: Blocks) -> tuple[list[Statement], str]:
+def _findings(rows: Rows) -> tuple[list[Statement], str]:
     """Which model is better than the baseline and where, and what the comparison rests on.
 
     It rests on the path KL at each model's best setting alone: where that difference was not
@@ -269,7 +212,7 @@ def _findings(rows: Rows, blocks: Blocks) -> tuple[list[Statement], str]:
     if not rows.lines:
         return [Statement("No model was sampled: the table describes texts as they are.")], ""
     if not rivals:
-        return _without_baseline(rows, blocks), ""
+        return _without_baseline(rows), ""
     if not students:
         return [Statement(f"Every row is of the baseline, {rivals}: nothing is compared.")], ""
     found = [statement for line in students if (statement := _verdict(rows, line, rivals))]
@@ -319,59 +262,54 @@ def _at(budgets: Sequence[int]) -> str:
     return f"{_series([*map(str, budgets[:-1]), steps(budgets[-1])])}"
 
 
-def _without_baseline(rows: Rows, blocks: Blocks) -> list[Statement]:
+def _without_baseline(rows: Rows) -> list[Statement]:
     """Models beside each other: where the path KL of one is lower than that of all others."""
     lead = "There is no baseline (--against)"
+    told = [c for c in known_columns() if c.field in ("ppl", "entropy", "path_kl")]
     if len(rows.lines) == 1:
-        head = f"{lead}: the numbers of {rows.lines[0].label} stand alone."
-        return [Statement(head, tuple(_numbers(rows.lines[0])))]
+        (line,) = rows.lines
+        details = []
+        for nfe in dict.fromkeys((rows.budgets[0], rows.budgets[-1])):
+            plain = line.plain(nfe) or {}
+            known = [c for c in told if plain.get(c.field) is not None]
+            words = [f"{c.title} {c.value(plain)}" for c in known]
+            details += [f"At {steps(nfe)}: {_series(words)}."] if words else []
+        return [Statement(f"{lead}: the numbers of {line.label} stand alone.", tuple(details))]
     if not rows.has_path_kl:
         return [Statement(f"{lead} and no path KL: models cannot be ranked.")]
-    (path_kl,) = (column for column in known_columns() if column.field == "path_kl")
-    details = []
-    for nfe, shown in blocks.items():
-        for row in _leaders(shown, path_kl):
-            label = next(line.label for line, other, _ in shown if other is row)
-            low, high = interval(row, "path_kl") or (math.nan, math.nan)
-            value = f"{row['path_kl']:.3f} [{low:.3f}, {high:.3f}]"
-            details.append(f"{steps(nfe)}: {label} has the lowest path KL, {value}")
+    details, path_kl = [], told[-1]
+    for nfe in rows.budgets:
+        best = [(line, row, "") for line in rows.lines if (row := line.best(nfe)) is not None]
+        for row in leaders(best, path_kl):
+            label = next(line.label for line, other, _ in best if other is row)
+            value = f"{path_kl.value(row)} {path_kl.interval(row)}"
+            details.append(f"At {steps(nfe)} {label} has the lowest path KL, {value}.")
     if details:
         return [Statement(f"{lead}: models are compared with each other.", tuple(details))]
     return [Statement(f"{lead}, and no model's path KL is clearly the lowest.")]
 
 
-def _numbers(line: Line) -> Iterator[str]:
-    """Perplexity, entropy and path KL of a line with fewest and with most steps."""
-    for nfe in dict.fromkeys((line.budgets[0], line.budgets[-1])):
-        row = line.plain(nfe) or {}
-        known = [c for c in known_columns() if c.field in ("ppl", "entropy", "path_kl")]
-        words = [f"{c.title} {number(row, c)}" for c in known if row.get(c.field) is not None]
-        if words:
-            yield f"At {steps(nfe)}: {_series(words)}."
-
-
-def _low_variety(rows: Rows, blocks: Blocks) -> Iterator[Statement]:
+def _low_variety(rows: Rows, table: Sequence[Group]) -> Iterator[Statement]:
     """Rows of the main table whose numbers mislead."""
     found = [
-        f"{line.label}, {steps(nfe)}{f', {setting(row)}' if words else ''}: {doubt}."
-        for nfe, shown in blocks.items()
-        for line, row, words in shown
-        if (doubt := rows.doubt(row))
+        f"{e.name}, {group.title}{f', {setting(e.row)}' if e.setting else ''}: {e.doubt}."
+        for group in table
+        for e in group.entries
+        if e.doubt
     ]
     names = {"ppl": "perplexity", "path_kl": "path KL"}
     lowered = [name for key, name in names.items() if any(r.get(key) is not None for r in rows.all)]
     effect = f", which can lower their {_series(lowered)}" if lowered else ""
     count = f"{len(found)} row{'' if len(found) == 1 else 's'}"
+    head = f"⚠ Low variety: the texts of {count} vary too little{effect}."
     if found:
-        yield Statement(
-            f"⚠ Low variety: the texts of {count} vary too little{effect}.", tuple(found)
-        )
+        yield Statement(head, tuple(found))
 
 
-def _edges(rows: Rows) -> Iterator[Statement]:
+def _edges(lines: Sequence[Line]) -> Iterator[Statement]:
     """Models whose best setting is the last one tried."""
     found, has_baseline = [], False
-    for line in rows.lines:
+    for line in lines:
         edges = [f"{steps(nfe)} ({edge})" for nfe in line.budgets if (edge := line.edge(nfe))]
         if edges:
             found.append(f"{line.label}: {', '.join(edges)}.")
@@ -384,15 +322,6 @@ def _edges(rows: Rows) -> Iterator[Statement]:
         )
 
 
-def _caption(rows: Rows) -> str:
-    if not rows.has_sweep:
-        return "One row per model and number of steps."
-    plain = "For each model and number of steps: the plain setting (temperature 1, top-p 1)"
-    if rows.has_path_kl:
-        return f"{plain}, and the setting of the sweep with the lowest path KL."
-    return f"{plain}. Without path KL, no setting can be called the best."
-
-
 def _facts(rows: Rows, judge: str | None) -> list[str]:
     """What all rows have in common, in a few words each."""
     sampled = rows.sampled or rows.controls
@@ -401,7 +330,7 @@ def _facts(rows: Rows, judge: str | None) -> list[str]:
         for name in ("num_samples", "length", "sampler", "seed")
     }
     reference = rows.reference.get("model")
-    up_to = "up to " * any(map(_ends_early, sampled))
+    up_to = "up to " * any(map(ends_early, sampled))
     found = [
         f"{values['num_samples']} texts per row" if sampled else "",
         f"{up_to}{values['length']} tokens each" if values["length"] else "",
@@ -413,53 +342,11 @@ def _facts(rows: Rows, judge: str | None) -> list[str]:
     return list(filter(None, found))
 
 
-def _footnotes(rows: Rows, blocks: Blocks) -> list[str]:
+def _footnotes(table: Sequence[Group], controls: Sequence[Row]) -> list[str]:
     """Why values of the main table are missing, each reason once."""
-    shown = [row for block in blocks.values() for _, row, _ in block]
-    notes = [
-        row.get(f"{column.field}_note")
-        for row in (*shown, *rows.controls)
-        for column in known_columns()
-    ]
+    rows = [entry.row for group in table for entry in group.entries] + [*controls]
+    notes = [column.note(row) for row in rows for column in known_columns()]
     return list(filter(None, dict.fromkeys(notes)))
-
-
-def _remarks(rows: Rows, columns: Sequence[Column]) -> Iterator[str]:
-    """What to know about all columns."""
-    if any(interval(row, column.field) for row in rows.all for column in columns):
-        yield (
-            "Brackets are 95% intervals from resampling the texts of a row. They are approximate: "
-            "in simulations they covered the true value in 88 to 96% of cases, least often where "
-            "the best of a baseline's many equal settings is chosen. They do not cover another "
-            "training run or another judge."
-        )
-    if any(column.better for column in columns):
-        yield (
-            "A value is bold where it is the best at its number of steps and its interval overlaps "
-            "that of no other model. Perplexity is never bold: it means little without the entropy "
-            "beside it."
-        )
-    if not any(row.get(sign.field) is not None for sign in SIGNS for row in rows.all):
-        pass  # no measure of variety
-    elif rows.reference or rows.rivals:
-        yield (
-            f"⚠ marks rows whose texts vary too little: entropy more than {LOW_ENTROPY:.0%} below, "
-            f"4-grams more than {LOW_VARIETY:.0%} below or Self-BLEU more than {LOW_VARIETY:.0%} "
-            "above that of the reference text. Where that was not measured, the baseline's plain "
-            "setting stands in: at equal steps for entropy, at its most steps for the others."
-        )
-    else:
-        yield (
-            "There is neither a reference text nor a baseline (--reference, --against): nothing "
-            "here shows whether the texts are varied enough."
-        )
-    if rows.has_sweep and rows.has_path_kl:
-        yield (
-            "The best setting was chosen on the same texts that it is shown for, which flatters "
-            "every model a little."
-        )
-    if cut := max((row.get("judge_cut") or 0 for row in rows.all), default=0):
-        yield f"The judge read only the beginning of up to {cut} texts per row."
 
 
 def _origin(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
