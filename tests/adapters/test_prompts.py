@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from didi_instruct.config.parse import parse
 from tests.models.causal_folders import BIDIRECTIONAL, LENGTH
 from tests.random_models import randomise, save_random
 
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.methods import PromptsConfig
+from didi_instruct.config.schema import parse
 from didi_instruct.data.chat import ChatTemplate
 from didi_instruct.distillation import didi as didi_module
 from didi_instruct.distillation import methods
