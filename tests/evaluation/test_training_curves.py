@@ -39,7 +39,7 @@ def test_a_panel_is_there_where_one_of_its_numbers_is():
             {"step": 2, "reward_student": -0.5},
         ]
     )
-    assert {panel.title: labels(panel) for panel in panels} == {
+    assert {panel.group.title: labels(panel) for panel in panels} == {
         "reward": ["reward_student"],
         "loss": ["loss", "aux_loss"],
         "learning rate": ["lr"],
@@ -62,11 +62,12 @@ def test_training_and_evaluation_lines_have_their_own_steps():
 
 
 def test_path_kls_come_first_with_a_colour_per_budget_and_their_errors():
+    """A sampler without path KL has its judge and entropy first."""
     record = {"path_kl_16": 6.0, "path_kl_4": 9.0, "path_kl_4_raw": 9.5, "path_kl_4_se": 0.1}
     other = {"path_kl_best": 1.0, "path_kl_4_raw_old": 1.0, "path_kl_se": 1.0, "loss": 1.0}
     records = [{"step": 5, **record, **other}, {"step": 10, "path_kl_4": 8.0}]
     panel, loss = panels_of(records)
-    assert (panel.title, loss.title) == ("path KL, nats per sequence", "loss")
+    assert (panel.group.title, loss.group.title) == ("path KL, nats per sequence", "loss")
     four, raw, sixteen = panel.series
     assert [(s.label, s.raw) for s in panel.series] == [
         ("4 steps", False),
@@ -78,12 +79,19 @@ def test_path_kls_come_first_with_a_colour_per_budget_and_their_errors():
     assert four.errors.tolist() == [0.1, 0.0]
     assert raw.errors is None
     assert [label for label, _, _ in panel.legend()] == ["4 steps", "16 steps", "raw"]
+    records = [{"step": 0, "loss": 1.0, "judge_nats_4": 2.0, "entropy_4": 3.0, "entropy": 0.5}]
+    assert [p.group.title for p in panels_of(records)] == [
+        "judge, nats per token",
+        "entropy of a sample's tokens, nats",
+        "loss",
+        "entropy, nats per token",
+    ]
 
 
 def test_a_right_axis_is_named_only_where_there_is_a_left_one():
     both = panels_of([{"step": 1, "disc_loss": 0.6, "disc_accuracy": 0.7}])[0]
     assert [label for label, _, _ in both.legend()] == ["disc_loss", "disc_accuracy (right)"]
-    assert both.guides == (0.5, 0.95)
+    assert both.group.guides == (0.5, 0.95)
     alone = panels_of([{"step": 1, "disc_accuracy": 0.7}])[0]
     assert [label for label, _, _ in alone.legend()] == ["disc_accuracy"]
     assert alone.style(alone.series[0]) == "-"
@@ -93,7 +101,7 @@ def test_a_logarithm_is_taken_of_positive_numbers_alone():
     """A frozen network has no gradient; its zeros are no points."""
     records = [{"step": n, "grad_norm": float(n > 2), "aux_grad_norm": 0.0} for n in range(1, 5)]
     (panel,) = panels_of(records)
-    assert panel.log
+    assert panel.group.log
     assert labels(panel) == ["grad_norm"]
     assert panel.series[0].steps.tolist() == [3, 4]
 
@@ -158,24 +166,3 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     log = write_log(tmp_path / "log.jsonl", {"step": 1, "loss": 2.0})
     assert draw_curves(log, tmp_path / "curves.png") is False
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_a_sampler_without_path_kl_has_its_judge_and_entropy_first():
-    """One series per number of steps and per kind of weights; standard errors belong to them."""
-    records = [
-        {"step": s, "loss": 1.0, "judge_nats_4": 2.0 - s, "judge_nats_4_se": 0.1,
-         "judge_nats_4_raw": 2.5, "judge_nats_16": 1.0, "entropy_4": 3.0, "entropy": 0.5}
-        for s in (0, 1)
-    ]  # fmt: skip
-    panels = panels_of(records)
-    assert [p.title for p in panels[:2]] == [
-        "judge, nats per token",
-        "entropy of a sample's tokens, nats",
-    ]
-    judge = panels[0].series
-    assert [(s.label, s.raw) for s in judge] == [
-        ("4 steps", False), ("4 steps", True), ("16 steps", False),
-    ]  # fmt: skip
-    assert judge[0].values.tolist() == [2.0, 1.0]
-    assert judge[0].errors.tolist() == [0.1, 0.1]
-    assert [s.values.tolist() for s in panels[1].series] == [[3.0, 3.0]]

@@ -16,28 +16,16 @@ from didi_instruct.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-WIDTH, DPI, FONT = 1200, 150, 7.0
-LEFT, RIGHT = 80, 70
-"""Pixels beside each panel, for the numbers of its axes."""
-TITLE, LEGEND, PLOT, GAP, FOOT = 34, 24, 180, 24, 62
-"""Pixels from top to bottom: title, a row of the legend, panel, gap, or instead of the gap the
-steps below the last panel of a column."""
-LEGEND_COLUMNS = 5
+WIDTH, HEIGHT, DPI, FONT = 8.0, 1.85, 150, 7.0
+"""Inches of the picture from side to side, and of a row of panels."""
+LEGEND_COLUMNS = 4
+Style = Literal["-", "--"]
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3a8c", "#222222")
 """Distinguishable for the colour-blind too."""
 GREY, LIGHT = "#555555", "#e6e6e6"
 SMOOTHED = 40
 """A series of this many points is noise around a running mean; a shorter one is shown as it is."""
-BY_BUDGET = {
-    "path_kl": "path KL, nats per sequence",
-    "judge_nats": "judge, nats per token",
-    "entropy": "entropy of a sample's tokens, nats",
-}
-"""Numbers of quick evaluations, one for each count of sampling steps: the first panels."""
-
-Style = Literal["-", "--"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +33,7 @@ class Group:
     """Numbers that belong into one panel."""
 
     title: str
-    left: tuple[str, ...]
+    left: tuple[str, ...] = ()
     right: tuple[str, ...] = ()
     """Numbers of another scale: their axis is at the right, and starts at 0."""
     guides: tuple[float, ...] = ()
@@ -55,6 +43,13 @@ class Group:
     dashed: tuple[str, ...] = ()
     """Numbers that may lie on others, which show through."""
 
+
+BY_BUDGET = {
+    "path_kl": Group(title="path KL, nats per sequence", smooth=False),
+    "judge_nats": Group(title="judge, nats per token", smooth=False),
+    "entropy": Group(title="entropy of a sample's tokens, nats", smooth=False),
+}
+"""Numbers of quick evaluations, one for each count of sampling steps: the first panels."""
 
 GROUPS = (
     Group(title="reward", left=("reward_student", "reward_reference")),
@@ -92,22 +87,19 @@ class Series:
     values: np.ndarray
     colour: str
     right: bool = False
+    dashed: bool = False
     raw: bool = False
     """Of the weights themselves, where another series is of their average."""
     errors: np.ndarray | None = None
     """Standard errors, 0 where none is known."""
-    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn together."""
+    """A group and its numbers in a log."""
 
-    title: str
+    group: Group
     series: tuple[Series, ...]
-    guides: tuple[float, ...] = ()
-    log: bool = False
-    smooth: bool = True
 
     @property
     def two_sided(self) -> bool:
@@ -130,11 +122,6 @@ class Panel:
             entries["raw"] = ("raw", GREY, "--")
         return list(entries.values())
 
-    @property
-    def legend_rows(self) -> int:
-        """Rows that the legend takes."""
-        return -(-len(self.legend()) // LEGEND_COLUMNS)
-
 
 def draw_curves(log: Path, out: Path, *, title: str = "") -> bool:
     """Draw the numbers of a run's log into the PNG `out`; False where matplotlib is missing."""
@@ -146,15 +133,25 @@ def draw_curves(log: Path, out: Path, *, title: str = "") -> bool:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, MaxNLocator
     except ImportError:
         return False
-    boxes, height = _layout(panels, top=TITLE if title else 0)
-    figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure((WIDTH, HEIGHT * rows + 0.4), DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    _draw(figure, panels, boxes)
     if title:
-        place = (0.5, 1 - TITLE / 2 / height)
-        figure.text(*place, title, fontsize=FONT + 3, ha="center", va="center", parse_math=False)
+        figure.suptitle(title, fontsize=FONT + 3, parse_math=False)
+    places = figure.subplots(rows, columns, sharex=True, squeeze=False).flat
+    for place, (axis, panel) in enumerate(zip(places, panels, strict=False)):
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+        if place + columns >= len(panels):  # the last of its column
+            axis.tick_params(labelbottom=True)
+            axis.set_xlabel("step", fontsize=FONT, color=GREY)
+        _draw_panel(axis, panel)
+    for axis in list(places)[len(panels) :]:
+        axis.remove()
     png = io.BytesIO()
     canvas.print_png(png)  # type: ignore[no-untyped-call]
     write_atomic(out, png.getvalue())
@@ -180,20 +177,9 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 def panels_of(records: Sequence[Mapping[str, float]]) -> list[Panel]:
     """Sort what a log holds into panels; numbers of no group are left out."""
-    quick = {title: tuple(_by_budget(records, name)) for name, title in BY_BUDGET.items()}
-    panels = [Panel(title, series, smooth=False) for title, series in quick.items() if series]
-    for group in GROUPS:
-        series = []
-        for name, colour in zip(group.left + group.right, COLOURS, strict=False):
-            points = _points(records, name)
-            if group.log:
-                points = {step: value for step, value in points.items() if value > 0}
-            if points:
-                traits = {"right": name in group.right, "dashed": name in group.dashed}
-                series.append(_series(name, points, colour, **traits))
-        if series:
-            panels.append(Panel(group.title, tuple(series), group.guides, group.log, group.smooth))
-    return panels
+    panels = [Panel(group, tuple(_by_budget(records, n))) for n, group in BY_BUDGET.items()]
+    panels += [Panel(group, tuple(_of_group(records, group))) for group in GROUPS]
+    return [panel for panel in panels if panel.series]
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -217,6 +203,16 @@ def _series(label: str, points: Mapping[float, float], colour: str, **traits: An
     return Series(label, np.array(list(points)), np.array(list(points.values())), colour, **traits)
 
 
+def _of_group(records: Sequence[Mapping[str, float]], group: Group) -> Iterator[Series]:
+    for name, colour in zip(group.left + group.right, COLOURS, strict=False):
+        points = _points(records, name)
+        if group.log:
+            points = {step: value for step, value in points.items() if value > 0}
+        if points:
+            right, dashed = name in group.right, name in group.dashed
+            yield _series(name, points, colour, right=right, dashed=dashed)
+
+
 def _by_budget(records: Sequence[Mapping[str, float]], measure: str) -> Iterator[Series]:
     """One colour per number of sampling steps, for averaged and raw weights alike."""
     names = {name for record in records for name in record}
@@ -232,42 +228,6 @@ def _by_budget(records: Sequence[Mapping[str, float]], measure: str) -> Iterator
         yield _series(label, points, colour, raw=raw, errors=errors)
 
 
-Box = tuple[float, float, float, float]
-"""Left, bottom, width and height, as parts of the picture."""
-
-
-def _layout(panels: Sequence[Panel], top: int) -> tuple[list[Box], int]:
-    """Places of the panels in two columns, and the height of the picture in pixels."""
-    columns = min(2, len(panels))
-    corners, y = [], top
-    for first in range(0, len(panels), columns):
-        row = panels[first : first + columns]
-        y += TITLE + LEGEND * max(panel.legend_rows for panel in row)
-        corners += [(column * WIDTH // columns + LEFT, y) for column in range(len(row))]
-        y += PLOT + GAP
-    height = y - GAP + FOOT
-    width = (WIDTH // columns - LEFT - RIGHT) / WIDTH
-    boxes = [(x / WIDTH, 1 - (y + PLOT) / height, width, PLOT / height) for x, y in corners]
-    return boxes, height
-
-
-def _draw(figure: "Figure", panels: Sequence[Panel], boxes: Sequence[Box]) -> None:
-    """Draw all panels over one range of steps, named below the last panel of each column."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    first: Axes | None = None
-    for place, (panel, box) in enumerate(zip(panels, boxes, strict=True)):
-        axis = figure.add_axes(box, sharex=first)
-        first = first or axis
-        lowest = place + 2 >= len(panels)
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
-        axis.tick_params(labelbottom=lowest)
-        if lowest:
-            axis.set_xlabel("step", fontsize=FONT, color=GREY)
-        _draw_panel(axis, panel)
-
-
 def _draw_panel(axis: "Axes", panel: Panel) -> None:
     """Draw one panel; its title and legend stand above it, where they cover no line."""
     from matplotlib.lines import Line2D
@@ -278,63 +238,53 @@ def _draw_panel(axis: "Axes", panel: Panel) -> None:
     axis.patch.set_visible(False)
     for series in panel.series:
         side = right if series.right else axis
-        _draw_series(side, series, panel.style(series), smooth=panel.smooth)
+        _draw_series(side, series, panel.style(series), smooth=panel.group.smooth)
     for side in {axis, right}:
         side.yaxis.set_major_formatter(_tick_label)
         side.tick_params(length=0, labelsize=FONT, labelcolor=GREY)
         side.spines[:].set_visible(False)
     axis.grid(color=LIGHT, linewidth=0.6)
     axis.set_axisbelow(True)
-    if panel.log:
+    if panel.group.log:
         _make_logarithmic(axis, panel.series)
     if tops := [series.values.max() for series in panel.series if series.right]:
         right.set_ylim(0, 1.08 * max(tops) or 1)
-        if panel.guides:
+        if panel.group.guides:
             right.set_ylim(0, 1.02)
-            right.set_yticks([0, *panel.guides])
-            for level in panel.guides:
+            right.set_yticks([0, *panel.group.guides])
+            for level in panel.group.guides:
                 right.axhline(level, color=GREY, linewidth=0.7, alpha=0.4, zorder=0)
-    entries = [
-        Line2D([], [], color=colour, linestyle=style, label=label)
-        for label, colour, style in panel.legend()
-    ]
-    axis.legend(
-        handles=entries,
-        title=panel.title,
-        title_fontproperties={"size": FONT + 1, "weight": "bold"},
-        alignment="left",
+    entries = panel.legend()
+    rows = -(-len(entries) // LEGEND_COLUMNS)
+    axis.set_title(panel.group.title, loc="left", pad=13 * rows, size=FONT + 1, weight="bold")
+    legend = axis.legend(
+        handles=[
+            Line2D([], [], color=c, linestyle=style, label=name) for name, c, style in entries
+        ],
         loc="lower left",
         bbox_to_anchor=(0, 1),
         borderpad=0.2,
         borderaxespad=0.1,
-        ncols=-(-len(entries) // panel.legend_rows),
+        ncols=-(-len(entries) // rows),
         fontsize=FONT,
         frameon=False,
         handlelength=1.6,
         handletextpad=0.5,
         columnspacing=1.0,
     )
+    legend.set_in_layout(False)  # a wide one would make all panels narrow
 
 
 def _draw_series(axis: "Axes", series: Series, style: Style, *, smooth: bool) -> None:
     """Draw a short series with its points, a long one as a running mean over a thin raw line."""
-    count, colour = len(series.values), series.colour
-    if smooth and count >= SMOOTHED:
-        axis.plot(series.steps, series.values, color=colour, linewidth=0.5, alpha=0.3)
-        mean = running_mean(series.values, count // 20 | 1)
-        axis.plot(series.steps, mean, style, color=colour, linewidth=1.4)
+    steps, values, colour = series.steps, series.values, series.colour
+    if smooth and len(values) >= SMOOTHED:
+        axis.plot(steps, values, color=colour, linewidth=0.5, alpha=0.3)
+        axis.plot(steps, running_mean(values, len(values) // 20 | 1), style, color=colour, lw=1.4)
         return
-    axis.errorbar(
-        series.steps,
-        series.values,
-        yerr=series.errors,
-        fmt=style if count >= SMOOTHED else f"o{style}",
-        color=colour,
-        linewidth=1.3,
-        elinewidth=0.8,
-        capsize=1.5,
-        markersize=2.5,
-    )
+    marked = style if len(values) >= SMOOTHED else f"o{style}"
+    look: dict[str, Any] = {"elinewidth": 0.8, "capsize": 1.5, "markersize": 2.5}
+    axis.errorbar(steps, values, series.errors, fmt=marked, color=colour, linewidth=1.3, **look)
 
 
 def _make_logarithmic(axis: "Axes", series: Sequence[Series]) -> None:
