@@ -9,12 +9,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.hub.privacy import publishable, without_paths
@@ -43,12 +43,6 @@ _STORED = {
     "float32": "float32",
     "bfloat16": "bfloat16, used as float32",
     "int8": "8 bits with a scale per row (vectors float32), used as float32",
-}
-_OWN_WINDOW = {
-    "mdlm": "Each text has a window of its own: its length is drawn first, as often as the "
-    "training texts had it, then all of the text is written, and nothing after its end. `length` "
-    "(`--length`) sets the length instead.",
-    "ar": "Each text has a window of its own, from its first word to its end-of-text.",
 }
 _TRAINING_NUMBERS = (
     (
@@ -117,23 +111,28 @@ class _Table:
     rows: Sequence[Sequence[str]]
 
 
-class _Provenance:
+class _Known:
     """Public provenance of any form, looked up by path."""
 
     def __init__(self, provenance: Mapping[str, Any]) -> None:
-        self.values = publishable(provenance)
-        method = self("recipe", "method")
-        self.method = None if method is None else _METHODS.get(str(method), str(method))
-        budgets = self("recipe", str(method).replace("-", "_"), "budgets")
-        found = budgets if isinstance(budgets, (list, tuple)) else []
-        self.budgets = sorted(n for n in found if type(n) is int)
-        """Numbers of steps that a student was trained for."""
+        self._values = publishable(provenance)
 
     def __call__(self, *path: str) -> Any:
-        value: Any = self.values
+        value: Any = self._values
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
+
+    @property
+    def method(self) -> str | None:
+        method = self("recipe", "method")
+        return None if method is None else _METHODS.get(str(method), str(method))
+
+    @property
+    def budgets(self) -> list[int]:
+        """Numbers of steps that a student was trained for."""
+        found = self("recipe", str(self("recipe", "method")).replace("-", "_"), "budgets")
+        return sorted(n for n in found if type(n) is int) if isinstance(found, list) else []
 
 
 def read_numbers(path: Path) -> dict[str, Any]:
@@ -166,13 +165,9 @@ def model_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    name, config = without_paths(name), model.config
-    known = _Provenance(model.provenance)
-    base, hub, recipe = known("finetuned_from", "source"), known("foreign", "hub"), known("recipe")
-    made = "" if known.method is None else f", distilled by {known.method}"
-    if base is not None:
-        made = f", fine-tuned from `{_cell(base)}`"
-    tags = ["didi-instruct", _KINDS[config.kind].replace(" ", "-")]
+    name, config, known = without_paths(name), model.config, _Known(model.provenance)
+    kind, hub, recipe = _KINDS[config.kind], known("foreign", "hub"), known("recipe")
+    tags = ["didi-instruct", kind.replace(" ", "-")]
     card = ModelCard.from_template(
         ModelCardData(
             library_name="didi-instruct",
@@ -186,88 +181,35 @@ def model_card(
         name=name,
         typed=shlex.quote(name),
         quoted=json.dumps(name, ensure_ascii=False),
-        kind=_KINDS[config.kind],
+        kind=kind,
+        config=config,
         parameters=parameters_of(model.model),
-        made=made,
-        budgets=known.budgets,
+        discriminator_parameters=parameters_of(model.discriminator) if model.discriminator else 0,
+        tokens=model.tokenizer.size if model.tokenizer else 0,
+        usual_lengths=_usual_lengths(config.lengths),
+        stored=_STORED[storage] if storage else None,
+        known=known,
         steps=max(known.budgets, default=USUAL_STEPS),
-        about=options.about and " ".join(options.about.split()),
-        own_window=None if config.end_id is None else _OWN_WINDOW[config.kind],
-        architecture=_architecture(model, storage),
-        has_tokenizer=model.tokenizer is not None,
-        training=_training(known),
+        about=" ".join((options.about or "").split()),
         recipe=_as_yaml(recipe) if isinstance(recipe, Mapping) else None,
-        foreign=_origin(known("foreign")),
+        foreign=isinstance(known("foreign"), Mapping),
+        notes=notes if isinstance(notes := known("foreign", "notes"), list) else [],
         numbers=list(_numbers(known, options.numbers)),
         cell=_cell,
     )
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
-def _architecture(model: LoadedModel, storage: Storage | None) -> dict[str, str]:
-    config, critic, tokenizer = model.config, model.discriminator, model.tokenizer
-    extra = {"mdlm": ", the mask included", "ar": ", the start symbol included"}
-    rows = {
-        "kind": f"`{config.kind}` ({_KINDS[config.kind]})",
-        "layers × hidden × heads": f"{config.layers} × {config.hidden} × {config.heads}",
-        "parameters": f"{parameters_of(model.model):,}",
-        "vocabulary": f"{config.vocab_size:,}{extra.get(config.kind, '')}",
-        "mask id": "none" if config.mask_id is None else f"{config.mask_id:,}",
-        "masks (codes of a step)": f"{config.masks:,}" if config.masks > 1 else "",
-        "longest text": f"{config.length:,} tokens",
-        "usual text": _usual(config) if any(config.lengths) else "",
-        "sees the time": "yes" if config.time_conditioning else "no",
-        "noise schedule": f"{config.schedule.name}, ε {config.schedule.eps:g}",
-        "discriminator": "none" if critic is None else f"{parameters_of(critic):,} parameters",
-        "tokenizer": "none" if not tokenizer else f"{tokenizer.size:,} tokens, in `tokenizer.json`",
-        "weights in the file": _STORED[storage] if storage else "",
-    }
-    if config.kind == "ar":
-        for name in ("sees the time", "noise schedule", "mask id"):
-            del rows[name]
-    return {name: value for name, value in rows.items() if value}
-
-
-def _usual(config: ModelConfig) -> str:
-    """The middle nine tenths of the lengths that training texts had."""
-    total, seen = sum(config.lengths), 0
-    ends: list[int] = []
-    for length, count in enumerate(config.lengths):
-        seen += count
-        while len(ends) < 2 and seen >= (0.05, 0.95)[len(ends)] * total:
-            ends.append(length)
-    return f"{ends[0]:,} to {ends[1]:,} tokens (nine in ten training texts)"
-
-
-def _training(known: _Provenance) -> dict[str, Any]:
-    facts = {
-        "data": known("recipe", "data", "source"),
-        "task": known("recipe", "task"),
-        "method": known.method,
-        "steps of sampling it was trained for": ", ".join(map(str, known.budgets)) or None,
-        "steps": known("step"),
-        "batch": known("recipe", "train", "batch_size"),
-        "learning rate": known("recipe", "optim", "lr"),
-        "seed": known("recipe", "train", "seed"),
-        "fine-tuned from": known("finetuned_from", "source"),
-        "(SHA-256 of its weights)": known("finetuned_from", "sha256"),
-        "teacher (SHA-256 of its weights)": known("teacher"),
-        "reproduces": known("reproduces"),
-        "didi-instruct": known("didi_instruct"),
-        "torch": known("torch"),
-    }
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def _origin(foreign: Any) -> dict[str, Any] | None:
-    if not isinstance(foreign, Mapping):
+def _usual_lengths(counts: Sequence[int]) -> tuple[int, int] | None:
+    """Ends of the middle nine tenths of the lengths that training texts had."""
+    total, seen = sum(counts), list(accumulate(counts))
+    if not total:
         return None
-    notes = foreign.get("notes")
-    told = {name: foreign.get(name) for name in ("source", "layout", "weights")}
-    return {**told, "notes": notes if isinstance(notes, list) else []}
+    low, high = (next(n for n, m in enumerate(seen) if m >= p * total) for p in (0.05, 0.95))
+    return low, high
 
 
-def _numbers(known: _Provenance, evaluation: Mapping[str, Any] | None) -> Iterator[_Table]:
+def _numbers(known: _Known, evaluation: Mapping[str, Any] | None) -> Iterator[_Table]:
     """Tables of an evaluation, or of what was measured during training."""
     if evaluation is not None:
         yield _of_evaluation(evaluation)

@@ -404,7 +404,7 @@ def _fitting(name: str, config: ModelConfig, source: str | Path) -> Tokenizer:
 
 def _transformers_files(folder: Path) -> list[Path]:
     """Weights, settings and tokenizer of a folder that `transformers` wrote."""
-    others = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".txt"))
+    others = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".txt") and p.is_file())
     return [*weight_files(folder), *others]
 
 

@@ -187,7 +187,7 @@ FOREIGN = {  # by `model_type`
 
 def is_causal(folder: Path) -> bool:
     """Tell whether a folder holds a causal LM of `transformers` that can be bidirectional."""
-    return folder.is_dir() and read_object(folder / CONFIG).get("model_type") in CAUSAL
+    return folder.is_dir() and read_object(folder / CONFIG).get("model_type") in [*CAUSAL]
 
 
 def make_bidirectional(config: Any) -> None:
