@@ -1,4 +1,4 @@
-"""A model as its users see it: tokens, text, likelihood, files."""
+"""The public model: sampling, text, likelihood, saving."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,36 +56,35 @@ class Model:
         self.schedule = make_schedule(config.schedule)
         self.cast: str | None = None
         """What its weights were rounded to when it was loaded; None: they are as they were."""
+        # Laid out for the machine: made when asked for, and left out of copies.
         self._denoiser: CachedDenoiser | None = None
-        if not isinstance(network, ARModel):
-            self._denoiser = CachedDenoiser(cast("Network", network), self.schedule)
         self._decoders: Decoders | None = None
         self._guide: DiscriminatorGuide | None = None
 
     def accelerate(self) -> bool:
-        """Sample by compiled passes and CUDA graphs from now on; return whether that is possible.
+        """Sample by compiled passes and CUDA graphs from now on; return False where that cannot be.
 
         The first passes of each shape then take some seconds longer, all later ones are faster, and
         samples have the same law. Weights that change later are noticed; the discriminator's take
-        no gradients any more. Of a left-to-right model it is for texts without a prompt, at
-        temperature 1, whose steps nobody watches.
+        no gradients any more. In a left-to-right model, only texts without a prompt, at temperature
+        1 and without a callback become faster.
         """
         if reason := why_not(self.network):
             warn_once(f"Sampling is not accelerated: {reason}.")
             return False
         if isinstance(self.network, ARModel):
             self._decoders = Decoders(self.network)
-            return True
-        assert self._denoiser is not None
-        self._denoiser.accelerate()
-        self._guide = None
+        else:
+            self._cached().accelerate()
+            self._guide = None
         return True
 
     @property
     def is_accelerated(self) -> bool:
-        """Whether `accelerate` succeeded."""
-        denoiser = self._denoiser
-        return (denoiser is not None and denoiser.accelerated) or self._decoders is not None
+        """True once `accelerate` has succeeded."""
+        return self._decoders is not None or (
+            self._denoiser is not None and self._denoiser.accelerated
+        )
 
     @property
     def mask_id(self) -> int | None:
@@ -130,14 +129,14 @@ class Model:
         return torch.tensor(result.nats_per_token, dtype=torch.float64)
 
     def never_written(self, tokens: Tensor) -> Tensor:
-        """Return those of the tokens that the model never writes, such as what frames a text."""
+        """Return those of the tokens that the model never writes, such as special tokens."""
         banned = self.config.banned
         if isinstance(self.network, MaskedLM):
             banned = self.network.ids.banned
         return tokens[torch.isin(tokens, tokens.new_tensor(banned))]
 
     def without_likelihood(self, tokens: Tensor) -> Tensor:
-        """Return those of the tokens that the model never writes and is not given either.
+        """Return those of the tokens that the model neither writes nor is given.
 
         They have probability 0 in exact terms, and an arbitrary large cost in ours.
         """
@@ -184,15 +183,21 @@ class Model:
 
     def sampled(self) -> SampledModel:
         """Return the model as samplers see it, with its weights as they are now."""
+        is_ar = isinstance(self.network, ARModel)
         return SampledModel(
             network=self.network,
             config=self.config,
             tokenizer=self.tokenizer,
             schedule=self.schedule,
-            denoiser=None if self._denoiser is None else self._denoiser.current(),
+            denoiser=None if is_ar else self._cached().current(),
             guide=self._as_guide(),
             decoders=self._decoders,
         )
+
+    def _cached(self) -> CachedDenoiser:
+        if self._denoiser is None:
+            self._denoiser = CachedDenoiser(cast("Network", self.network), self.schedule)
+        return self._denoiser
 
     def texts(self, tokens: Tensor, written: Tensor | None = None) -> list[str]:
         """Decode samples; `written` (B, L) tells what was written from what was given."""
@@ -202,18 +207,12 @@ class Model:
 
     @property
     def mask_symbol(self) -> int:
-        """The id that marks positions to write in `tokens` and in the steps a callback sees."""
+        """Id that marks positions to write, in `tokens` and in the steps that a callback sees."""
         return self.config.mask_symbol
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is laid out for the machine, which can neither be copied nor pickled."""
+        """Leave out what is laid out for the machine, which can neither be copied nor pickled."""
         return self.__dict__ | {"_denoiser": None, "_decoders": None, "_guide": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Lay out the network of a copy anew, when it is asked for samples."""
-        self.__dict__.update(state)
-        if not isinstance(self.network, ARModel):
-            self._denoiser = CachedDenoiser(cast("Network", self.network), self.schedule)
 
     def _as_guide(self) -> DiscriminatorGuide | None:
         if self.discriminator is None:
@@ -229,7 +228,7 @@ class Model:
         `license` is the hub's name of the weights' licence (`mit`, `apache-2.0`); the card says
         none where none is given. A README.md that someone else wrote stays as it is.
         """
-        export.save(self._parts(), Path(folder), str(folder), CardOptions(license=license))
+        export.save(self._as_loaded(), Path(folder), str(folder), CardOptions(license=license))
 
     def push_to_hub(
         self,
@@ -241,10 +240,9 @@ class Model:
     ) -> str:
         """Upload the model and its card to the Hugging Face hub; return the address."""
         card = CardOptions(license=license)
-        return export.push(self._parts(), repo_id, card, private=private, token=token)
+        return export.push(self._as_loaded(), repo_id, card, private=private, token=token)
 
-    def _parts(self) -> LoadedModel:
-        """What its layout holds."""
+    def _as_loaded(self) -> LoadedModel:
         parts = self.tokenizer, self.discriminator, self.provenance
         return LoadedModel(self.network, self.config, *parts)
 
@@ -262,7 +260,7 @@ class Model:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type of that name."""
+    """Type of weights by its name."""
     if name == "float8":
         raise UserError("float8 was removed: use bfloat16.")
     if name not in DTYPES:
@@ -281,15 +279,15 @@ def load(
     tokenizer: str | Path | None = None,
     fast: bool = False,
 ) -> Model:
-    """Open any SOURCE: a folder of ours, a foreign checkpoint, a Hugging Face id.
+    """Open any SOURCE: a shipped name, a folder, a public checkpoint, a Hugging Face id.
 
     `time_conditioning` overrides what the model was trained with: the released DiDi-Instruct code
     tells its student the real time although the teacher was trained without. `dtype` casts the
     weights: `bfloat16` makes sampling faster on a GPU, and on a CPU that has instructions for it.
-    The others are for foreign models: which of a training run's `weights` to take, the
-    `family` of a network that does not say its own, the `tokenizer` (`gpt2`, or a folder) of one
-    that brings none. `fast` as `Model.accelerate`: worth the compiling where much is sampled on a
-    GPU.
+    `weights`, `family` and `tokenizer` are for public checkpoints: the set of weights of a training
+    run, the family of a network that does not say its own, and the tokenizer (`gpt2`, or a folder)
+    of one that brings none. `fast` calls `Model.accelerate`, which is worth its compiling where
+    much is sampled on a GPU.
     """
     options = LoadOptions(
         device=str(pick_device(device)),
@@ -313,7 +311,7 @@ def load(
 
 
 def _tell_time(network: object, config: ModelConfig, wanted: bool) -> ModelConfig:
-    """Let a network see the time, or not; return its configuration."""
+    """Switch time conditioning on or off; return the network's configuration."""
     if isinstance(network, DiT):
         network.config = replace(config, time_conditioning=wanted)
         return network.config

@@ -1,4 +1,4 @@
-"""From a wish ("four stories, 16 steps, beginning so") to canvases, a sampler and samples."""
+"""Requests for samples: prompts, gaps, lengths and given tokens, drawn batch by batch."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,40 +33,40 @@ class Request:
     """What to generate, and how."""
 
     num: int = 1
-    """Samples; with several prompts or lengths, samples of each."""
+    """Number of samples; with several prompts or lengths, of each."""
     steps: int | None = None
-    """Steps of the sampler, 16 if not said; some samplers take as many as there are tokens."""
+    """Steps of the sampler, 16 by default; some samplers take one for each token."""
     length: int | None = None
-    """Tokens of the window, what is given included; by default all the model can read. For a model
-    whose texts have a window of their own: tokens of the text, by default drawn."""
+    """Tokens of the window, given ones included; by default the longest that the model reads. Where
+    texts have windows of their own: tokens of the text, by default drawn."""
     lengths: str | Sequence[int] | None = None
-    """Several lengths, in one batch: `100,200,300`; or a range, `100-500`, from which the length of
-    each sample is drawn evenly. Of masked models; shorter rows are padded with -1 behind."""
+    """Several lengths in one batch, `100,200,300`, or a range, `100-500`, from which the length of
+    each sample is drawn evenly. For masked models; shorter rows are padded with -1 behind."""
     sampler: str | None = None
-    """By default the plain one of the model's kind."""
+    """Name of the sampler; by default the plain one of the model's kind."""
     prompt: str | Sequence[str] | None = None
-    """Text that comes first; several texts are continued in one batch."""
+    """Text to continue, or several texts."""
     suffix: str | None = None
     """Text that ends the window."""
     infill: str | None = None
     """Text with gaps, `Once ___ time`; the window is then as long as the text."""
     gap: str | None = None
-    """Tokens of a gap: `8`, `4-12`; `auto` (the default) or `auto:4-12` for the model to choose;
-    `20,30-40` for the first gap and the second."""
+    """Tokens of a gap: `8`, or `4-12`; `auto` (the default) or `auto:4-12` lets the model choose;
+    `20,30-40` sets the first gap and the second."""
     tokens: Tensor | None = None
-    """Given tokens anywhere, (L,) or (B, L), the mask's id where to write."""
+    """Ids (L,) or (B, L), with the mask's id wherever to write."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
     seed: int = 0
     batch_size: int = 64
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the sampler by name."""
+    """Options of the sampler by name."""
     measure_path: bool = False
-    """Know the path's log-probability even where it costs passes: of models with several masks."""
+    """Compute the path's log-probability even where that costs passes: with several masks."""
 
     def __post_init__(self) -> None:
-        """Refuse wishes that contradict themselves."""
+        """Refuse settings that contradict each other."""
         for name in ("num", "steps", "length", "batch_size"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -95,13 +95,13 @@ class Request:
         return cls(num=num, **settings)
 
     def spans(self) -> list[range]:
-        """Lengths that the samples may have, of each wish for `num` of them; none: any."""
+        """Ranges of lengths, each for `num` samples of a prompt; empty if no length is set."""
         if self.length is not None:
             return [range(self.length, self.length + 1)]
         if self.lengths is None:
             return []
-        wish = self.lengths if isinstance(self.lengths, str) else ",".join(map(str, self.lengths))
-        found = read_lengths(wish)
+        text = self.lengths if isinstance(self.lengths, str) else ",".join(map(str, self.lengths))
+        found = read_lengths(text)
         return [found] if isinstance(found, range) else [range(n, n + 1) for n in found]
 
     def prompts(self) -> list[str]:
@@ -120,16 +120,16 @@ STRIDE = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Where a sample starts."""
+    """Start of a sample."""
 
     sample: int
     """Its index within the seed."""
     tokens: list[int]
-    """What is given, and masks."""
+    """Given tokens and masks."""
     log_prob: float = 0.0
-    """Of what the model drew to lay it out: the length of a text."""
+    """Of the length, where the model drew it."""
     length: int = 0
-    """Of the text, where it was asked for."""
+    """Of the text."""
 
 
 def generate(request: Request, model: SampledModel, callback: Callback | None = None) -> Samples:
@@ -160,7 +160,7 @@ def generate(request: Request, model: SampledModel, callback: Callback | None = 
 
 
 def _rows(request: Request, model: SampledModel) -> tuple[list[_Row], int]:
-    """One row per sample, and the forward passes it took to choose them."""
+    """One row for each sample, and the forward passes that choosing them took."""
     if request.tokens is not None:
         return list(_given(request.tokens, request.num, model.config)), 0
     if request.infill is not None:
@@ -201,7 +201,7 @@ def _framed(request: Request, model: SampledModel) -> Iterator[_Row]:
 
 
 def _ending(config: ModelConfig) -> Ending | None:
-    """How a masked model's texts end, where they have windows of their own."""
+    """Ending of a masked model's texts, where they have windows of their own."""
     if config.end_id is None or config.kind != "mdlm":
         return None
     return Ending(LengthLaw(config.lengths), config.end_id, config.length)
@@ -257,7 +257,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def to_text(tokens: Tensor, tokenizer: Tokenizer, written: Tensor | None = None) -> list[str]:
-    """Decode samples: what was written ends at its first end-of-text, if nothing is given after."""
+    """Decode samples; a text ends at its first written end-of-text, if nothing is given after."""
     marks = [None] * len(tokens) if written is None else written.tolist()
     return [
         tokenizer.decode(output_ids(row, tokenizer.eot_id, mark))

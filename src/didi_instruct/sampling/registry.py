@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from didi_instruct.models.network import Network
 
 USUAL_STEPS = 16
-"""Where nobody names a number."""
+"""Steps where no number is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class TailOptions:
 
 
 Run = Callable[[SampledModel, State, int | None, Any], Samples]
-"""Draws a batch: the model, the texts, steps (None: nobody said), options."""
+"""Draw a batch: model, texts, steps (None: the usual number), options."""
 
 
 def _plain(sampler: Callable[..., Samples]) -> Run:
@@ -234,23 +234,23 @@ class Sampler:
 
     name: str
     kind: Kind
-    """Of the models that it samples."""
+    """Kind of the models that it samples."""
     options: type
     run: Run
     help: str
     counts_tokens: bool = False
-    """It takes as many steps as there are tokens, whatever is asked for."""
+    """Takes one step for each token; refuses a number of steps."""
     follows_order: bool = False
-    """It reveals positions in the order of the model, unless its options say another."""
+    """Reveals positions in the model's order, unless its options name another."""
     needs_guide: bool = False
-    """It needs a discriminator."""
+    """Needs a discriminator."""
     one_mask: bool = False
-    """It is for models with one mask."""
+    """Refuses models with several masks."""
 
     def __call__(
         self, model: SampledModel, state: State, steps: int | None, options: Mapping[str, Any]
     ) -> Samples:
-        """Draw a batch with options by name."""
+        """Draw a batch; `options` are by name, and checked."""
         if self.counts_tokens and steps is not None:
             raise UserError(f"`{self.name}` takes a step per token: leave out steps.")
         parsed = self.parse(options, model.config.order)
@@ -270,12 +270,12 @@ class Sampler:
         return replace(parsed, order=order, grid=grid)
 
     def all_options(self, options: Mapping[str, Any], order: Order) -> dict[str, Any]:
-        """All options, those that nobody gave too, as JSON has them."""
+        """Return all options, defaults included, as JSON values."""
         told: dict[str, Any] = json.loads(json.dumps(asdict(self.parse(options, order))))
         return told
 
     def fits(self, config: ModelConfig, *, has_discriminator: bool) -> bool:
-        """True if a model can be sampled by it."""
+        """Return True if it can sample a model."""
         return (
             self.kind == config.kind
             and (has_discriminator or not self.needs_guide)
@@ -312,7 +312,7 @@ PLAIN = {"mdlm": "ancestral", "duo": "uniform-state", "ar": "autoregressive"}
 
 
 def find_sampler(name: str | None, kind: Kind) -> Sampler:
-    """Return the sampler of that name, or the plain one of a kind of model."""
+    """Return a sampler by name, by default the plain one of a kind of models."""
     name = PLAIN[kind] if name is None else name
     if name not in SAMPLERS:
         raise UserError(f"`{name}` is not a sampler.{nearest(name, list(SAMPLERS))}")
