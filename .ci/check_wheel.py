@@ -126,7 +126,11 @@ def check_server(didi: Path, offline: dict[str, object]) -> None:
 
 
 def check_shipped(wheel: Path) -> None:
-    """All files of the shipped models must be in the wheel, and not too large."""
+    """All templates and files of the shipped models must be in the wheel, these not too large."""
+    templates = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.j2")}
+    with zipfile.ZipFile(wheel) as archive:
+        if missing := templates - set(archive.namelist()):
+            sys.exit(f"the wheel lacks templates: {sorted(missing)}")
     folder = ROOT / "src" / SHIPPED
     files = [path for path in folder.rglob("*") if path.is_file()]
     wanted = {str(path.relative_to(ROOT / "src")): path.stat().st_size for path in files}

@@ -403,18 +403,18 @@ def test_repetition_is_doubted_too_and_marked_at_the_row(tmp_path):
     rows = [row(m, unique_4gram=u, self_bleu=b, path_kl=1.0) for m, (u, b) in numbers.items()]
     real = row("valid", unique_4gram=0.4, self_bleu=0.6)
     expected = [
-        "few, 8 steps: 4-grams 0.379 is 5.2% below {} 0.400.",
-        "alike, 8 steps: Self-BLEU 0.631 is 5.2% above {} 0.600.",
+        "few, 8 steps: 4-grams 0.379 is 5.2% below {} 0.400{}.",
+        "alike, 8 steps: Self-BLEU 0.631 is 5.2% above {} 0.600{}.",
     ]
     ((head, *lines),) = warnings(rows, reference=real)
-    assert lines == [line.format("the reference text's") for line in expected]
+    assert lines == [line.format("the reference text's", "") for line in expected]
     assert "can lower their path KL." in head
     assert warnings(rows, reference={**real, "num_samples": 9}) == []
     few = row("t", 8, unique_4gram=0.1, self_bleu=0.9)
     most = row("t", 64, unique_4gram=0.4, self_bleu=0.6)
     ((_, *lines),) = warnings(rows, baseline=[few, most])
     assert [line for line in lines if line[0] != "t"] == [
-        line.format("the plain baseline's at 64 NFE") for line in expected
+        line.format("the plain baseline's", " at 64 NFE") for line in expected
     ]
     page, text = build(Evaluation(rows=rows, reference=real)).write(tmp_path)
     marked = re.findall(r"⚠</span> (\w+)", page.read_text(encoding="utf-8"))

@@ -101,27 +101,26 @@ class Rows:
         reasons = []
         for sign in SIGNS:
             value = row.get(sign.field)
-            level, owner = self._expected(row, sign)
+            level, words = self._expected(row, sign)
             if value is None or not level:
                 continue
             excess = sign.direction * (value / level - 1)
             if excess > sign.tolerance:
                 side = "above" if sign.direction > 0 else "below"
-                reasons.append(
-                    f"{sign.name} {value:.3f} is {excess:.1%} {side} {owner} {level:.3f}"
-                )
+                expected = words.format(level)
+                reasons.append(f"{sign.name} {value:.3f} is {excess:.1%} {side} {expected}")
         return "; ".join(reasons)
 
     def _expected(self, row: Row, sign: Sign) -> tuple[float | None, str]:
-        """The level of the reference text, or else of the plain baseline.
+        """The level of the reference text, or else of the plain baseline, and words for it.
 
         Entropy is compared with the baseline's at equal steps; what depends on the number of texts
         with the baseline's at its most steps, nearest to real text, and at an equal number.
         """
-        for rival, owner in self._standards(row, sign):
+        for rival, words in self._standards(row, sign):
             same_count = rival.get("num_samples") == row.get("num_samples")
             if rival.get(sign.field) is not None and (same_count or not sign.depends_on_count):
-                return rival[sign.field], owner
+                return rival[sign.field], words
         return None, ""
 
     def _standards(self, row: Row, sign: Sign) -> Iterator[tuple[Row, str]]:
@@ -130,13 +129,14 @@ class Rows:
             self.reference,
         )
         if real.get(sign.field) is not None:
-            yield real, "the reference text's"
+            yield real, "the reference text's {:.3f}"
             return
         for line in (line for line in self.lines if line.is_baseline):
             nfe = line.budgets[-1] if sign.depends_on_count else row["nfe"]
             plain = line.plain(nfe)
             if plain is not None and is_plain(plain):
-                yield plain, "the plain baseline's" + f" at {nfe} NFE" * (nfe != row["nfe"])
+                at = f" at {nfe} NFE" * (nfe != row["nfe"])
+                yield plain, "the plain baseline's {:.3f}" + at
 
 
 def _without_reference(controls: list[Row]) -> list[Row]:

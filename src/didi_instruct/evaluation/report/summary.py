@@ -387,11 +387,12 @@ def _texts(evaluation: Evaluation) -> tuple[list[Side], str]:
         sides.append(Side(names[origin.model], words, tuple(map(cut, samples.texts[:NUM_TEXTS]))))
     seeds = sorted({s.origin.seed for s in chosen})
     note = (
-        f"The first texts drawn with seed {seeds[0]}, not hand-picked; texts with one number share "
-        "their noise."
+        f"The first texts drawn with seed {seeds[0]}, not hand-picked; texts with the same number "
+        "share their noise."
     )
     if len(seeds) > 1:
-        note = f"The first texts of each, not hand-picked; their seeds differ ({seeds})."
+        told = ", ".join(map(str, seeds))
+        note = f"The first texts of each model, not hand-picked; their seeds differ ({told})."
     if left_out:
         note += f" Not shown: {', '.join(names[model] for model in left_out)}."
     return sides, note
