@@ -12,7 +12,6 @@ from didi_instruct.api.plan import Plan
 from didi_instruct.api.preflight import check_models, check_needs
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.reference import Like, open_reference
-from didi_instruct.api.text_likelihood import evaluate_likelihood, likelihood_row
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
@@ -22,6 +21,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import self_bleu, unigram_entropy
 from didi_instruct.evaluation.judges import CausalJudge, OracleJudge, open_judge
 from didi_instruct.evaluation.samples import read_samples
+from didi_instruct.evaluation.text_likelihood import evaluate_likelihood, likelihood_row
 from didi_instruct.model import load
 
 LETTERS = Tokenizer.load("bytes")

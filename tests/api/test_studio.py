@@ -9,11 +9,11 @@ from didi_instruct.api import studio
 from didi_instruct.api.plan import Plan
 from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.api.studio import Studio
-from didi_instruct.api.text_likelihood import evaluate_likelihood
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.evaluation.text_likelihood import evaluate_likelihood
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 

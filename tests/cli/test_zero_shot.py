@@ -12,10 +12,10 @@ from tests.models.foreign.reference import hub_config, hub_folder, prefixed
 from tests.random_models import add_noise
 
 import didi_instruct as library
-from didi_instruct.api import text_likelihood as module
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.evaluation import text_likelihood as module
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 

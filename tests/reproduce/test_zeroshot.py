@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import didi_instruct as didi
-from didi_instruct.api.text_likelihood import pack
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.evaluation.corpora import find_corpora, open_corpora
+from didi_instruct.evaluation.text_likelihood import pack
 from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.paper import CORPORA
 from didi_instruct.reproduce.toy_corpora import sentences, toy_models, write_corpora, write_text

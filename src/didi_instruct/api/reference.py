@@ -6,7 +6,6 @@ from pathlib import Path
 
 from didi_instruct.api.chain_sets import chain_set
 from didi_instruct.api.studio import texts_of
-from didi_instruct.api.text_likelihood import held_out
 from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions
@@ -20,6 +19,7 @@ from didi_instruct.evaluation.samples import (
     is_sample_file,
     read_samples,
 )
+from didi_instruct.evaluation.text_likelihood import held_out
 from didi_instruct.proteins.chains import (
     LONGER,
     chains_of_length,

@@ -10,8 +10,8 @@ from didi_instruct.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from didi_instruct.api.evaluate import Report
     from didi_instruct.data.readers import ReadOptions
+    from didi_instruct.evaluation.evaluate import Evaluation
 
 NELBO, ZERO_SHOT = "nelbo", "zero-shot"
 
@@ -32,11 +32,11 @@ def nelbo(
         raise UserError("The metric nelbo measures one model: name it.")
     if data is None:
         raise UserError("The metric nelbo needs text to measure: add --data DATA.")
-    from didi_instruct.api.text_likelihood import evaluate_likelihood
     from didi_instruct.cli.progress import ProgressBar
+    from didi_instruct.evaluation.text_likelihood import evaluate_likelihood
 
     with ProgressBar() as bar:
-        report = evaluate_likelihood(
+        found = evaluate_likelihood(
             sources[0],
             data,
             **noise,
@@ -46,8 +46,8 @@ def nelbo(
             dtype=dtype,
             progress=lambda done, total: bar.update("Measuring", done, total, "rows"),
         )
-    _show(report.rows[0], report.reference)
-    _write(report, json_file)
+    _show(found.rows[0], found.reference)
+    _write(found, sources, json_file)
 
 
 def zero_shot(
@@ -64,15 +64,15 @@ def zero_shot(
     """Likelihood of the seven corpora, one row each."""
     if not sources:
         raise UserError("The metric zero-shot measures models: name one or more.")
-    from didi_instruct.api.text_likelihood import evaluate_zero_shot
     from didi_instruct.cli.progress import ProgressBar
+    from didi_instruct.evaluation.text_likelihood import evaluate_zero_shot
 
     names = [name.strip() for name in (corpora or "").split(",") if name.strip()]
     if corpora is not None and not names:
         raise UserError("--corpora names no corpus: leave it out for all seven.")
     folder = out or default_folder(sources)
     with ProgressBar() as bar:
-        report = evaluate_zero_shot(
+        found = evaluate_zero_shot(
             sources,
             out=folder,
             corpora=names,
@@ -84,12 +84,12 @@ def zero_shot(
                 stage, done, total, "corpora" if stage == "Reading" else "rows"
             ),
         )
-    for line in table(report.rows):
+    for line in table(found.rows):
         typer.echo(line)
-    if len({row["length"] for row in report.rows}) > 1:
+    if len({row["length"] for row in found.rows}) > 1:
         typer.echo("Perplexities at different lengths do not compare: a longer row tells more.")
     typer.echo(f"At most {noise['sequences']} rows of a corpus; numbers in {folder}")
-    _write(report, json_file)
+    _write(found, sources, json_file)
 
 
 def default_folder(sources: "Sequence[str]", against: str | None = None) -> Path:
@@ -142,7 +142,11 @@ def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
         )
 
 
-def _write(report: "Report", json_file: Path | None) -> None:
-    if json_file is not None:
-        report.write(json_file)
-        typer.echo(f"Wrote {json_file}")
+def _write(found: "Evaluation", sources: "Sequence[str]", json_file: Path | None) -> None:
+    if json_file is None:
+        return
+    from didi_instruct.api.evaluate import Report
+
+    model = ", ".join(sources)
+    Report(model, judge=None, rows=found.rows, reference=found.reference).write(json_file)
+    typer.echo(f"Wrote {json_file}")

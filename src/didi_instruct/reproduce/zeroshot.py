@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from didi_instruct.api.text_likelihood import Progress, evaluate_zero_shot
 from didi_instruct.evaluation.measuring import Row
+from didi_instruct.evaluation.text_likelihood import Progress, evaluate_zero_shot
 from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.paper import CORPORA, ZERO_SHOT
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -16,6 +17,10 @@ from didi_instruct.training.objectives import Batch, Objective, make_objective
 NOISE_CHUNK = 256
 """Sequences whose noise is drawn together."""
 
+Loss = Callable[[Batch], torch.Tensor]
+"""A network's part of an objective: nats per position of each sequence, (B,)."""
+Rows = Callable[[int, int], torch.Tensor]
+"""Rows of tokens, from a start, so many: (count, L)."""
 LogLikelihood = Callable[[torch.Tensor], torch.Tensor]
 """Log p of texts (B, L), or a lower bound of it, wherever they are: (B,), float64."""
 
@@ -47,35 +52,26 @@ def evaluation_config(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def likelihood(
-    loss: Callable[[Batch], torch.Tensor],
-    config: ModelConfig,
-    data: Callable[[int, int], torch.Tensor],
-    *,
-    sequences: int,
-    draws: int = 1,
-    batch_size: int = 64,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    progress: Callable[[int], None] | None = None,
-) -> Likelihood:
-    """Estimate nats per token over `sequences` rows of `data(start, count)`.
+class Options(TypedDict, total=False):
+    """How a likelihood is estimated; the defaults are those of `losses`."""
 
-    The arguments are those of `nats_of_texts`. Texts of lengths that the model never draws are left
-    out, as `sequences` of the result says. The interval comes from the spread between
-    sequences, which overstates the error a little, since their times are stratified.
+    draws: int
+    batch_size: int
+    seed: int
+    device: torch.device | str
+    progress: Callable[[int], None] | None
+
+
+def likelihood(
+    loss: Loss, config: ModelConfig, data: Rows, *, sequences: int, **options: Unpack[Options]
+) -> Likelihood:
+    """Estimate nats per token over `sequences` rows of `data`, as `nats_of_texts` does.
+
+    Texts of lengths that the model never draws are left out, as `sequences` of the result says. The
+    interval comes from the spread between sequences, which overstates the error a little, since
+    their times are stratified.
     """
-    nats, counts = nats_of_texts(
-        loss,
-        config,
-        data,
-        sequences=sequences,
-        draws=draws,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        progress=progress,
-    )
+    nats, counts = nats_of_texts(loss, config, data, sequences=sequences, **options)
     if config.kind == "mdlm" and config.end_id is not None:
         drawn = LengthLaw(config.lengths).allows(counts.long().clamp(min=1))
         if not drawn.any():
@@ -94,27 +90,17 @@ def likelihood(
         ppl=perplexity(mean),
         ppl_ci95=(perplexity(mean - half), perplexity(mean + half)),
         sequences=len(nats),
-        draws=1 if config.kind == "ar" else draws,
+        draws=1 if config.kind == "ar" else options.get("draws", 1),
         bound=config.kind != "ar",
     )
 
 
 @torch.no_grad()
 def nats_of_texts(
-    loss: Callable[[Batch], torch.Tensor],
-    config: ModelConfig,
-    data: Callable[[int, int], torch.Tensor],
-    *,
-    sequences: int,
-    draws: int = 1,
-    batch_size: int = 64,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    progress: Callable[[int], None] | None = None,
+    loss: Loss, config: ModelConfig, data: Rows, *, sequences: int, **options: Unpack[Options]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nats of each of `sequences` rows of `data(start, count)`, and its tokens: float64 (N,) each.
+    """Nats of each of `sequences` rows of `data`, and its tokens: float64 (N,) each.
 
-    `loss` is the network's part of the objective: batch -> nats per position of each sequence.
     Where each text has a window of its own, the nats are those of the text up to its end, the cost
     of its length included, and the tokens are those before the end. Banned tokens are given: they
     have no cost and are not counted.
@@ -123,18 +109,9 @@ def nats_of_texts(
     with independent ones. The batch size changes nothing but memory.
     """
     objective = make_objective(evaluation_config(config))
-    draws = 1 if config.kind == "ar" else draws
-    measured = losses(
-        loss,
-        objective,
-        data,
-        sequences=sequences,
-        draws=draws,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        progress=progress,
-    )
+    if config.kind == "ar":
+        options = {**options, "draws": 1}
+    measured = losses(loss, objective, data, sequences=sequences, **options)
     nats, counts = [], []
     for tokens, mean in measured:
         written, length_nats = _lengths(config, tokens)
@@ -143,34 +120,21 @@ def nats_of_texts(
     return torch.cat(nats), torch.cat(counts)
 
 
-def nelbo_judge(
-    loss: Callable[[Batch], torch.Tensor],
-    config: ModelConfig,
-    *,
-    draws: int = 8,
-    batch_size: int = 64,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-) -> LogLikelihood:
+def nelbo_judge(loss: Loss, config: ModelConfig, **options: Unpack[Options]) -> LogLikelihood:
     """Minus the NELBO of a diffusion model, or the exact log p of an AR model.
 
-    The NELBO is estimated from `draws` noise levels per text, without bias. The noise follows the
-    row, so samplers that are compared row by row are judged under the same. Where texts have
-    windows of their own they are judged up to their ends, the cost of their lengths included.
+    The NELBO is estimated without bias, from 8 noise levels per text unless `draws` is given. The
+    noise follows the row, so samplers that are compared row by row are judged under the same. Where
+    texts have windows of their own they are judged up to their ends, the cost of their lengths
+    included.
     """
+    how: Options = {"draws": 8, **options}
 
     def judge(texts: torch.Tensor) -> torch.Tensor:
-        clean = texts.cpu()
-        nats, _ = nats_of_texts(
-            loss,
-            config,
-            lambda start, count: clean[start : start + count],
-            sequences=len(clean),
-            draws=draws,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-        )
+        def rows(start: int, count: int) -> torch.Tensor:
+            return texts[start : start + count].cpu()
+
+        nats, _ = nats_of_texts(loss, config, rows, sequences=len(texts), **how)
         return -nats
 
     return judge
@@ -178,9 +142,9 @@ def nelbo_judge(
 
 @torch.no_grad()
 def losses(
-    loss: Callable[[Batch], torch.Tensor],
+    loss: Loss,
     objective: Objective,
-    data: Callable[[int, int], torch.Tensor],
+    data: Rows,
     *,
     sequences: int,
     draws: int = 1,
@@ -189,7 +153,7 @@ def losses(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows of `data(start, count)` and their losses (B,), float64, in batches: means over draws.
+    """Rows of `data` and their losses (B,), float64, in batches: means over draws.
 
     Noise depends on the seed and on a row's place alone, so two models, or one before and after
     training, are measured under the same noise.

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from didi_instruct.api.text_likelihood import pack
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.text_likelihood import pack
 from didi_instruct.training.likelihood import likelihood
 
 

@@ -16,8 +16,9 @@ compared with its numbers.
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -26,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from didi_instruct.api.evaluate import Report
 from didi_instruct.data.dataset import TokenDataset, TokenSource, open_data
 from didi_instruct.data.excerpt import excerpt
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
@@ -35,11 +35,12 @@ from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.corpora import CORPORA, Documents, open_corpora
+from didi_instruct.evaluation.corpora import CORPORA, open_corpora
+from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.measuring import Row, plain
 from didi_instruct.evaluation.scores import digest
-from didi_instruct.hub.sources import ModelInfo, find_source, peek_models
+from didi_instruct.hub.sources import find_source, peek_models
 from didi_instruct.model import Model, load
-from didi_instruct.models.masked_network import MaskedLM
 from didi_instruct.process.masking import goes_on
 from didi_instruct.training.likelihood import check_data
 
@@ -64,30 +65,74 @@ def evaluate_likelihood(
     device: str | None = None,
     dtype: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> Evaluation:
     """NELBO of the model `source` on held-out rows of `data` (all rows if nothing is held out).
 
     `tokenizer` is for a model that brings none; `dtype` as in `load`.
     """
     model = load(source, device=device, dtype=dtype, tokenizer=tokenizer)
+    length, documents = model.config.length, model.config.end_id is not None
     reading = reading or ReadOptions()
-    config = model.config
-    documents = config.end_id is not None
-    rows = held_out(model.tokenizer, config.length, data, sequences, reading, documents)
+    rows = held_out(model.tokenizer, length, data, sequences, reading, documents)
     count = min(sequences, rows.num_sequences or sequences)
-    row = likelihood_row(
-        source,
-        model,
-        rows,
-        count,
-        draws=draws,
-        batch_size=batch_size,
-        seed=seed,
-        progress=progress,
-    )
-    row["data"] = data
+    noise = {"draws": draws, "batch_size": batch_size, "seed": seed}
+    row = likelihood_row(source, model, rows, count, **noise, progress=progress)
     reference = _truth(rows, count) if isinstance(rows, OracleSource) else {}
-    return Report(model=source, judge=None, rows=[row], reference=reference)
+    return Evaluation(rows=[row | {"data": data}], reference=reference)
+
+
+def evaluate_zero_shot(
+    sources: Sequence[str],
+    *,
+    out: Path,
+    corpora: Sequence[str] = (),
+    data: str | Path | None = None,
+    sequences: int = 1024,
+    draws: int = 8,
+    batch_size: int = 32,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Likelihood of every corpus under every model, at most `sequences` rows of each.
+
+    No `corpora` means all seven; `data` is a folder of their files, None the hub. All texts are
+    read before anything is measured, so a wrong file is found at once. A corpus that is done is
+    written to `out`, and not measured again for the same weights, rows, draws and seed.
+    `tokenizer` is for models that bring none.
+    """
+    if min(sequences, draws, batch_size) < 1:
+        raise UserError("sequences, draws and batch_size are 1 or more.")
+    report = progress or (lambda stage, done, total: None)
+    documents = open_corpora(corpora or CORPORA, data)
+    models = peek_models(sources, tokenizer)
+    if not models:
+        raise UserError("Nothing to evaluate: name a model.")
+    words = models[0].tokenizer
+    if words is None:
+        raise UserError(
+            f"{models[0].source} has no tokenizer to read text with: name it with --tokenizer."
+        )
+    packed: dict[int, dict[str, Packed]] = {}
+    for length in dict.fromkeys(model.config.length for model in models):
+        packed[length] = {}
+        for number, (name, texts) in enumerate(documents.items(), 1):
+            packed[length][name] = pack(name, texts, words, length, sequences)
+            report("Reading", number, len(documents))
+    noise, rows = {"draws": draws, "seed": seed}, []
+    for found in models:
+        source, weights, model = found.source, find_source(found.source).fingerprint(), None
+        for name, corpus in packed[found.config.length].items():
+            key = (VERSION, weights, asdict(found.config), corpus.data.fingerprint, noise)
+            path = out / "zero-shot" / f"{digest(*key)}.json"
+            if not path.exists():
+                model = model or load(source, device=device, tokenizer=found.given)
+                stage = partial(report, f"{source} on {name}")
+                _keep(path, _row_of(source, model, corpus, batch_size, noise, stage))
+            where = {"corpus": name, "source": documents[name].source, "model": source}
+            rows.append(where | _kept(path))
+    return Evaluation(rows=rows)
 
 
 def likelihood_row(
@@ -100,11 +145,10 @@ def likelihood_row(
     batch_size: int,
     seed: int,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Likelihood of the first `count` rows, as a row for JSON."""
     check_data(model.config, model.tokenizer.hash if model.tokenizer else None, rows)
-    _check_writable(source, model, rows, count)
-    _check_ends(source, model, rows, count)
+    _check_texts(source, model, rows, count)
     result = model.likelihood(
         rows.ordered,
         sequences=count,
@@ -115,11 +159,11 @@ def likelihood_row(
     )
     if not math.isfinite(result.nats_per_token):
         raise UserError(f"{source}: its loss is not a number here, its weights are damaged.")
-    return {
+    row = {
         "nelbo": result.nats_per_token,
-        "nelbo_ci95": _finite(result.ci95),
-        "nelbo_ppl": result.ppl if math.isfinite(result.ppl) else None,
-        "nelbo_ppl_ci95": _finite(result.ppl_ci95),
+        "nelbo_ci95": result.ci95,
+        "nelbo_ppl": result.ppl,
+        "nelbo_ppl_ci95": result.ppl_ci95,
         "bound": result.bound,
         "num_sequences": result.sequences,
         "length": rows.length,
@@ -127,43 +171,7 @@ def likelihood_row(
         "seed": seed,
         "dtype": model.cast,
     }
-
-
-def _check_writable(source: str, model: Model, rows: TokenSource, count: int) -> None:
-    """Refuse text with tokens that a masked LM never writes.
-
-    They have probability 0 in exact terms, and an arbitrary large cost in ours.
-    """
-    if not isinstance(model.network, MaskedLM):
-        return
-    found = [
-        model.without_likelihood(rows.ordered(first, min(ROWS_AT_ONCE, count - first)))
-        for first in range(0, count, ROWS_AT_ONCE)
-    ]
-    bad = torch.cat(found)
-    if len(bad):
-        first = int(bad[0])
-        ends = first == rows.tokenizer.eot_id
-        where = " Prepared data has one after each document." if ends else ""
-        raise UserError(
-            f"{len(bad)} of {count * rows.length} tokens of the text are such as {source} never "
-            f"writes (`{rows.tokenizer.decode([first])}`, id {first}), so it has no likelihood of "
-            f"the text: give text without them.{where}"
-        )
-
-
-def _check_ends(source: str, model: Model, rows: TokenSource, count: int) -> None:
-    """Refuse rows of several texts, of which a model of one text a window would read the first."""
-    end_id = model.config.end_id
-    if end_id is None:
-        return
-    for first in range(0, count, ROWS_AT_ONCE):
-        tokens = rows.ordered(first, min(ROWS_AT_ONCE, count - first))
-        if goes_on(tokens, end_id):
-            raise UserError(
-                f"{source} reads one text a row, and the rows go on after an end of text: give "
-                "text, or data prepared with `didi data prepare --rows document`."
-            )
+    return {name: plain(value) for name, value in row.items()}
 
 
 def held_out(
@@ -197,27 +205,6 @@ def held_out(
         )
     layout = Layout(rows="document") if documents else None
     return excerpt(data, tokenizer, length, sequences, reading, layout)
-
-
-def _truth(rows: OracleSource, count: int) -> dict[str, Any]:
-    """What the oracle knows: its entropy, and the exact likelihood of the very rows measured.
-
-    The second is what a bound on the same rows should be compared with: the luck of the draw
-    cancels.
-    """
-    entropy, error = rows.language.entropy()
-    exact = -rows.language.log_prob(rows.ordered(0, count)).mean().item()
-    return {
-        "source": "oracle",
-        "entropy": entropy / rows.length,
-        "entropy_se": error / rows.length,
-        "exact_nll": exact / rows.length,
-    }
-
-
-def _finite(interval: tuple[float, float]) -> list[float] | None:
-    """An interval for JSON; one sequence has none."""
-    return list(interval) if all(math.isfinite(end) for end in interval) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,108 +252,71 @@ def pack(
     return Packed(data, bisect_left(starts, full * length))
 
 
-def evaluate_zero_shot(
-    sources: Sequence[str],
-    *,
-    out: Path,
-    corpora: Sequence[str] = (),
-    data: str | Path | None = None,
-    sequences: int = 1024,
-    draws: int = 8,
-    batch_size: int = 32,
-    seed: int = 0,
-    tokenizer: str | None = None,
-    device: str | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """Likelihood of every corpus under every model, at most `sequences` rows of each.
+def _truth(rows: OracleSource, count: int) -> dict[str, Any]:
+    """What the oracle knows: its entropy, and the exact likelihood of the very rows measured.
 
-    No `corpora` means all seven; `data` is a folder of their files, None the hub. All texts are
-    read before anything is measured, so a wrong file is found at once. A corpus that is done is
-    written to `out`, and not measured again for the same weights, rows, draws and seed.
-    `tokenizer` is for models that bring none.
+    The second is what a bound on the same rows should be compared with: the luck of the draw
+    cancels.
     """
-    if min(sequences, draws, batch_size) < 1:
-        raise UserError("sequences, draws and batch_size are 1 or more.")
-    documents = open_corpora(corpora or CORPORA, data)
-    models = peek_models(sources, tokenizer)
-    if not models:
-        raise UserError("Nothing to evaluate: name a model.")
-    words = models[0].tokenizer
-    if words is None:
-        raise UserError(
-            f"{models[0].source} has no tokenizer to read text with: name it with --tokenizer."
-        )
-    packed = {
-        length: dict(_read(documents, words, length, sequences, progress))
-        for length in dict.fromkeys(model.config.length for model in models)
+    entropy, error = rows.language.entropy()
+    exact = -rows.language.log_prob(rows.ordered(0, count)).mean().item()
+    return {
+        "source": "oracle",
+        "entropy": entropy / rows.length,
+        "entropy_se": error / rows.length,
+        "exact_nll": exact / rows.length,
     }
-    noise = {"draws": draws, "seed": seed}
-    rows = []
-    for model in models:
-        texts = packed[model.config.length]
-        weights = find_source(model.source).fingerprint()
-        files = {n: _file(out, weights, model, corpus, noise) for n, corpus in texts.items()}
-        missing = {name: corpus for name, corpus in texts.items() if not files[name].exists()}
-        for name, row in _measure(model, missing, noise, batch_size, device, progress):
-            _keep(files[name], row)
-        for name, path in files.items():
-            where = {"corpus": name, "source": documents[name].source, "model": model.source}
-            rows.append(where | _kept(path))
-    return Report(model=", ".join(sources), judge=None, rows=rows)
 
 
-def _read(
-    documents: Mapping[str, Documents],
-    tokenizer: Tokenizer,
-    length: int,
-    sequences: int,
-    progress: Progress | None,
-) -> Iterator[tuple[str, Packed]]:
-    for number, (name, texts) in enumerate(documents.items(), 1):
-        yield name, pack(name, texts, tokenizer, length, sequences)
-        if progress is not None:
-            progress("Reading", number, len(documents))
+def _check_texts(source: str, model: Model, rows: TokenSource, count: int) -> None:
+    """Refuse text that has no likelihood: tokens never written, or several texts in a row.
 
-
-def _measure(
-    candidate: ModelInfo,
-    texts: Mapping[str, Packed],
-    noise: dict[str, int],
-    batch_size: int,
-    device: str | None,
-    progress: Progress | None,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not texts:
-        return
-    source = candidate.source
-    model = load(source, device=device, tokenizer=candidate.given)
-    for name, corpus in texts.items():
-
-        def tell(done: int, total: int, stage: str = f"{source} on {name}") -> None:
-            if progress is not None:
-                progress(stage, done, total)
-
-        count = corpus.data.num_sequences
-        row = likelihood_row(
-            source, model, corpus.data, count, batch_size=batch_size, progress=tell, **noise
+    The first have probability 0 in exact terms, and an arbitrary large cost in ours; of the second
+    a model of one text a window would read the first alone.
+    """
+    never, end_id = [], model.config.end_id
+    for first in range(0, count, ROWS_AT_ONCE):
+        tokens = rows.ordered(first, min(ROWS_AT_ONCE, count - first))
+        never.append(model.without_likelihood(tokens))
+        if end_id is not None and goes_on(tokens, end_id):
+            raise UserError(
+                f"{source} reads one text a row, and the rows go on after an end of text: give "
+                "text, or data prepared with `didi data prepare --rows document`."
+            )
+    bad = torch.cat(never)
+    if len(bad):
+        token = int(bad[0])
+        ends = token == rows.tokenizer.eot_id
+        where = " Prepared data has one after each document." if ends else ""
+        raise UserError(
+            f"{len(bad)} of {count * rows.length} tokens of the text are such as {source} never "
+            f"writes (`{rows.tokenizer.decode([token])}`, id {token}), so it has no likelihood of "
+            f"the text: give text without them.{where}"
         )
-        yield name, row | {"tokens": count * row["length"], "documents": corpus.documents}
 
 
-def _file(out: Path, weights: str, model: ModelInfo, corpus: Packed, noise: dict[str, int]) -> Path:
-    """Where a row is kept: named by all that it depends on."""
-    name = digest(VERSION, weights, asdict(model.config), corpus.data.fingerprint, noise)
-    return out / "zero-shot" / f"{name}.json"
+def _row_of(
+    source: str,
+    model: Model,
+    corpus: Packed,
+    batch_size: int,
+    noise: Mapping[str, int],
+    progress: Callable[[int, int], None],
+) -> Row:
+    count = corpus.data.num_sequences
+    row = likelihood_row(
+        source, model, corpus.data, count, batch_size=batch_size, progress=progress, **noise
+    )
+    return row | {"tokens": count * row["length"], "documents": corpus.documents}
 
 
-def _keep(path: Path, row: dict[str, Any]) -> None:
+def _keep(path: Path, row: Row) -> None:
     with no_space_as_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(row, allow_nan=False).encode())
 
 
-def _kept(path: Path) -> dict[str, Any]:
+def _kept(path: Path) -> Row:
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
