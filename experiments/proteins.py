@@ -7,27 +7,34 @@
 `teachers` trains `protein-teacher` and the left-to-right judge `protein-ar`; `students` measures
 how fast each method learns on this machine, then trains each for so many minutes, with two seeds;
 `table` draws from all of them and measures what needs no fold, beside real and shuffled chains.
-What is finished stays: the same command goes on. `--tiny` makes everything small, to see that it
-runs, or for a CPU (`--tiny cpu`: what two cores train in an hour).
+What is finished stays: the same command goes on. `--at-once` runs so many trainings or
+measurements beside each other; the iterations of a student are those that fill its minutes alone.
+`--tiny` makes everything small, to see that it runs, or for a CPU (`--tiny cpu`: what two cores
+train in an hour).
 """
 
 import argparse
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from didi_instruct.reproduce.paces import STUDENT, rate_of, schedule
 from didi_instruct.reproduce.scale import Training
 
 SHAPES = {
-    "": (),
+    "": ("model.length=256",),
     "cpu": ("model.layers=4", "model.hidden=128", "model.heads=4", "model.length=128"),
     "test": ("model.layers=1", "model.hidden=32", "model.heads=2", "model.length=48"),
 }
+GPU = (
+    "train.batch_size=128", "train.pass_tokens=16384", "train.ema=0.999", "train.eval_every=0",
+    "optim.warmup=300",
+)  # fmt: skip
 PRETRAINING = {
     "": {
-        "protein-teacher": ("train.steps=8000", "train.eval_every=0", "train.ema=0.999"),
-        "protein-ar": ("train.steps=4000", "train.eval_every=0", "train.ema=0.999"),
+        "protein-teacher": ("train.steps=6000", *GPU),
+        "protein-ar": ("train.steps=2500", *GPU),
     },
     "cpu": dict.fromkeys(
         ("protein-teacher", "protein-ar"),
@@ -45,7 +52,7 @@ PRETRAINING = {
         ),
     ),
 }  # fmt: skip
-LENGTHS = {"": "100,200,300", "cpu": "60,120", "test": "24"}
+LENGTHS = {"": "100,200", "cpu": "60,120", "test": "24"}
 """At which sequences are compared. Students learn the teacher's own law of lengths, which path KL
 needs: the judge gives no probability to a chain whose length it was not told."""
 RATES = {
@@ -67,9 +74,11 @@ BANKED = ("reference.source=bank", "reference.rows=4096", "reference.steps=64")
 FEW = ("reference.rows=64", "reference.steps=4", "train.batch_size=8")
 STEPS = "4,8,16,32,64"
 OF_LAW = "ppl,entropy,path-kl,c2st"
-"""Of chains of the lengths that a model draws."""
-OF_CHAINS = "clusters,repeats,composition,novelty"
-"""Of 40 chains of each length, as in the paper."""
+"""Of chains of the lengths that a model draws, beside held-out ones."""
+OF_CHAINS = "clusters,repeats,composition"
+"""Of 40 chains of each length, as in the paper, beside held-out ones."""
+NOVELTY_STEPS = "8,32"
+"""Budgets whose chains are searched for among those of training."""
 
 
 def main() -> None:
@@ -82,6 +91,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--num", type=int, default=256, help="chains of a cell")
+    parser.add_argument("--at-once", type=int, default=1, help="students or tables")
     parser.add_argument("--tiny", choices=tuple(SHAPES), default="")
     given = parser.parse_args()
     {"teachers": teachers, "students": students, "table": table}[given.stage](given)
@@ -118,13 +128,22 @@ def teachers(given: argparse.Namespace) -> None:
 def students(given: argparse.Namespace) -> None:
     """Measure paces, then train every method for so many minutes with each seed."""
     teacher = given.out / "protein-teacher"
+    wanted = []
     for method, rates in RATES.items():
         training = Training(f"protein-{method}", settings_of(given, method, rates))
         steps = int(60 * given.minutes * pace(given, training, teacher))
         for seed in range(given.seeds):
             settings = (*training.overrides, *schedule(training, steps), f"train.seed={seed}")
-            out = given.out / f"{method}-{seed}"
-            trained(out, "distill", training.recipe, "--teacher", str(teacher), settings=settings)
+            wanted.append((given.out / f"{method}-{seed}", training.recipe, settings))
+    with ThreadPoolExecutor(given.at_once) as pool:
+        list(
+            pool.map(
+                lambda one: trained(
+                    one[0], "distill", one[1], "--teacher", str(teacher), settings=one[2]
+                ),
+                wanted,
+            )
+        )
 
 
 def settings_of(given: argparse.Namespace, method: str, rates: tuple[str, ...]) -> tuple[str, ...]:
@@ -157,24 +176,37 @@ def table(given: argparse.Namespace) -> None:
     ]
     lines += [
         (f"{method}-{seed}", f"{method}-{seed}", "dimo" if method == "dimo" else "ancestral")
-        for method in RATES
         for seed in range(given.seeds)
+        for method in RATES
     ]
     few = given.tiny == "test"
-    common = ("--steps", "4,8" if few else STEPS, "--reference", given.held, "--seed", "0")
-    for name, model, sampler in lines:
-        asked = {
-            "law": (
-                "--num", "8" if few else str(given.num), "--judge", str(given.out / "protein-ar"),
-                "--metrics", OF_LAW.replace(",c2st", "") if few else OF_LAW,
-            ),
-            "chains": ("--lengths", LENGTHS[given.tiny], "--metrics", OF_CHAINS),
-        }  # fmt: skip
-        for what, more in asked.items():
-            found = out / f"{name}-{what}.json"
-            if not found.is_file():
-                where = ("--out", str(out / "evals"), "--json", str(found))
-                didi("eval", str(given.out / model), "--sampler", sampler, *common, *more, *where)
+    law = OF_LAW.replace(",c2st", "") if few else OF_LAW
+    steps, lengths = "4,8" if few else STEPS, LENGTHS[given.tiny]
+    questions = {
+        "law": (
+            "--steps", steps, "--num", "8" if few else str(given.num), "--metrics", law,
+            "--judge", str(given.out / "protein-ar"), "--reference", given.held,
+        ),
+        "chains": (
+            "--steps", steps, "--lengths", lengths, "--metrics", OF_CHAINS,
+            "--reference", given.held,
+        ),
+        "novelty": (
+            "--steps", "8" if few else NOVELTY_STEPS, "--lengths", lengths, "--metrics", "novelty",
+            "--reference", given.fasta,
+        ),
+    }  # fmt: skip
+
+    def measure(one: tuple[str, str, str, str]) -> None:
+        what, name, model, sampler = one
+        found = out / f"{name}-{what}.json"
+        if not found.is_file():
+            where = ("--out", str(out / "evals"), "--json", str(found), "--seed", "0")
+            model = str(given.out / model)
+            didi("eval", model, "--sampler", sampler, *questions[what], *where)
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        list(pool.map(measure, [(what, *line) for what in questions for line in lines]))
 
 
 if __name__ == "__main__":

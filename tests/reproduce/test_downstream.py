@@ -119,10 +119,11 @@ def test_a_table_has_stages_baselines_and_the_differences_that_matter():
     assert lines["untrained MDLM, the teacher", None] == 0.2
     assert lines["chance", None] == 0.25
     notes = "\n".join(table.notes)
-    assert f"{after} over {before} [+20.0%, +30.0%]" in notes, "told from the better one's side"
-    assert f"{after} and {student} [-5.0%, +15.0%]" in notes
-    assert f"{student} over {before}" not in notes  # another method at another stage
-    assert f"{after} over {ROWS[3]['model']} [+20.0%, +40.0%]" in notes
+    told = [note for note in table.notes if note.startswith(f"{after} is better than")]
+    assert len(told) == 1, "one note for each model, from the better one's side"
+    assert f"{before} [+20.0%, +30.0%]; {ROWS[3]['model']} [+20.0%, +40.0%]" in told[0]
+    assert f"{after} and: {student} [-5.0%, +15.0%]." in table.notes
+    assert f"{student} is better" not in notes  # another method at another stage
     assert "or McNemar's p is 0.05 or more" in notes
     assert "2 prompts were cut." in notes
     printed = {(row["method"], row["stage"]): row["accuracy"] for row in table.paper}

@@ -13,7 +13,7 @@ from didi_instruct.tasks import mmlu
 from didi_instruct.tasks.baselines import untrained, untrained_of
 from didi_instruct.tasks.mmlu import MmluOptions
 from didi_instruct.tasks.mmlu_data import LETTERS, hashed, split_by_hash, with_shots
-from didi_instruct.tasks.task import KEYS, NamedModel
+from didi_instruct.tasks.task import KEYS, NamedModel, merged
 
 FALSE_ALARM = 1e-5
 ROTATIONS = [[(place + turn) % 4 for place in range(4)] for turn in range(4)]
@@ -256,3 +256,9 @@ def test_models_of_one_shape_share_an_untrained_network(tmp_path):
         trained,
         tiny("masked", vocab_size=tokenizer.size + 1, length=64).network.vocab_embed.embedding,
     )
+
+
+def test_a_remark_of_several_models_is_one_note():
+    remarks = [("a", "cut."), ("b", "cut."), ("c", "cut."), ("a", "ties."), ("b", "ties.")]
+    assert merged(remarks, 3) == ["All models: cut.", "a, b: ties."]
+    assert merged([("a", "cut.")], 1) == ["a: cut."]

@@ -145,8 +145,12 @@ def _named(row: Row, roles: Mapping[str, str]) -> Row:
 def _differences(
     compared: list[Row], roles: Mapping[str, str], form: str, why_none: str
 ) -> list[str]:
-    """Sentences on paired intervals: models after fine-tuning, and each before and after it."""
-    told, same = [], []
+    """Notes on paired intervals, one a model: what it is better than, and what it equals.
+
+    Compared are models after fine-tuning, and each before and after it.
+    """
+    better: dict[str, list[str]] = {}
+    same: dict[str, list[str]] = {}
     for pair in compared:
         first, second = pair["models"]
         (stage1, _, role1), (stage2, _, role2) = (
@@ -157,16 +161,18 @@ def _differences(
         ends = pair["difference_ci95"]
         if pair["better"] is None:
             low, high = (format(end, form) for end in ends)
-            same.append(f"{first} and {second} [{low}, {high}]")
+            same.setdefault(first, []).append(f"{second} [{low}, {high}]")
         else:
             low, high = (format(end, form) for end in sorted(map(abs, ends)))
             other = second if pair["better"] == first else first
-            told.append(f"{pair['better']} over {other} [{low}, {high}]")
-    found = []
-    if told:
-        found.append(f"Better, and by how much (paired 95% interval): {'; '.join(told)}.")
+            better.setdefault(pair["better"], []).append(f"{other} [{low}, {high}]")
+    found = [
+        f"{name} is better than (by, paired 95% interval): {'; '.join(others)}."
+        for name, others in better.items()
+    ]
     if same:
-        found.append(f"No difference ({why_none}; first minus second): {'; '.join(same)}.")
+        found.append(f"No difference below: {why_none}; first minus second.")
+        found += [f"{name} and: {'; '.join(others)}." for name, others in same.items()]
     return found
 
 

@@ -230,6 +230,8 @@ def command(item: Item, scale: Scale) -> str:
     for flag, value in given.items():
         if isinstance(value, str) and value not in usual and not value.startswith("hf:"):
             words += f" --{flag} {_name(value)}"
+    if isinstance(files := scale.tasks.get(item.name), str):
+        words += f" --tasks {Path(files).parent.name}"
     for name, option in scale.judge_options.items():
         flag = f" --judge-{name.replace('_', '-')}"
         words += flag if option is True else f"{flag} {shlex.quote(str(option))}"

@@ -147,9 +147,9 @@ def _small(given: Given) -> Scale:
     scale = Scale(
         name="small",
         says=(
-            "Small scale: stories, models of about 10M parameters, a shortened schedule, texts of "
-            "up to 256 tokens. Orders and directions may be compared with the paper's, values may "
-            "not: data, length, judge and size differ."
+            f"Small scale: models of about 10M parameters on {_titled(given.data)}, a shortened "
+            "schedule, texts of up to 256 tokens. Orders and directions may be compared with the "
+            "paper's, values may not: data, length, judge and size differ."
         ),
         teacher=known or teacher,
         judge=given.judge or ar,
@@ -252,6 +252,11 @@ def words_of(source: str) -> str | None:
 def _reads_text(judge: str) -> bool:
     """Whether a judge is a causal LM of texts, not one of ours, which read tokens."""
     return judge != "oracle" and not is_ours(Path(judge))
+
+
+def _titled(data: str | None) -> str:
+    """The data that was given, without the folder it lies in."""
+    return Path(data).name if data else "stories"
 
 
 def _told(given: Given) -> str:

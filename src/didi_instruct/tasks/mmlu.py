@@ -26,7 +26,15 @@ from didi_instruct.tasks.mmlu_data import (
 )
 from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
 from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
-from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
+from didi_instruct.tasks.task import (
+    Column,
+    NamedModel,
+    Progress,
+    Row,
+    Task,
+    TaskReport,
+    merged,
+)
 
 CHANCE = 1 / len(LETTERS)
 
@@ -89,7 +97,7 @@ def evaluate(
     questions, learnt = _choose(splits, options, data)
     shots = _shots(splits.dev, questions, options.shots, data)
     untrained = untrained_of(models, options.seed)
-    rows, subjects, notes = [], [], []
+    rows, subjects, remarks = [], [], []
     right: dict[str, NDArray[np.float64]] = {}
     for number, entry in enumerate([*models, *untrained]):
         found = _answer(entry, questions, shots, options, progress)
@@ -99,8 +107,8 @@ def evaluate(
         rows.append(row)
         subjects += _by_subject(entry.name, questions, found.right)
         right[entry.name] = found.right
-        notes += _notes(entry.name, row, found)
-    notes += against_chance(rows, CHANCE)
+        remarks += [(entry.name, remark) for remark in _remarks(row, found)]
+    notes = [*merged(remarks, len(rows)), *against_chance(rows, CHANCE)]
     rows.append(_chance_row(len(questions), options.split))
     always = _most_frequent(learnt or questions)
     name = f"always {LETTERS[always]}"
@@ -313,23 +321,24 @@ def _row(name: str, found: Answers, questions: Sequence[Question], options: Mmlu
     }
 
 
-def _notes(name: str, row: Row, found: Answers) -> list[str]:
-    notes = []
+def _remarks(row: Row, found: Answers) -> list[str]:
+    """Sentences on one model's answers, without its name."""
+    remarks = []
     if found.truncated:
-        notes.append(
-            f"{name}: {found.truncated} of {row['prompts']} prompts did not fit its window: "
+        remarks.append(
+            f"{found.truncated} of {row['prompts']} prompts did not fit the window: "
             f"{found.truncated - found.cut} lost shots, {found.cut} the beginning of the question."
         )
     if texts_cut := row.get("nll_text_truncated"):
-        notes.append(
-            f"{name}: for the NLL of text {texts_cut} of {row['nll_text_num']} prompts lost their "
+        remarks.append(
+            f"for the NLL of text {texts_cut} of {row['nll_text_num']} prompts lost their "
             "beginning."
         )
     if not found.exact:
-        notes.append(f"{name}: its tokenizer cuts letters into several tokens; they are scored so.")
+        remarks.append("the tokenizer cuts letters into several tokens; they are scored so.")
     if bool(((found.right > 0) & (found.right < 1)).any()):
-        notes.append(f"{name}: some choices tie, and share the answer.")
-    return notes
+        remarks.append("some choices tie, and share the answer.")
+    return remarks
 
 
 def _by_subject(name: str, questions: Sequence[Question], right: NDArray[Any]) -> list[Row]:

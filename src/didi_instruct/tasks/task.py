@@ -87,3 +87,17 @@ class Task:
     """Things that `num` of a row counts."""
     columns: tuple[Column, ...]
     """The table on the terminal, after the column of models."""
+
+
+def merged(remarks: Sequence[tuple[str, str]], models: int) -> list[str]:
+    """Notes from (model, sentence) pairs: a sentence of several models is said once.
+
+    `models` is the number of models measured.
+    """
+    names: dict[str, list[str]] = {}
+    for name, sentence in remarks:
+        names.setdefault(sentence, []).append(name)
+    return [
+        f"{'All models' if len(who) == models > 1 else ', '.join(who)}: {sentence}"
+        for sentence, who in names.items()
+    ]
