@@ -56,9 +56,8 @@ def test_training_and_evaluation_lines_have_their_own_steps():
         {"step": 10, "loss": 4.0},
     ]
     loss, unique = panels_of(records)
-    assert loss.series[0].steps.tolist() == [10, 20]
-    assert loss.series[0].values.tolist() == [4.0, 2.0]
-    assert (unique.series[0].steps.tolist(), unique.series[0].values.tolist()) == ([10], [0.9])
+    assert list(loss.series[0].points.items()) == [(10, 4.0), (20, 2.0)]
+    assert unique.series[0].points == {10: 0.9}
 
 
 def test_path_kls_come_first_with_a_colour_per_budget_and_their_errors():
@@ -75,10 +74,9 @@ def test_path_kls_come_first_with_a_colour_per_budget_and_their_errors():
         ("16 steps", False),
     ]
     assert four.colour == raw.colour != sixteen.colour
-    assert [panel.style(s) for s in panel.series] == ["-", "--", "-"]
-    assert four.errors.tolist() == [0.1, 0.0]
+    assert [s.style for s in panel.series] == ["-", "--", "-"]
+    assert four.errors == [0.1, 0.0]
     assert raw.errors is None
-    assert [label for label, _, _ in panel.legend()] == ["4 steps", "16 steps", "raw"]
     records = [{"step": 0, "loss": 1.0, "judge_nats_4": 2.0, "entropy_4": 3.0, "entropy": 0.5}]
     assert [p.group.title for p in panels_of(records)] == [
         "judge, nats per token",
@@ -88,13 +86,13 @@ def test_path_kls_come_first_with_a_colour_per_budget_and_their_errors():
     ]
 
 
-def test_a_right_axis_is_named_only_where_there_is_a_left_one():
-    both = panels_of([{"step": 1, "disc_loss": 0.6, "disc_accuracy": 0.7}])[0]
-    assert [label for label, _, _ in both.legend()] == ["disc_loss", "disc_accuracy (right)"]
-    assert both.group.guides == (0.5, 0.95)
-    alone = panels_of([{"step": 1, "disc_accuracy": 0.7}])[0]
-    assert [label for label, _, _ in alone.legend()] == ["disc_accuracy"]
-    assert alone.style(alone.series[0]) == "-"
+def test_a_right_axis_is_there_only_beside_a_left_one():
+    (both,) = panels_of([{"step": 1, "disc_loss": 0.6, "disc_accuracy": 0.7}])
+    assert labels(both) == ["disc_loss", "disc_accuracy (right)"]
+    assert [(s.right, s.style) for s in both.series] == [(False, "-"), (True, "--")]
+    (alone,) = panels_of([{"step": 1, "disc_accuracy": 0.7, "disc_sharpness": 0.6}])
+    assert labels(alone) == ["disc_accuracy", "disc_sharpness"]
+    assert [(s.right, s.style) for s in alone.series] == [(False, "-")] * 2
 
 
 def test_a_logarithm_is_taken_of_positive_numbers_alone():
@@ -103,7 +101,7 @@ def test_a_logarithm_is_taken_of_positive_numbers_alone():
     (panel,) = panels_of(records)
     assert panel.group.log
     assert labels(panel) == ["grad_norm"]
-    assert panel.series[0].steps.tolist() == [3, 4]
+    assert list(panel.series[0].points) == [3, 4]
 
 
 def test_every_number_of_a_group_has_a_colour():

@@ -4,10 +4,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -83,44 +83,23 @@ class Series:
     """One number over the steps."""
 
     label: str
-    steps: np.ndarray
-    values: np.ndarray
+    points: dict[float, float]
+    """Step -> value, in the order of steps."""
     colour: str
+    style: Style = "-"
     right: bool = False
-    dashed: bool = False
+    """Drawn on an axis of its own beside that of the others."""
     raw: bool = False
     """Of the weights themselves, where another series is of their average."""
-    errors: np.ndarray | None = None
+    errors: list[float] | None = None
     """Standard errors, 0 where none is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """A group and its numbers in a log."""
 
     group: Group
-    series: tuple[Series, ...]
-
-    @property
-    def two_sided(self) -> bool:
-        """Whether some series belong to the left axis and some to the right one."""
-        return len({series.right for series in self.series}) == 2
-
-    def style(self, series: Series) -> Style:
-        """Line style of a series."""
-        other_axis = series.right and self.two_sided
-        return "--" if series.raw or series.dashed or other_axis else "-"
-
-    def legend(self) -> list[tuple[str, str, Style]]:
-        """Label, colour and line style of every entry: raw lines share one."""
-        entries: dict[str, tuple[str, str, Style]] = {}
-        for series in self.series:
-            side = " (right)" if series.right and self.two_sided else ""
-            style: Style = "-" if series.raw else self.style(series)
-            entries[series.label] = (series.label + side, series.colour, style)
-        if any(series.raw for series in self.series):
-            entries["raw"] = ("raw", GREY, "--")
-        return list(entries.values())
+    series: list[Series]
 
 
 def draw_curves(log: Path, out: Path, *, title: str = "") -> bool:
@@ -177,8 +156,8 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 def panels_of(records: Sequence[Mapping[str, float]]) -> list[Panel]:
     """Sort what a log holds into panels; numbers of no group are left out."""
-    panels = [Panel(group, tuple(_by_budget(records, n))) for n, group in BY_BUDGET.items()]
-    panels += [Panel(group, tuple(_of_group(records, group))) for group in GROUPS]
+    panels = [Panel(group, _by_budget(records, name)) for name, group in BY_BUDGET.items()]
+    panels += [Panel(group, _of_group(records, group)) for group in GROUPS]
     return [panel for panel in panels if panel.series]
 
 
@@ -199,73 +178,80 @@ def _points(records: Sequence[Mapping[str, float]], name: str) -> dict[float, fl
     return dict(sorted(points.items()))
 
 
-def _series(label: str, points: Mapping[float, float], colour: str, **traits: Any) -> Series:
-    return Series(label, np.array(list(points)), np.array(list(points.values())), colour, **traits)
-
-
-def _of_group(records: Sequence[Mapping[str, float]], group: Group) -> Iterator[Series]:
+def _of_group(records: Sequence[Mapping[str, float]], group: Group) -> list[Series]:
+    """Series of a group; a right axis is there beside a left one alone."""
+    found: list[Series] = []
     for name, colour in zip(group.left + group.right, COLOURS, strict=False):
         points = _points(records, name)
         if group.log:
             points = {step: value for step, value in points.items() if value > 0}
         if points:
-            right, dashed = name in group.right, name in group.dashed
-            yield _series(name, points, colour, right=right, dashed=dashed)
+            right = name in group.right and any(each.label in group.left for each in found)
+            label = f"{name} (right)" if right else name
+            style: Style = "--" if right or name in group.dashed else "-"
+            found.append(Series(label, points, colour, style, right))
+    return found
 
 
-def _by_budget(records: Sequence[Mapping[str, float]], measure: str) -> Iterator[Series]:
+def _by_budget(records: Sequence[Mapping[str, float]], measure: str) -> list[Series]:
     """One colour per number of sampling steps, for averaged and raw weights alike."""
     names = {name for record in records for name in record}
     form = re.compile(rf"{measure}_([1-9]\d*)(_raw)?")
-    found = sorted((int(m[1]), m[2] is not None) for m in map(form.fullmatch, names) if m)
-    budgets = sorted({steps for steps, _ in found})
+    found = sorted((int(m[1]), m[2] or "") for m in map(form.fullmatch, names) if m)
+    budgets, series = sorted({steps for steps, _ in found}), []
     for steps, raw in found:
-        name = f"{measure}_{steps}_raw" if raw else f"{measure}_{steps}"
+        name = f"{measure}_{steps}{raw}"
         points, known = _points(records, name), _points(records, f"{name}_se")
-        errors = np.array([known.get(step, 0.0) for step in points]) if known else None
+        errors = [known.get(step, 0.0) for step in points] if known else None
         label = "1 step" if steps == 1 else f"{steps} steps"
         colour = COLOURS[budgets.index(steps) % len(COLOURS)]
-        yield _series(label, points, colour, raw=raw, errors=errors)
+        style: Style = "--" if raw else "-"
+        series.append(Series(label, points, colour, style, raw=bool(raw), errors=errors))
+    return series
 
 
 def _draw_panel(axis: "Axes", panel: Panel) -> None:
     """Draw one panel; its title and legend stand above it, where they cover no line."""
-    from matplotlib.lines import Line2D
-
-    right = axis.twinx() if panel.two_sided else axis
+    group, tops = panel.group, [max(s.points.values()) for s in panel.series if s.right]
+    right = axis.twinx() if tops else axis
     # The twin lies on top by default, and would hide the main numbers behind the lesser ones.
     axis.set_zorder(right.get_zorder() + 1)
     axis.patch.set_visible(False)
     for series in panel.series:
-        side = right if series.right else axis
-        _draw_series(side, series, panel.style(series), smooth=panel.group.smooth)
+        _draw_series(right if series.right else axis, series, smooth=group.smooth)
     for side in {axis, right}:
         side.yaxis.set_major_formatter(_tick_label)
         side.tick_params(length=0, labelsize=FONT, labelcolor=GREY)
         side.spines[:].set_visible(False)
     axis.grid(color=LIGHT, linewidth=0.6)
     axis.set_axisbelow(True)
-    if panel.group.log:
+    if group.log:
         _make_logarithmic(axis, panel.series)
-    if tops := [series.values.max() for series in panel.series if series.right]:
-        right.set_ylim(0, 1.08 * max(tops) or 1)
-        if panel.group.guides:
-            right.set_ylim(0, 1.02)
-            right.set_yticks([0, *panel.group.guides])
-            for level in panel.group.guides:
-                right.axhline(level, color=GREY, linewidth=0.7, alpha=0.4, zorder=0)
-    entries = panel.legend()
-    rows = -(-len(entries) // LEGEND_COLUMNS)
+    if tops:
+        right.set_ylim(0, 1.02 if group.guides else 1.08 * max(tops) or 1)
+    if tops and group.guides:
+        right.set_yticks([0, *group.guides])
+        for level in group.guides:
+            right.axhline(level, color=GREY, linewidth=0.7, alpha=0.4, zorder=0)
+    _draw_legend(axis, panel)
+
+
+def _draw_legend(axis: "Axes", panel: Panel) -> None:
+    from matplotlib.lines import Line2D
+
+    shown = [series for series in panel.series if not series.raw]
+    lines = [Line2D([], [], label=s.label, c=s.colour, ls=s.style) for s in shown]
+    if len(shown) < len(panel.series):
+        lines.append(Line2D([], [], label="raw", c=GREY, ls="--"))
+    rows = -(-len(lines) // LEGEND_COLUMNS)
     axis.set_title(panel.group.title, loc="left", pad=13 * rows, size=FONT + 1, weight="bold")
     legend = axis.legend(
-        handles=[
-            Line2D([], [], color=c, linestyle=style, label=name) for name, c, style in entries
-        ],
+        handles=lines,
         loc="lower left",
         bbox_to_anchor=(0, 1),
         borderpad=0.2,
         borderaxespad=0.1,
-        ncols=-(-len(entries) // rows),
+        ncols=-(-len(lines) // rows),
         fontsize=FONT,
         frameon=False,
         handlelength=1.6,
@@ -275,9 +261,10 @@ def _draw_panel(axis: "Axes", panel: Panel) -> None:
     legend.set_in_layout(False)  # a wide one would make all panels narrow
 
 
-def _draw_series(axis: "Axes", series: Series, style: Style, *, smooth: bool) -> None:
+def _draw_series(axis: "Axes", series: Series, *, smooth: bool) -> None:
     """Draw a short series with its points, a long one as a running mean over a thin raw line."""
-    steps, values, colour = series.steps, series.values, series.colour
+    steps, values = np.array(list(series.points.items())).T
+    style, colour = series.style, series.colour
     if smooth and len(values) >= SMOOTHED:
         axis.plot(steps, values, color=colour, linewidth=0.5, alpha=0.3)
         axis.plot(steps, running_mean(values, len(values) // 20 | 1), style, color=colour, lw=1.4)
@@ -291,8 +278,8 @@ def _make_logarithmic(axis: "Axes", series: Sequence[Series]) -> None:
     """Use a logarithmic scale, unless the values are so close that it would have no ticks."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    values = np.concatenate([s.values for s in series])
-    decades = math.log10(values.max() / values.min())
+    values = [value for each in series for value in each.points.values()]
+    decades = math.log10(max(values) / min(values))
     if decades < 1:
         return
     axis.set_yscale("log")
