@@ -169,6 +169,7 @@ def _steps_plot(name: str, title: str, caption: str, panels: Sequence[Panel], ro
         else:
             set_scale(axis, ends)
     _set_steps(axes[-1], sorted({r["nfe"] for p in panels for _, known in p.series for r in known}))
+    _lay_out(figure)
     alt = " ".join(panel.words() for panel in panels)
     return Plot(name, title, caption, alt, (as_svg(figure, name),), as_png(figure))
 
@@ -205,6 +206,7 @@ def _set_steps(axis: "Axes", budgets: Sequence[int]) -> None:
     axis.set_xlabel("steps per text (NFE)", fontsize=FONT, color=SOFT)
 
 
+Place = tuple[float, float]
 Sweeps = Mapping[int, Sequence[tuple[Line, list[Point]]]]
 """Points of each line by number of steps."""
 
@@ -225,8 +227,12 @@ def _frontier(rows: Rows) -> Plot | str:
         "Perplexity over entropy: lower at equal entropy is better. Solid: temperature; dashed: "
         "top-p; large marks: the plain setting."
     )
-    star = _star(rows.reference, shown)
-    caption += " Star: the reference text." if star else ""
+    stars: list[Place] = []
+    entropy, perplexity = rows.reference.get("entropy"), rows.reference.get("ppl")
+    if finite(entropy) and finite(perplexity):
+        across, up = zip(*_places(shown), strict=True)
+        if _is_near(entropy, across) and _is_near(perplexity, up):
+            stars, caption = [(entropy, perplexity)], f"{caption} Star: the reference text."
     caption += f" {left_out} budgets are left out." if left_out else ""
     alt = "Perplexity over entropy, one panel per budget. " + " ".join(
         f"{line.label} at {steps(nfe)}: {len(points)} settings."
@@ -234,10 +240,10 @@ def _frontier(rows: Rows) -> Plot | str:
         for line, points in shown[nfe]
         if len(points) > 1
     )
-    wide = _draw_frontier(rows.lines, shown, star, 3)
+    wide = _draw_frontier(rows.lines, shown, stars, 3)
     svgs: tuple[str, ...] = (as_svg(wide, "frontier-wide"),)
     if len(shown) > 2:
-        svgs += (as_svg(_draw_frontier(rows.lines, shown, star, 2), "frontier-narrow"),)
+        svgs += (as_svg(_draw_frontier(rows.lines, shown, stars, 2), "frontier-narrow"),)
     return Plot("frontier", "Frontier", caption, alt, svgs, as_png(wide))
 
 
@@ -251,24 +257,13 @@ def _points(lines: Sequence[Line], nfe: int) -> list[tuple[Line, list[Point]]]:
     ]
 
 
-def _places(sweeps: Sweeps) -> list[tuple[float, float]]:
+def _places(sweeps: Sweeps) -> list[Place]:
     """Entropy and perplexity of all points."""
-    return [
-        (p.entropy, p.perplexity) for shown in sweeps.values() for _, each in shown for p in each
-    ]
-
-
-def _star(reference: Row, sweeps: Sweeps) -> tuple[float, float] | None:
-    """Entropy and perplexity of the reference text, where both are known and not far off."""
-    entropy, perplexity = reference.get("entropy"), reference.get("ppl")
-    if not finite(entropy) or not finite(perplexity):
-        return None
-    across, up = zip(*_places(sweeps), strict=True)
-    return (entropy, perplexity) if _is_near(entropy, across) and _is_near(perplexity, up) else None
+    return [(p.entropy, p.perplexity) for each in sweeps.values() for _, of in each for p in of]
 
 
 def _draw_frontier(
-    lines: Sequence[Line], sweeps: Sweeps, star: tuple[float, float] | None, columns: int
+    lines: Sequence[Line], sweeps: Sweeps, stars: Sequence[Place], columns: int
 ) -> "Figure":
     """A panel per budget in so many columns, all with the same axes; each sweep is joined."""
     columns = min(columns, len(sweeps))
@@ -284,15 +279,16 @@ def _draw_frontier(
         axis.tick_params(labelbottom=True)
         for line, points in shown:
             _draw_sweep(axis, points, *_look(line, lines))
-        if star:
+        for star in stars:
             axis.plot(*star, "*", markersize=11, color=SOFT, zorder=2)
-    across, up = zip(*_places(sweeps), *([star] if star else []), strict=True)
+    across, up = zip(*_places(sweeps), *stars, strict=True)
     room = 0.06 * (max(across) - min(across)) or 0.1
     axes[0].set_xlim(min(across) - room, max(across) + room)
     axes[0].locator_params(axis="x", nbins=4 if columns > 1 else 6)
     set_scale(axes[0], up)
     words = "perplexity (up) over entropy in nats (across)"
     figure.supxlabel(words, fontsize=FONT, color=SOFT)
+    _lay_out(figure)
     return figure
 
 
@@ -337,6 +333,14 @@ def _figure_of_lines(
         columnspacing=1.4,
     )  # fmt: skip
     return figure
+
+
+def _lay_out(figure: "Figure") -> None:
+    """Place the panels once, not anew in each file."""
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    figure.set_layout_engine(None)
 
 
 def _shorten(name: str) -> str:
