@@ -386,8 +386,8 @@ STATE = {"grouping": "state", "score_steps": "last"}
             "didi.group_size is 1, but an advantage compares rollouts within a group: "
             "use 2 or more.",
         ),
-        ({"omega_min_time": 0}, "didi.omega_min_time is 0.0: between 0 and 1."),
-        ({"omega_min_time": 1}, "didi.omega_min_time is 1.0: between 0 and 1."),
+        ({"omega_min_time": 0}, "didi.omega_min_time is 0.0: use more than 0 and less than 1."),
+        ({"omega_min_time": 1}, "didi.omega_min_time is 1.0: use more than 0 and less than 1."),
         ({"rollout_steps": 0}, "didi.rollout_steps is 0: use 1 or more."),
         ({"advantage_eps": 0}, "didi.advantage_eps is 0.0: use a finite number above 0."),
         ({"advantage_clip": -1}, "didi.advantage_clip is -1.0: use 0 or more."),
@@ -476,8 +476,11 @@ def test_a_matching_that_cannot_learn_is_refused(matching, message):
         ({"reference": {"rows": 0}}, "reference.rows is 0: use 1 or more."),
         ({"watch": {"budgets": [8, 0]}}, "watch.budgets is [8, 0]: step counts, 1 or more."),
         ({"watch": {"samples": 1}}, "watch.samples is 1: use 2 or more."),
-        ({"watch": {"min_entropy": 1}}, "watch.min_entropy is 1.0: use 0 or more, below 1."),
-        ({"watch": {"min_entropy": -0.1}}, "watch.min_entropy is -0.1: use 0 or more, below 1."),
+        ({"watch": {"min_entropy": 1}}, "watch.min_entropy is 1.0: use 0 or more and less than 1."),
+        (
+            {"watch": {"min_entropy": -0.1}},
+            "watch.min_entropy is -0.1: use 0 or more and less than 1.",
+        ),
         ({"prompt": -1}, "prompt is -1: use 0 (nothing given) or more."),
         (
             {"prompt": 2},

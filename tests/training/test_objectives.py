@@ -6,6 +6,7 @@ from tests.process.reference import nelbo, subs
 from tests.random_models import add_noise
 
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.config.schema import parse
 from didi_instruct.config.train import CurriculumConfig, PretrainConfig
 from didi_instruct.errors import UserError
 from didi_instruct.models.dit import build_model
@@ -174,9 +175,10 @@ def test_the_temperature_falls_by_the_same_factor_in_each_step():
 
 
 def test_bad_settings_of_a_curriculum_are_refused():
-    with pytest.raises(UserError, match=r"curriculum.temperature is \[0.0, 1.0\]"):
-        CurriculumConfig(steps=1, temperature=(0.0, 1.0))
-    with pytest.raises(UserError, match="curriculum.tokens is 1"):
-        CurriculumConfig(tokens=1)
-    with pytest.raises(UserError, match="curriculum.steps is 3, but model.kind is mdlm"):
-        PretrainConfig(curriculum=CurriculumConfig(steps=3))
+    for settings, message in (
+        ({"steps": 1, "temperature": [0.0, 1.0]}, r"curriculum.temperature is \[0.0, 1.0\]"),
+        ({"tokens": 1}, "curriculum.tokens is 1"),
+        ({"steps": 3}, "curriculum.steps is 3, but model.kind is mdlm"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse(PretrainConfig, {"curriculum": settings}, where="r")

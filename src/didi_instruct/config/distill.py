@@ -1,7 +1,7 @@
 """Settings of a distillation run: the sections of a recipe for `didi distill`."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from didi_instruct.config.methods import (
     DidiConfig,
@@ -16,7 +16,13 @@ from didi_instruct.config.methods import (
     TokenMatchingConfig,
 )
 from didi_instruct.config.model import DATA_LENGTHS, Order, read_lengths
-from didi_instruct.config.schema import at_least
+from didi_instruct.config.schema import (
+    Fraction,
+    NonNegative,
+    Positive,
+    StepCounts,
+    at_least,
+)
 from didi_instruct.config.train import DataConfig, LoraConfig, OptimConfig, TrainConfig
 from didi_instruct.errors import UserError
 
@@ -27,29 +33,21 @@ Method = Literal["didi", "token-matching", "mixture", "sdtt", "dimo", "duo"]
 class WatchConfig:
     """Quick evaluations on the way, and when to give up."""
 
-    budgets: tuple[int, ...] = (4, 8)
+    budgets: StepCounts = (4, 8)
     """Step counts of the quick evaluation, every `train.eval_every` iterations and at the end."""
-    samples: int = 256
-    min_entropy: float = 0.5
+    samples: Annotated[int, at_least(2)] = 256
+    min_entropy: Fraction = 0.5
     """Stop when the entropy of the student's draws falls below this share of its start; 0: never.
     For DiMO, whose chance is in what it starts from, that of distinct 4-grams in its place."""
-
-    def __post_init__(self) -> None:
-        """Refuse evaluations that cannot run."""
-        if self.budgets and min(self.budgets) < 1:
-            raise UserError(f"watch.budgets is {list(self.budgets)}: step counts, 1 or more.")
-        at_least("watch", self, 2, ["samples"])
-        if not 0 <= self.min_entropy < 1:
-            raise UserError(f"watch.min_entropy is {self.min_entropy}: use 0 or more, below 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudentOptimConfig(OptimConfig):
     """The student's optimizer; the paper's by default."""
 
-    lr: float = 1e-6
-    beta2: float = 0.999
-    weight_decay: float = 0.01
+    lr: Positive = 1e-6
+    beta2: Fraction = 0.999
+    weight_decay: NonNegative = 0.01
     schedule: Literal["cosine", "linear", "constant"] = "linear"
 
 

@@ -3,6 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from didi_instruct.config.schema import (
+    Count,
+    Fraction,
+    Inside,
+    Natural,
+    NonNegative,
+    Positive,
+)
 from didi_instruct.config.train import LoraConfig, OptimConfig, TrainConfig
 from didi_instruct.errors import UserError
 
@@ -16,10 +24,10 @@ class FinetuneDataConfig:
     source: str | None = None
     """Text as `data.source` of a pretraining, JSON lines with `prompt` and `answer`, or a folder of
     MMLU, as `task` says."""
-    valid: int | None = None
+    valid: Natural | None = None
     """Documents held out from the end, or rows with answers by a hash of their prompts; by default
     1% of them."""
-    length: int | None = None
+    length: Count | None = None
     """Tokens of a row of text; by default what the model reads at once."""
     field: str = "text"
     """Of text in records: the field that holds it."""
@@ -29,13 +37,6 @@ class FinetuneDataConfig:
     """Content of a row of text: a stretch of all documents joined, or one document and its end."""
     long: Literal["drop", "cut", "split"] = "drop"
     """For rows of one document: one that does not fit is left out, cut, or split into several."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes below the least."""
-        if self.length is not None and self.length < 1:
-            raise UserError(f"data.length is {self.length}: use 1 or more.")
-        if self.valid is not None and self.valid < 0:
-            raise UserError(f"data.valid is {self.valid}: use 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,23 +52,18 @@ class AnswersConfig:
     long: Literal["cut", "refuse"] = "cut"
     """A prompt that does not fit the model's window with its answer is cut from the left, or
     refused."""
-    share: float | None = None
+    share: Inside | None = None
     """Of MMLU without a training split: the share of the test split to train on, by a hash of the
     questions; `didi eval --task mmlu --sft-share` then scores the others."""
-
-    def __post_init__(self) -> None:
-        """Refuse shares that leave nothing to learn or to score."""
-        if self.share is not None and not 0 < self.share < 1:
-            raise UserError(f"answers.share is {self.share}: use more than 0 and less than 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneOptimConfig(OptimConfig):
     """AdamW at a constant rate, torch's defaults for the rest."""
 
-    lr: float = 1e-5
-    beta2: float = 0.999
-    weight_decay: float = 0.01
+    lr: Positive = 1e-5
+    beta2: Fraction = 0.999
+    weight_decay: NonNegative = 0.01
     schedule: Literal["cosine", "linear", "constant"] = "constant"
 
 

@@ -1,10 +1,21 @@
 """Settings of the methods of distillation, a section of a recipe each."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from didi_instruct.config.schema import at_least, positive
+from didi_instruct.config.schema import (
+    FINITE,
+    Bound,
+    Count,
+    Fraction,
+    Inside,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    SomeStepCounts,
+    at_least,
+)
 from didi_instruct.errors import UserError
 
 
@@ -44,17 +55,23 @@ def share(section: str, total: int, iterations: int | None, usual: int, most: in
 
 Grouping = Literal["batch", "tau", "state"]
 KL = Literal["forward", "backward", "jeffreys"]
+BETA = Bound(lambda v: len(v) == 2 and min(v) >= 1, "two whole numbers, 1 or more")
+SMOOTHING = Bound(lambda v: 0 <= v < 0.5, "0 or more, below 0.5")
+GAMMA = Bound(
+    lambda v: len(v) == 2 and -30 <= v[0] < v[1] <= 30,
+    "two numbers from -30 to 30, the smaller first",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DidiConfig:
     """Algorithm 1 of the paper and its variants: the student's side."""
 
-    pi: tuple[int, int] = (1, 1)
+    pi: Annotated[tuple[int, int], BETA] = (1, 1)
     """Parameters of the Beta law of τ; (2, 5) prefers small times, (5, 2) large ones."""
     omega: Literal["constant", "schedule"] = "constant"
     """Weight of a time: 1, or -α'/(1 - α), which is 1/τ for the log-linear schedule."""
-    omega_min_time: float = 0.05
+    omega_min_time: Inside = 0.05
     """Times below it weigh no more than it does: 1/τ has no bound."""
     importance_weighting: bool = False
     """Divide the weight by the density of τ, so that `pi` changes the noise alone. It has no bound
@@ -63,7 +80,7 @@ class DidiConfig:
     """Go through z_τ; without it, one step from all masks to text."""
     coupled_time: bool = True
     """Compare texts at the τ the student passed through; without it, at a time of their own."""
-    rollout_steps: int = 1
+    rollout_steps: Count = 1
     """Student steps from all masks to z_τ; K = 1 in the paper. In `order=streams`, those of the
     whole path, on which z_τ is the last stop before τ."""
     score_steps: Literal["all", "last"] = "all"
@@ -78,31 +95,24 @@ class DidiConfig:
     baseline: Literal["mean", "leave-one-out"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation divides the centred rewards."""
-    advantage_eps: float = 1e-6
-    advantage_clip: float = 5.0
+    advantage_eps: Positive = 1e-6
+    advantage_clip: NonNegative = 5.0
     """Largest advantage; 0 does not clip."""
     regularisation: bool = True
     """The two terms below."""
     kl: KL = "forward"
     """KL(teacher ‖ student), KL(student ‖ teacher), or their mean."""
-    kl_weight: float = 0.05
+    kl_weight: NonNegative = 0.05
     """Of the KL per masked position, summed over the scored steps."""
-    entropy_weight: float = 0.0005
+    entropy_weight: NonNegative = 0.0005
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        if len(self.pi) != 2 or min(self.pi) < 1:
-            raise UserError(f"didi.pi is {list(self.pi)}: two whole numbers, 1 or more.")
         if self.group_size < 2:
             raise UserError(
                 f"didi.group_size is {self.group_size}, but an advantage compares rollouts within "
                 "a group: use 2 or more."
             )
-        if not 0 < self.omega_min_time < 1:
-            raise UserError(f"didi.omega_min_time is {self.omega_min_time}: between 0 and 1.")
-        at_least("didi", self, 1, ["rollout_steps"])
-        at_least("didi", self, 0, ["advantage_clip", "kl_weight", "entropy_weight"])
-        positive("didi", self, ["advantage_eps"])
         if self.grouping == "state" and not self.score_decomposition:
             raise UserError("didi.grouping=state shares z_τ: it needs didi.score_decomposition.")
         if self.grouping == "state" and self.score_steps == "all":
@@ -125,22 +135,22 @@ class DidiConfig:
 class DiscriminatorConfig:
     """The network that tells the teacher's text from the student's."""
 
-    lr: float = 1e-6
-    lr_warmup: int = 0
+    lr: Positive = 1e-6
+    lr_warmup: Natural = 0
     """Updates in which its learning rate rises to `lr`."""
-    weight_decay: float | None = None
+    weight_decay: NonNegative | None = None
     """Of its matrices; null: `optim.weight_decay`, the student's."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Share of the head's hidden units that its updates leave out; rewards see all of them."""
-    trainable_blocks: int | None = 4
+    trainable_blocks: Natural | None = 4
     """Last blocks that train beside the head; null: the whole network."""
-    label_smoothing: float = 0.1
+    label_smoothing: Annotated[float, SMOOTHING] = 0.1
     """Targets are 1 - this and this."""
     positions: Literal["all", "masked"] = "all"
     """Where the cross-entropy is taken; re-ranking by `sum` needs all."""
-    steps: int = 1
+    steps: Count = 1
     """Updates per iteration, each on fresh text."""
-    warmup: int = 0
+    warmup: Natural = 0
     """Iterations before the student begins to learn: among `train.steps`, or `warmup_on_top`."""
     chance: float | None = 0.52
     """Share of texts told apart below which the student waits: its reward is noise. null: it never
@@ -151,21 +161,6 @@ class DiscriminatorConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""
-        positive("discriminator", self, ["lr"])
-        if not 0 <= self.label_smoothing < 0.5:
-            raise UserError(
-                f"discriminator.label_smoothing is {self.label_smoothing}: 0 or more, below 0.5."
-            )
-        if self.trainable_blocks is not None:
-            at_least("discriminator", self, 0, ["trainable_blocks"])
-        at_least("discriminator", self, 1, ["steps"])
-        at_least("discriminator", self, 0, ["warmup", "lr_warmup"])
-        if self.weight_decay is not None:
-            at_least("discriminator", self, 0, ["weight_decay"])
-        if not 0 <= self.dropout < 1:
-            raise UserError(
-                f"discriminator.dropout is {self.dropout}: use 0 or more and less than 1."
-            )
         low = 0.0 if self.chance is None else self.chance
         high = 1.0 if self.saturation is None else self.saturation
         if not 0 <= low < high <= 1:
@@ -204,50 +199,39 @@ class ReferenceConfig:
 
     source: Literal["bank", "online", "data"] = "bank"
     """Teacher samples drawn once and kept; drawn for every iteration; or training text."""
-    steps: int = 128
+    steps: Count = 128
     """Steps of the teacher's sampler; with `online` 1 is the paper's literal algorithm."""
-    rows: int = 8192
+    rows: Count = 8192
     """Texts of a bank."""
     bank: str | None = None
     """Folder of the bank, to share it between runs; by default inside the run's own."""
     seed: int = 0
     """Of the bank's texts; `train.seed` decides their order."""
 
-    def __post_init__(self) -> None:
-        """Refuse an empty reference."""
-        at_least("reference", self, 1, ["steps", "rows"])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMatchingConfig:
     """Token-level matching: an auxiliary denoiser learns what the student would write."""
 
-    budgets: tuple[int, ...] = (4, 8)
+    budgets: SomeStepCounts = (4, 8)
     """Step counts N whose paths the student learns on."""
-    contexts: int = 1
+    contexts: Count = 1
     """Draws of the next tokens that share a state."""
-    aux_lr: float = 5e-4
-    aux_steps: int = 2
+    aux_lr: Positive = 5e-4
+    aux_steps: Count = 2
     """Updates of the auxiliary denoiser per iteration, each on fresh text."""
-    warmup: int = 100
+    warmup: Natural = 100
     """Iterations in which the auxiliary denoiser alone learns."""
-    ratio_clip: float = 5.0
+    ratio_clip: NonNegative = 5.0
     """Largest log-ratio of auxiliary over teacher; 0 does not clip."""
-    anchor: float = 0.0
+    anchor: NonNegative = 0.0
     """Weight of the KL to the teacher at the states the student sees."""
     kl: KL = "forward"
-    completion: float = 0.0
+    completion: NonNegative = 0.0
     """Weight of the REINFORCE term for what shown tokens do to the hidden ones."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train."""
-        if not self.budgets or min(self.budgets) < 1:
-            raise UserError(
-                f"token_matching.budgets is {list(self.budgets)}: step counts, 1 or more."
-            )
-        positive("token_matching", self, ["aux_lr"])
-        at_least("token_matching", self, 1, ["contexts", "aux_steps"])
-        at_least("token_matching", self, 0, ["warmup", "ratio_clip", "anchor", "completion"])
         if self.completion and self.contexts < 2:
             raise UserError(
                 f"token_matching.contexts is {self.contexts}, but the completion term compares "
@@ -259,28 +243,18 @@ class TokenMatchingConfig:
 class MixtureConfig:
     """Mixture steps: a code that all tokens of a step share, learnt by likelihood."""
 
-    codes: int = 16
+    codes: Count = 16
     """K: the masks of the student. A step may gain up to log K nats; 1 is plain likelihood of what
     each step reveals."""
-    budgets: tuple[int, ...] = (4, 8)
+    budgets: SomeStepCounts = (4, 8)
     """Step counts N whose steps the student learns."""
-    random: float = 0.0
+    random: Share = 0.0
     """Share of the texts that are revealed in random order whatever `order` is, as in pretraining:
     keeps the likelihood of a student that learns another order."""
-    learning: int = 2
+    learning: Count = 2
     """Codes of each text that learn, drawn from their posterior."""
-    spread: float = 3.0
+    spread: NonNegative = 3.0
     """How far apart the new masks begin, in standard deviations of the embeddings."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
-        if not self.budgets or min(self.budgets) < 1:
-            raise UserError(f"mixture.budgets is {list(self.budgets)}: step counts, 1 or more.")
-        if not 0 <= self.random <= 1:
-            raise UserError(f"mixture.random is {self.random}: it is a share, 0 to 1.")
-        at_least("mixture", self, 1, ["codes"])
-        at_least("mixture", self, 0, ["spread"])
-        at_least("mixture", self, 1, ["learning"])
 
 
 SDTT_ROUNDS = 7
@@ -291,9 +265,9 @@ SDTT_ROUNDS = 7
 class SdttConfig:
     """Self-distillation through time: rounds in which one step learns to be worth two."""
 
-    steps: int = 1024
+    steps: Annotated[int, at_least(2)] = 1024
     """Steps of the teacher in the first round; half as many in each that follows."""
-    iterations: int | None = None
+    iterations: Count | None = None
     """Of a round, after which the student is the teacher; `train.steps` are whole rounds. None:
     `train.steps` are shared evenly among the published 7 rounds."""
     divergence: Literal["backward", "forward", "mse", "tv"] = "backward"
@@ -302,13 +276,6 @@ class SdttConfig:
     grid: Literal["even", "published"] = "even"
     """Times of the teacher's two steps: t and t - dt, as the paper describes them, or those of the
     released code, where a slip makes the first step reveal less."""
-
-    def __post_init__(self) -> None:
-        """Refuse rounds that cannot be."""
-        for name, least in (("steps", 2), ("iterations", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"sdtt.{name} is {value}: use {least} or more.")
 
     def rounds(self, total: int) -> Rounds:
         """The rounds of so many iterations; refuses what is not whole rounds, or too many."""
@@ -330,37 +297,22 @@ DIMO_RANDOM, DIMO_NOISE = 0.4, 0.1
 class DimoConfig:
     """DiMO, adapted to text: a generator of few steps from a start that is partly random."""
 
-    random: float = DIMO_RANDOM
+    random: Fraction = DIMO_RANDOM
     """Share of the start's masks that are random tokens instead."""
-    noise: float = DIMO_NOISE
+    noise: Fraction = DIMO_NOISE
     """Share of Gaussian noise in the embeddings of the start, by standard deviation."""
-    budgets: tuple[int, ...] = (1,)
+    budgets: SomeStepCounts = (1,)
     """Step counts that the student learns."""
-    beta: float = 0.0
+    beta: Annotated[float, FINITE] = 0.0
     """Weight of the reverse KL in the token gradient, 1 - beta that of the forward KL: 0 is the
     difference of both predictions, 1 seeks modes, below 0 spreads."""
     remask: Literal["arccos", "uniform"] = "arccos"
     """Law of the share of a text that is hidden again: `arccos` hides much (the published one)."""
-    aux_lr: float = 1e-5
-    aux_steps: int = 1
+    aux_lr: Positive = 1e-5
+    aux_steps: Count = 1
     """Updates of the auxiliary denoiser per iteration, each on fresh text."""
-    warmup: int = 0
+    warmup: Natural = 0
     """Iterations in which the auxiliary denoiser alone learns."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
-        if not self.budgets or min(self.budgets) < 1:
-            raise UserError(f"dimo.budgets is {list(self.budgets)}: step counts, 1 or more.")
-        for name in ("random", "noise"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"dimo.{name} is {getattr(self, name)}: use 0 or more, below 1.")
-        if not math.isfinite(self.beta):
-            raise UserError(f"dimo.beta is {self.beta}: use a finite number.")
-        if not 0 < self.aux_lr < math.inf:
-            raise UserError(f"dimo.aux_lr is {self.aux_lr}: use a finite number above 0.")
-        for name, least in (("aux_steps", 1), ("warmup", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"dimo.{name} is {getattr(self, name)}: use {least} or more.")
 
 
 DUO_ROUNDS = 5
@@ -371,9 +323,9 @@ DUO_ROUNDS = 5
 class DuoConfig:
     """Rounds in which a uniform-state student learns to say at t what is said at t - Δ."""
 
-    steps: int = 512
+    steps: Annotated[int, at_least(2)] = 512
     """Δ of the first round is one over this; it doubles in each that follows."""
-    iterations: int | None = None
+    iterations: Count | None = None
     """Of a round, after which the student is its own target; `train.steps` are whole rounds. None:
     `train.steps` are shared evenly among the published 5 rounds."""
     target: Literal["average", "student"] = "average"
@@ -385,20 +337,9 @@ class DuoConfig:
     """What Δ is a difference of: the schedule's time, in which samplers take even steps, or the
     log noise-to-signal ratio of the Gaussian latent between the bounds `gamma` (the published one).
     """
-    gamma: tuple[float, float] = (-4.0, -1.0)
+    gamma: Annotated[tuple[float, float], GAMMA] = (-4.0, -1.0)
     """Of the clock `gaussian`: the ratio at times 0 and 1. The bounds that leave nothing out depend
     on the vocabulary; these are for some 50,000 tokens."""
-
-    def __post_init__(self) -> None:
-        """Refuse rounds that cannot be."""
-        for name, least in (("steps", 2), ("iterations", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"duo.{name} is {value}: use {least} or more.")
-        if len(self.gamma) != 2 or not -30 <= self.gamma[0] < self.gamma[1] <= 30:
-            raise UserError(
-                f"duo.gamma is {list(self.gamma)}: two numbers from -30 to 30, the smaller first."
-            )
 
     def rounds(self, total: int) -> Rounds:
         """The rounds of so many iterations; refuses what is not whole rounds, or too many."""

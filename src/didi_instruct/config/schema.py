@@ -5,18 +5,53 @@ import functools
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
 from didi_instruct.errors import UserError
 
 T = TypeVar("T")
+STEP_COUNTS = "step counts, 1 or more"
 REMOVED = {("train.compile", "blocks"): "train.compile=blocks was removed: leave it out."}
 """Values that settings had in earlier versions, and what to do without them."""
+
+
+class Bound(NamedTuple):
+    """Limit of a setting, as metadata of its `Annotated` type."""
+
+    holds: Callable[[Any], bool]
+    remedy: str
+
+
+def at_least(least: float) -> Bound:
+    """Bound of finite numbers from `least` on."""
+    return Bound(lambda value: least <= value < math.inf, f"use {least:g} or more")
+
+
+FINITE = Bound(math.isfinite, "use a finite number")
+Count = Annotated[int, at_least(1)]
+Natural = Annotated[int, at_least(0)]
+NonNegative = Annotated[float, at_least(0)]
+Positive = Annotated[float, Bound(lambda v: 0 < v < math.inf, "use a finite number above 0")]
+Fraction = Annotated[float, Bound(lambda v: 0 <= v < 1, "use 0 or more and less than 1")]
+Share = Annotated[float, Bound(lambda v: 0 <= v <= 1, "use 0 to 1")]
+Inside = Annotated[float, Bound(lambda v: 0 < v < 1, "use more than 0 and less than 1")]
+StepCounts = Annotated[tuple[int, ...], Bound(lambda v: min(v, default=1) >= 1, STEP_COUNTS)]
+SomeStepCounts = Annotated[tuple[int, ...], Bound(lambda v: min(v, default=0) >= 1, STEP_COUNTS)]
 
 
 def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = "") -> T:
@@ -41,7 +76,9 @@ def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = 
         raise UserError(f"{where}: {error}") from None
 
 
-_hints = functools.cache(get_type_hints)  # slow, and the same each time
+@functools.cache  # slow, and the same each time
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -97,19 +134,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def _value(hint: Any, value: Any, where: str, name: str) -> Any:
     """Check one value against its annotation, converting what YAML reads too literally."""
     origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _within(args[1:], _value(args[0], value, where, name), where, name)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         return _first_that_fits([a for a in args if a is not type(None)], value, where, name)
     if origin is Literal:
-        if isinstance(value, bool) and "on" in args:
-            value = "on" if value else "off"  # YAML 1.1 reads `on` and `off` as booleans
-        if isinstance(value, str) and (name, value) in REMOVED:
-            raise UserError(f"{where}: {REMOVED[name, value]}")
-        if value not in args or isinstance(value, bool):
-            choices = ", ".join(str(a) for a in args)
-            raise UserError(f"{where}: `{name}` is {value!r}; choose one of {choices}.")
-        return value
+        return _choice(args, value, where, name)
     if is_dataclass(hint):
         return parse(hint, value, where=where, prefix=f"{name}.")  # type: ignore[arg-type]
     if origin is tuple:
@@ -119,6 +151,25 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
         section = _require(dict, "a section", value, where, name)
         return {k: _value(args[1], v, where, f"{name}.{k}") for k, v in section.items()}
     return value if hint is Any else _scalar(hint, value, where, name)
+
+
+def _choice(choices: Sequence[Any], value: Any, where: str, name: str) -> Any:
+    if isinstance(value, bool) and "on" in choices:
+        value = "on" if value else "off"  # YAML 1.1 reads `on` and `off` as booleans
+    if isinstance(value, str) and (name, value) in REMOVED:
+        raise UserError(f"{where}: {REMOVED[name, value]}")
+    if value not in choices or isinstance(value, bool):
+        known = ", ".join(map(str, choices))
+        raise UserError(f"{where}: `{name}` is {value!r}; choose one of {known}.")
+    return value
+
+
+def _within(bounds: Sequence[Bound], value: Any, where: str, name: str) -> Any:
+    for bound in bounds:
+        if not bound.holds(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise UserError(f"{where}: {name} is {shown}: {bound.remedy}.")
+    return value
 
 
 def _require(kind: Any, needed: str, value: Any, where: str, name: str) -> Any:
@@ -155,19 +206,3 @@ def _scalar(hint: type, value: Any, where: str, name: str) -> Any:
         return str(value)
     words = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
     raise UserError(f"{where}: `{name}` is {value!r}, but {words.get(hint, hint)} is needed.")
-
-
-def at_least(section: str, settings: object, least: float, names: Iterable[str]) -> None:
-    """Refuse settings of a section below `least`, or endless ones."""
-    for name in names:
-        value = getattr(settings, name)
-        if not least <= value < math.inf:
-            raise UserError(f"{section}.{name} is {value}: use {least:g} or more.")
-
-
-def positive(section: str, settings: object, names: Iterable[str]) -> None:
-    """Refuse settings of a section that are not finite numbers above 0."""
-    for name in names:
-        value = getattr(settings, name)
-        if not 0 < value < math.inf:
-            raise UserError(f"{section}.{name} is {value}: use a finite number above 0.")

@@ -2,13 +2,26 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
+from didi_instruct.config.schema import (
+    Bound,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    at_least,
+)
 from didi_instruct.errors import UserError
 
 Family = Literal["dit", "esm"]
 Compile = Literal["auto", "on", "off", "graphs"]
+TEMPERATURES = Bound(
+    lambda v: len(v) == 2 and all(0 < t < math.inf for t in v), "two finite numbers above 0"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,43 +120,28 @@ class DataConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.05
+    lr: Positive = 3e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.05
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: int = 0
+    warmup: Natural = 0
     """Steps of linear warm-up."""
-    final: float = 0.0
+    final: Share = 0.0
     """Learning rate at the end, as a fraction of `lr`."""
-    clip: float = 1.0
+    clip: NonNegative = 1.0
     """Largest gradient norm; 0 does not clip."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
-        for name in ("lr", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(
-                    f"optim.{name} is {getattr(self, name)}: use a finite number above 0."
-                )
-        for name in ("clip", "warmup", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"optim.{name} is {getattr(self, name)}: use 0 or more.")
-        if not 0 <= self.final <= 1:
-            raise UserError(f"optim.final is {self.final}: it is a fraction of lr, 0 to 1.")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise UserError("optim.beta1 and optim.beta2 lie in [0, 1).")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """The loop: how long, how many at once, where, and how often it reports and saves."""
 
-    steps: int = 1000
-    batch_size: int = 64
+    steps: Count = 1000
+    batch_size: Count = 64
     """Sequences per optimizer step, over all processes."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     """Sequences per forward pass of one process; by default its whole share of the batch."""
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -157,47 +155,30 @@ class TrainConfig:
     """For several processes: replicate the model, or shard it (FSDP2)."""
     checkpoints: Literal["full", "sharded"] = "full"
     """`sharded`: every process writes its own part."""
-    ema: float = 0.9999
+    ema: Fraction = 0.9999
     """Decay of the averaged weights; 0 keeps no average."""
     ema_warmup: bool = True
     """The decay of update n is (1 + n) / (10 + n) until that passes `ema`; false: `ema` from the
     first update on, with 0.9999 a third of the start after 10,000 updates."""
-    log_every: int = 10
-    eval_every: int = 0
+    log_every: Count = 10
+    eval_every: Natural = 0
     """Steps between evaluations on held-out data; 0: only at the end."""
-    eval_sequences: int = 512
-    save_every: int = 1000
-    keep: int = 2
+    eval_sequences: Count = 512
+    save_every: Count = 1000
+    keep: Count = 2
     """Checkpoints kept."""
-
-    def __post_init__(self) -> None:
-        """Refuse loops that cannot run."""
-        for name in ("steps", "batch_size", "log_every", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} is {getattr(self, name)}: use 1 or more.")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise UserError(f"train.micro_batch is {self.micro_batch}: use 1 or more.")
-        if not 0 <= self.ema < 1:
-            raise UserError(f"train.ema is {self.ema}: use 0 (off) or more and less than 1.")
-        if self.eval_every < 0 or self.eval_sequences < 1:
-            raise UserError(
-                "train.eval_every cannot be negative, train.eval_sequences is 1 or more."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainTrainConfig(TrainConfig):
     """The loop of a pretraining, which can put rows of similar length together."""
 
-    pass_tokens: int | None = None
+    pass_tokens: Count | None = None
     """Tokens of a forward pass of one process at most: rows of similar length together, cropped to
     the longest. For `model.own_window` and a network that does not read what fills a window."""
 
     def __post_init__(self) -> None:
-        """Refuse passes without tokens."""
-        TrainConfig.__post_init__(self)
-        if self.pass_tokens is not None and self.pass_tokens < 1:
-            raise UserError(f"train.pass_tokens is {self.pass_tokens}: use 1 or more.")
+        """Refuse two sizes of a pass."""
         if self.pass_tokens is not None and self.micro_batch is not None:
             raise UserError(
                 "train.pass_tokens and train.micro_batch both say how much a forward pass reads: "
@@ -209,23 +190,12 @@ class PretrainTrainConfig(TrainConfig):
 class CurriculumConfig:
     """DUO's curriculum: a uniform-state model begins with softened tokens."""
 
-    steps: int = 0
+    steps: Natural = 0
     """First steps of training that it takes; 0: none."""
-    temperature: tuple[float, float] = (1e-3, 1e-3)
+    temperature: Annotated[tuple[float, float], TEMPERATURES] = (1e-3, 1e-3)
     """Of the softmax of the Gaussian latent, at the beginning and at the end of the curriculum."""
-    tokens: int = 16
+    tokens: Annotated[int, at_least(2)] = 16
     """Tokens that a softened one mixes at most: the clean one, and those of most weight."""
-
-    def __post_init__(self) -> None:
-        """Refuse mixtures that mean nothing."""
-        if self.steps < 0:
-            raise UserError(f"curriculum.steps is {self.steps}: use 0 (none) or more.")
-        if len(self.temperature) != 2 or not all(0 < t < math.inf for t in self.temperature):
-            raise UserError(
-                f"curriculum.temperature is {list(self.temperature)}: two finite numbers above 0."
-            )
-        if self.tokens < 2:
-            raise UserError(f"curriculum.tokens is {self.tokens}: a mixture needs 2 or more.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,9 +244,9 @@ class PretrainConfig:
 class LoraConfig:
     """Low-rank adapters (LoRA) on the blocks of a frozen network, in place of its weights."""
 
-    rank: int = 0
+    rank: Natural = 0
     """Of each adapter; 0: no adapters, all weights learn."""
-    alpha: float | None = None
+    alpha: Positive | None = None
     """An adapter's output is multiplied by alpha / rank; by default alpha is twice the rank."""
     targets: tuple[str, ...] = ()
     """Linear layers of each block that have an adapter, by the last part of their names (`q_proj`);
@@ -286,10 +256,6 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         """Refuse ranks and weights that mean nothing."""
-        if self.rank < 0:
-            raise UserError(f"lora.rank is {self.rank}: use 1 or more, or 0 for no adapters.")
-        if self.alpha is not None and not self.alpha > 0:
-            raise UserError(f"lora.alpha is {self.alpha}: use a number above 0.")
         if self.targets and not self.rank:
             raise UserError("lora.targets are set, but lora.rank is 0: give a rank.")
 
