@@ -1,11 +1,14 @@
 # didi serve on a CPU, offline, with the shipped models. Build: docker build -t didi .
+# The default index may serve a CUDA build of torch, several GB larger. For a CPU build, name PyTorch's
+# CPU index: docker build --build-arg TORCH_INDEX=URL -t didi .
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
+ARG TORCH_INDEX=
 RUN python -m venv /opt/didi \
     && /opt/didi/bin/pip install --no-cache-dir --constraint constraints.txt \
-        --extra-index-url https://download.pytorch.org/whl/cpu ".[serve]"
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[serve]"
 
 FROM python:3.12-slim
 COPY --from=build /opt/didi /opt/didi

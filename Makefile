@@ -4,14 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo animation test quick browser harness reproduce lint types wheel setup clean
+.PHONY: demo animation test quick browser harness reproduce lint types wheel docs setup clean
 
 setup: $(VENV)/ready
 
+# With uv, where it is there; with pip otherwise. Both read constraints.txt.
+UV := $(shell command -v uv 2> /dev/null)
+ifdef UV
+INSTALL := $(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt
+else
+INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
+endif
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) torch
+	$(INSTALL) --editable ".[dev]"
 	touch $@
 
 demo: setup
@@ -30,13 +38,13 @@ quick: setup
 
 # The adapter for lm-evaluation-harness, whose library is too large for every developer's machine.
 harness: setup
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[tasks]"
+	$(INSTALL) --editable ".[tasks]"
 	$(BIN)/python -m pytest tests/tasks/test_harness.py
 
 # The page of `didi serve` in Debian's Chromium; axe-core, which looks for what keeps people out, is
 # fetched where npm is. What is absent is named as the reason of a skipped test.
 browser: setup
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[serve,browser]"
+	$(INSTALL) --editable ".[serve,browser]"
 	command -v npm > /dev/null && npm install --silent --prefix out/axe axe-core@4.14.1 || true
 	$(BIN)/python -m pytest -rs tests/serving
 
@@ -55,6 +63,13 @@ types: setup
 
 wheel: setup
 	$(BIN)/python .ci/check_wheel.py
+
+# A site of README, docs and docstrings, in out/site.
+docs: setup
+	$(INSTALL) --editable ".[docs]"
+	rm -rf out/site-src && mkdir -p out/site-src
+	cp -r --parents README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs benchmarks src/didi_instruct/process out/site-src/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) build dist out
