@@ -1,5 +1,6 @@
 """The model card: what it says is what the files say, and the hub can read it."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.hub import export
-from didi_instruct.hub.model_card import MARK, CardOptions, model_card
+from didi_instruct.hub.model_card import MARK, CardOptions, model_card, read_numbers
 from didi_instruct.hub.privacy import publishable, without_paths
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.discriminator import build_discriminator
@@ -330,3 +331,26 @@ def test_a_refusal_is_one_line(hub, monkeypatch):
     with pytest.raises(UserError, match="403 Forbidden.*the token may write there") as caught:
         make().push_to_hub("ann/tiny", token="t")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [7, {}, {"rows": []}, {"rows": [1]}, {"rows": {"a": 1}}, {"rows": [{}], "baseline": [3]},
+     {"rows": [{}], "baseline": "x"}],
+)  # fmt: skip
+def test_numbers_of_another_form_are_refused(tmp_path, odd):
+    (tmp_path / "numbers.json").write_text(json.dumps(odd))
+    with pytest.raises(UserError, match="holds no rows"):
+        read_numbers(tmp_path / "numbers.json")
+
+
+@pytest.mark.parametrize("value", [None, [], [[1]], {"a": 1}, "a|b\n\n# c", True, 1e300])
+def test_values_of_another_form_make_a_table_all_the_same(value):
+    row = {"model": "m", "steps": 8, "ppl": 2.5, "ppl_ci95": [2, 3], "num_samples": 4}
+    for key in row:
+        numbers = {"rows": [row, row | {key: value}, row | {"ppl_ci95": value}], "judge": value}
+        text = model_card(
+            "x", LoadedModel(build_model(CONFIG), CONFIG), CardOptions(numbers=numbers)
+        )
+        table = text.split("## Numbers")[1].split("##")[0].strip().splitlines()[2:]
+        assert len({re.sub(r"\\\|", "", line).count("|") for line in table}) == 1

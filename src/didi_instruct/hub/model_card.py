@@ -138,10 +138,13 @@ class _Known:
 def read_numbers(path: Path) -> dict[str, Any]:
     """Read what `didi eval --json` wrote."""
     value = read_json(path)
-    rows = value.get("rows") if isinstance(value, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
+    content = value if isinstance(value, dict) else {}
+    tables = content.get("rows"), content.get("baseline") or []
+    if not tables[0] or not all(
+        isinstance(table, list) and all(isinstance(row, dict) for row in table) for table in tables
+    ):
         raise UserError(f"{path} holds no rows: give a file that `didi eval --json` wrote.")
-    return dict(value)
+    return content
 
 
 def is_written_by_didi(readme: Path) -> bool:
@@ -219,7 +222,7 @@ def _numbers(known: _Known, evaluation: Mapping[str, Any] | None) -> Iterator[_T
         columns = {who: n for who, n in found.items() if isinstance(n, Mapping) and n}
         names = dict.fromkeys(n for numbers in columns.values() for n in numbers)
         rows = [
-            [f"`{name}`", *(_with_error(numbers, name) for numbers in columns.values())]
+            [f"`{_cell(name)}`", *(_with_error(numbers, name) for numbers in columns.values())]
             for name in names
             if not name.endswith("_se")
         ]
@@ -229,16 +232,14 @@ def _numbers(known: _Known, evaluation: Mapping[str, Any] | None) -> Iterator[_T
 
 def _of_evaluation(evaluation: Mapping[str, Any]) -> _Table:
     """A row for each of the model and of its baseline."""
-    baseline = evaluation.get("baseline")
-    others = baseline if isinstance(baseline, list) else []
-    rows = [without_paths(row) for row in (*evaluation["rows"], *others)]
+    rows = without_paths([*evaluation["rows"], *(evaluation.get("baseline") or [])])
     columns = {key: name for key, name in _SETTINGS.items() if _differs(key, rows)}
     columns |= {k: name for k, name in _MEASURES.items() if any(_is_number(r.get(k)) for r in rows)}
-    counts = {row.get("num_samples") or row.get("num_sequences") for row in rows}
-    known = sorted(count for count in counts if isinstance(count, int))
-    caption = f"{', '.join(map(str, known))} texts per row" if known else "Measured"
+    found = [row.get("num_samples") or row.get("num_sequences") for row in rows]
+    counts = sorted({count for count in found if isinstance(count, int)})
+    caption = f"{', '.join(map(str, counts))} texts per row" if counts else "Measured"
     if judge := evaluation.get("judge"):
-        caption += f", judged by `{without_paths(str(judge))}`"
+        caption += f", judged by `{_cell(without_paths(str(judge)))}`"
     cells = [[_measured(row, key) for key in columns] for row in rows]
     return _Table(f"{caption}; ± is half of a 95% interval.", [*columns.values()], "--:|", cells)
 
