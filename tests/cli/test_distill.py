@@ -12,9 +12,13 @@ import pytest
 import torch
 from tests.runs import distilling
 
-from didi_instruct.cli.distill import evaluation_line
+import didi_instruct as package
+from didi_instruct.cli.train import evaluation_line
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
+from didi_instruct.config.schema import parse
 from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.distill import DistillResult
 from didi_instruct.distillation import bank
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
@@ -209,8 +213,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(didi, place):
 def test_after_ctrl_c_no_line_advises_a_command_that_would_be_refused(didi, place, monkeypatch):
     """The run is begun: the same command without --resume neither goes on nor starts over."""
     outcome = Outcome(3, signal.SIGINT, place / "run" / "checkpoints" / "step-00000003")
-    stopped = distilling.DistillResult(place / "run", outcome, True)
-    monkeypatch.setattr(distilling, "distill", lambda *_, **__: stopped)
+    stopped = DistillResult(place / "run", DistillConfig(), outcome, True)
+    monkeypatch.setattr(package, "distill", lambda *_, **__: stopped)
     code, out, err = didi("distill", "short.yaml", "--teacher", "teacher", "--out", "run")
     assert code == 130
     assert "Go on with --resume." in out
@@ -239,7 +243,7 @@ def test_running_out_of_memory_names_the_remedy(didi, place, monkeypatch):
     def starve(*_, **__):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory: 9 bytes\nx")
 
-    monkeypatch.setattr(distilling, "distill", starve)
+    monkeypatch.setattr(package, "distill", starve)
     code, _, err = didi("distill", "short.yaml", "--teacher", "teacher")
     assert code == 1
     assert err.startswith("didi: Out of memory: use smaller batches or texts.")
@@ -269,10 +273,11 @@ def test_an_evaluation_is_one_short_line():
 )
 def test_the_table_says_who_judges(didi, place, monkeypatch, exact, prompt, heading):
     numbers = {"path_entropy_4": 0.5} if prompt else {"path_kl_4": -1.0, "path_entropy_4": 0.5}
-    found = distilling.DistillResult(
-        place / "run", Outcome(3, None, None), True, numbers, numbers, None, exact, prompt, False
-    )
-    monkeypatch.setattr(distilling, "distill", lambda *_, **__: found)
+    values = {"prompt": prompt, "data": {"source": "oracle"}, "train": {"ema": 0.0}}
+    config = parse(DistillConfig, values, where="test")
+    stands = (place / "run", config, Outcome(3, None, None), True)
+    found = DistillResult(*stands, teacher=numbers, student=numbers, exact=exact)
+    monkeypatch.setattr(package, "distill", lambda *_, **__: found)
     code, out, _ = didi("distill", "short.yaml", "--teacher", "teacher", "--out", "run")
     assert code == 0
     assert heading in out.splitlines()[0]

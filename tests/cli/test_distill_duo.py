@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from didi_instruct.cli.distill import _comparison, evaluation_line
+from didi_instruct.cli.train import comparison, evaluation_line
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.distill import DistillResult
 from didi_instruct.training.loop import Outcome
 
@@ -12,12 +13,13 @@ STUDENT = TEACHER | {"judge_nats_4": 1.25}
 
 def result(**changes):
     numbers = {"teacher": TEACHER, "student": STUDENT}
-    return DistillResult(Path("run"), Outcome(6, None, None), True, **(numbers | changes))
+    stands = (Path("run"), DistillConfig(), Outcome(6, None, None), True)
+    return DistillResult(*stands, **(numbers | changes))
 
 
 def test_a_judge_never_stands_without_the_entropy():
     """In the table after a run, and in the line of an evaluation."""
-    title, steps, teacher, student = _comparison(result())
+    title, steps, teacher, student = comparison(result())
     assert title == "judge, nats per token (± standard error) / entropy of a sample's tokens"
     assert steps.split() == ["steps", "4"]
     assert teacher.split() == ["teacher", "1.500", "±", "0.250", "/", "2.750"]
@@ -27,5 +29,5 @@ def test_a_judge_never_stands_without_the_entropy():
 
 
 def test_a_bound_is_called_one():
-    title = next(iter(_comparison(result(exact=False))))
+    title = next(iter(comparison(result(exact=False))))
     assert title.startswith("judge, by the teacher's own bound, nats per token")

@@ -484,11 +484,11 @@ def test_a_matching_that_cannot_learn_is_refused(matching, message):
         ({"prompt": -1}, "prompt is -1: use 0 (nothing given) or more."),
         (
             {"prompt": 2},
-            "prompt gives the first tokens of real text: name it with --set data.source=...",
+            "prompt gives the first tokens of real text: name it with `data.source`.",
         ),
         (
             {"reference": {"source": "data"}},
-            "reference.source=data takes real text: name it with --set data.source=...",
+            "reference.source=data takes real text: name it with `data.source`.",
         ),
         (
             {"didi": {"grouping": "tau", "group_size": 3}},

@@ -168,5 +168,5 @@ def test_a_split_that_is_not_there_is_named(copy: Path, tmp_path: Path) -> None:
         "documents": 0, "tokens": 0, "rows": 0, "dropped_tokens": 0, "shards": [],
     }  # fmt: skip
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"has no valid rows, only train.*--valid"):
+    with pytest.raises(UserError, match=r"has no valid rows, only train.*`valid`"):
         open_data(copy, "valid")

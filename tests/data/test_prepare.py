@@ -203,7 +203,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
 def test_a_tokenizer_needs_an_end_of_text_token(stories: Path, tmp_path: Path) -> None:
     Tokenizer.from_words(["a", "b"]).save(tmp_path / "tokenizer")
     src = write_jsonl(tmp_path / "a.jsonl", ["a a a"] * 30)
-    with pytest.raises(UserError, match="--eot"):
+    with pytest.raises(UserError, match="`eot`"):
         run(src, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"), length=4)
     run(src, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"), length=4, valid=3, eot="b")
     assert tokens_of(tmp_path / "out", "train").tolist() == [0, 0, 0, 1] * 27

@@ -135,7 +135,7 @@ def test_another_field_can_be_named(tmp_path: Path) -> None:
 def test_a_missing_field_lists_those_there_are(tmp_path: Path, kind: str) -> None:
     content = {".jsonl": jsonl(["x"]), ".csv": csv_of(["x"]), ".parquet": parquet(["x"])}[kind]
     path = written(tmp_path / f"a{kind}", content)
-    with pytest.raises(UserError, match=r"^a.*no field `body`, only `id`, `text`.*--field"):
+    with pytest.raises(UserError, match=r"^a.*no field `body`, only `id`, `text`.*`field`"):
         documents_of(path, field="body")
 
 

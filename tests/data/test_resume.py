@@ -214,7 +214,7 @@ def test_another_setting_is_refused_by_name(corpus, tmp_path, difference, finish
     else:
         assert kill_at(corpus, out, 4)
     before = content_of(out)
-    with pytest.raises(UserError, match=f"{difference}.*--overwrite") as caught:
+    with pytest.raises(UserError, match=f"{difference}.*`overwrite`") as caught:
         run(corpus, out, **DIFFERENT[difference])
     assert ("unfinished" in str(caught.value)) is not finished
     assert content_of(out) == before
@@ -229,9 +229,9 @@ def test_rows_of_documents_are_not_taken_for_others(corpus, tmp_path, finished: 
     else:
         assert kill_at(corpus, out, 2, **options)
     before = content_of(out)
-    with pytest.raises(UserError, match=r"\(rows was document, is the default\).*--overwrite"):
+    with pytest.raises(UserError, match=r"\(rows was document, is the default\).*`overwrite`"):
         run(corpus, out, length=24)
-    with pytest.raises(UserError, match=r"\(long was the default, is cut\).*--overwrite"):
+    with pytest.raises(UserError, match=r"\(long was the default, is cut\).*`overwrite`"):
         run(corpus, out, **LAYOUTS["document, cut"])
     assert content_of(out) == before
 
@@ -259,18 +259,18 @@ def test_another_text_is_refused_by_name(corpus: Path, tmp_path: Path, finished:
 
     (corpus / "b.jsonl").write_bytes(original.replace(b"cat", b"dog"))  # the same size
     os.utime(corpus / "b.jsonl", ns=(1, 1))
-    with pytest.raises(UserError, match=r"source `b.jsonl` changed.*--overwrite"):
+    with pytest.raises(UserError, match=r"source `b.jsonl` changed.*`overwrite`"):
         run(corpus, out)
     (corpus / "b.jsonl").write_bytes(original + b"\n")
-    with pytest.raises(UserError, match=r"source `b.jsonl` changed.*--overwrite"):
+    with pytest.raises(UserError, match=r"source `b.jsonl` changed.*`overwrite`"):
         run(corpus, out)
     (corpus / "b.jsonl").write_bytes(original)
     (corpus / "new.txt").write_text("new")
-    with pytest.raises(UserError, match=r"source `new.txt` is new.*--overwrite"):
+    with pytest.raises(UserError, match=r"source `new.txt` is new.*`overwrite`"):
         run(corpus, out)
     (corpus / "new.txt").unlink()
     (corpus / "a.jsonl").rename(corpus / ".a")
-    with pytest.raises(UserError, match=r"source `a.jsonl` is gone.*--overwrite"):
+    with pytest.raises(UserError, match=r"source `a.jsonl` is gone.*`overwrite`"):
         run(corpus, out)
     (corpus / ".a").rename(corpus / "a.jsonl")
     assert content_of(out) == before
@@ -355,7 +355,7 @@ def test_damage_to_an_unfinished_folder_is_noticed(corpus: Path, tmp_path: Path)
     shard.write_bytes(content)
     tokenizer = (out / "tokenizer.json").read_bytes()
     Tokenizer.from_words(["a", "<eos>"]).save(out)
-    with pytest.raises(UserError, match=r"tokenizer.json: changed.*--overwrite"):
+    with pytest.raises(UserError, match=r"tokenizer.json: changed.*`overwrite`"):
         run(corpus, out)
     (out / "tokenizer.json").write_bytes(tokenizer)
     (out / "progress.json").write_text("{")

@@ -14,8 +14,7 @@ from didi_instruct.config.schema import parse
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import unigram_entropy
-from didi_instruct.evaluation.quick import oracle_judge
-from didi_instruct.evaluation.quick_uniform import UniformQuickTest
+from didi_instruct.evaluation.quick_eval import QuickTest, oracle_judge
 from didi_instruct.process.schedule import LogLinear
 from didi_instruct.training.reporting import Reporter
 
@@ -96,7 +95,7 @@ def test_quick_numbers_are_those_of_the_samples():
         return table.expand(len(at), -1)
 
     start = torch.full((12, language.length), 64)
-    test = UniformQuickTest(LogLinear(1e-3), start, 64, [3], oracle_judge(language), seed=5)
+    test = QuickTest(LogLinear(1e-3), start, 64, [3], oracle_judge(language), seed=5, uniform=True)
     tokens, found = test.draw(rows, 3).tokens, test.measure(rows)
     nats = -language.log_prob(tokens) / language.length
     assert found["judge_nats_3"] == pytest.approx(nats.mean().item())
@@ -111,6 +110,8 @@ def test_what_cannot_be_distilled_is_refused(run, tmp_path):
         run(recipe(), teacher=masked)
     with pytest.raises(UserError, match="kind `mdlm`: method=duo"):
         run(recipe(student=str(masked)))
-    with pytest.raises(UserError, match="method=duo adds noise to real text: name it with --set"):
+    with pytest.raises(
+        UserError, match="method=duo adds noise to real text: name it with `data.source`"
+    ):
         run(recipe(data={}))
     assert not (tmp_path / "run").exists()

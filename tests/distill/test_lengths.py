@@ -13,7 +13,7 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 import didi_instruct as didi
 from didi_instruct.config.model import NEVER
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
-from didi_instruct.distillation.lengths import give_lengths, take_lengths
+from didi_instruct.distillation.networks import prepare_teacher, take_lengths
 from didi_instruct.errors import UserError
 from didi_instruct.hub.sources import load_source
 from didi_instruct.process.masking import before_end
@@ -158,9 +158,10 @@ def test_an_endless_language_has_no_lengths_to_count(models):
         of("mixture", data={"source": "oracle"}, lengths="data"),
         OracleSource(OracleLanguage.default()),
     )
-    loaded = give_lengths(load_source(models / "dplm"), config, "dplm")
+    loaded = load_source(models / "dplm")
+    network = prepare_teacher(loaded, config, "dplm")
     with pytest.raises(UserError, match="data.source=oracle has no end of them: name the lengths"):
-        take_lengths(data, config, loaded, loaded.model)
+        take_lengths(None, data, loaded, network, "oracle")
 
 
 def test_a_model_that_reads_what_fills_a_window_keeps_its_windows(run, tmp_path):

@@ -8,7 +8,7 @@ from tests.runs import entries, same_tensors
 import didi_instruct as didi
 from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.quick import oracle_judge, path_gaps
+from didi_instruct.evaluation.quick_eval import oracle_judge, path_gaps
 from didi_instruct.models.checkpoint import load_model
 from didi_instruct.models.foreign.writing import write_foreign
 from didi_instruct.seeding import mix

@@ -5,13 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.random_models import save_random
-from tests.runs import contents, distilling
+from tests.runs import contents
 
 import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.model import ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.training import run_dir
 from didi_instruct.training.distributed import World
 from didi_instruct.training.run_dir import write_recipe
 
@@ -128,8 +129,9 @@ def test_a_batch_that_processes_cannot_share_is_refused_before_the_bank_is_drawn
     run, tmp_path, monkeypatch, draws
 ):
     world = World(torch.device("cpu"), 0, 3)
-    monkeypatch.setattr(distilling, "open_world", lambda _: nullcontext(world))
+    monkeypatch.setattr(run_dir, "open_world", lambda _: nullcontext(world))
     monkeypatch.setattr(World, "wait", lambda _: None)
+    monkeypatch.setattr(World, "any", lambda _, flag: flag)
     with pytest.raises(UserError, match="batch_size is 8, which 3 processes cannot share"):
         run(recipe(reference={"source": "bank"}))
     assert draws == []

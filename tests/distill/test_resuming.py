@@ -79,7 +79,7 @@ def test_a_stopped_and_resumed_run_is_bit_exact(run, models, tmp_path, method, c
 def test_a_run_is_not_resumed_with_other_settings(run, tmp_path, changes, name):
     write_recipe(tmp_path / "run", recipe())
     before = contents(tmp_path)
-    with pytest.raises(UserError, match=f"was begun with {name}.*--teacher .*--resume"):
+    with pytest.raises(UserError, match=f"was begun with {name}.*its own recipe .*recipe.yaml"):
         run(recipe(**changes), resume=True)
     assert contents(tmp_path) == before
 

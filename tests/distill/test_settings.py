@@ -12,14 +12,14 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.config.recipes import recipe_names
 from didi_instruct.config.schema import parse
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.settings import sampling_flags, settings_for
+from didi_instruct.distillation.methods import METHODS
+from didi_instruct.distillation.settings import settings_for
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.training.reporting import Reporter
 from didi_instruct.training.run_dir import write_recipe
 
-METHODS = get_args(Method)
 OTHERS = [n for n in recipe_names() if n.startswith("finetune-") or n.endswith(("-teacher", "-ar"))]
 DISTILLATIONS = [n for n in recipe_names() if n not in OTHERS]
 TEXT = ["data.source=some.txt"]
@@ -28,6 +28,10 @@ TINY = [
     "train.steps=3", "train.batch_size=8", "train.eval_sequences=8", "reference.rows=16",
     "reference.steps=2", "watch.samples=8", "discriminator.warmup=0", "token_matching.warmup=0",
 ]  # fmt: skip
+
+
+def flags_of(config):
+    return METHODS[config.method].sampling_flags(config)
 
 
 class Told(Reporter):
@@ -64,7 +68,7 @@ def run(tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("recipe", DISTILLATIONS)
 def test_any_recipe_is_carried_over_to_any_method(recipe, method):
     config, said = settings_for(recipe, TEXT, method)
@@ -72,12 +76,12 @@ def test_any_recipe_is_carried_over_to_any_method(recipe, method):
     given = settings_for(recipe, TEXT)[0].lengths
     assert config.lengths == ("" if method == "duo" else given)
     assert ("lengths=" in " ".join(said)) == (method == "duo" and bool(given))
-    flags = sampling_flags(config)
+    flags = flags_of(config)
     assert ("--sampler dimo" in flags) == (method == "dimo")
     assert int(flags.split("--steps ")[1].split()[0]) >= 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", get_args(Method))
 def test_a_recipe_of_didi_runs_with_any_method(run, method):
     told = Told()
     result = run(method, reporter=told)
@@ -103,12 +107,12 @@ def test_a_recipe_of_didi_runs_with_any_method(run, method):
     ],
 )
 def test_a_student_is_sampled_in_steps_that_it_has_learnt(recipe, flags):
-    assert sampling_flags(settings_for(recipe, TEXT)[0]) == flags
+    assert flags_of(settings_for(recipe, TEXT)[0]) == flags
 
 
 def test_the_start_of_dimo_is_told_where_it_is_not_the_published_one():
     config = parse(DistillConfig, {"method": "dimo", "dimo": {"random": 0.5}}, where="test")
-    assert sampling_flags(config) == "--sampler dimo --steps 1 --option random=0.5"
+    assert flags_of(config) == "--sampler dimo --steps 1 --option random=0.5"
 
 
 def test_an_order_is_left_out_where_a_method_may_not_know_it_but_refused_where_it_is_asked_for():
@@ -153,4 +157,4 @@ def test_what_another_method_would_read_does_not_hinder_resuming(run, tmp_path):
 def test_one_round_of_duo_ends_at_the_steps_it_began_with():
     values = {"method": "duo", "duo": {"steps": 93, "iterations": 10}, "train": {"steps": 10}}
     config = parse(DistillConfig, values | {"data": {"source": "text"}}, where="test")
-    assert sampling_flags(config) == "--steps 93", "1 / (1 / 93) is a little less"
+    assert flags_of(config) == "--steps 93", "1 / (1 / 93) is a little less"

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +17,10 @@ from tests.runs import contents, entries, same_tensors
 import didi_instruct as didi
 from didi_instruct.config.schema import read_yaml
 from didi_instruct.errors import TrainingError, UserError
-from didi_instruct.evaluation.quick import QuickTest
+from didi_instruct.evaluation.quick_eval import QuickTest
 from didi_instruct.models.checkpoint import read_manifest
+from didi_instruct.training import run_dir
 from didi_instruct.training.distributed import World
-from didi_instruct.training.run_dir import check_held, only_run
 
 from .small import METHODS, Heard, recipe
 
@@ -191,14 +192,14 @@ def test_a_signal_ends_an_evaluation_at_once_and_resume_makes_it_again(run, tmp_
 
 
 def test_a_second_run_in_one_folder_waits_its_turn(run, tmp_path):
-    world = World(torch.device("cpu"), 0, 1)
-    with only_run(tmp_path / "run", world), pytest.raises(UserError, match="in use by another"):
+    held = run_dir.open_run(tmp_path / "run", recipe(), resume=False, device="cpu", reporter=None)
+    with held, pytest.raises(UserError, match="in use by another"):
         run(recipe())
     assert not (tmp_path / "run").exists()
     assert run(recipe()).finished
 
 
-def test_no_process_writes_before_all_have_looked(tmp_path):
+def test_no_process_writes_before_all_have_looked(tmp_path, monkeypatch):
     """The second one comes late: it would find what the first has written meanwhile."""
     folder, meet = tmp_path / "run", threading.Barrier(2, timeout=20)
 
@@ -206,14 +207,23 @@ def test_no_process_writes_before_all_have_looked(tmp_path):
         def wait(self):
             meet.wait()
 
+        def any(self, flag):
+            meet.wait()
+            return flag
+
+    def world_of(rank):
+        return nullcontext(Both(torch.device("cpu"), rank, 2))
+
+    monkeypatch.setattr(run_dir, "open_world", world_of)
+
     def first():
-        check_held(folder, recipe(), False, Both(torch.device("cpu"), 0, 2), verb="didi distill")
-        folder.mkdir()
-        (folder / "curves.png").touch()
+        with run_dir.open_run(folder, recipe(), resume=False, device=0, reporter=None):
+            (folder / "curves.png").touch()
 
     def second():
         time.sleep(0.2)
-        check_held(folder, recipe(), False, Both(torch.device("cpu"), 1, 2), verb="didi distill")
+        with run_dir.open_run(folder, recipe(), resume=False, device=1, reporter=None):
+            pass
 
     with ThreadPoolExecutor(2) as pool:
         for found in [pool.submit(first), pool.submit(second)]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,6 +14,8 @@ from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.distillation.methods import make_task
+from didi_instruct.distillation.networks import make_student
 from didi_instruct.distillation.run import Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.quick_eval import quick_test
@@ -156,8 +157,8 @@ def quick(models, name="teacher", **changes):
     config = of("token-matching", watch={"samples": 40, "budgets": [1]}, **changes)
     loaded = load_source(str(models / name))
     teacher = Teacher(network=loaded.model, tokenizer=TOKENIZER, fingerprint="x")
-    student, world = distilling.open_student(config, loaded, "teacher"), World(torch.device("cpu"))
-    task = distilling.make_task(config, teacher, student, world, None, models, nullcontext)
+    student = make_student(loaded, "teacher", None, config)
+    task = make_task(config, teacher, student, World(torch.device("cpu")))
     return task, quick_test(task, None, loaded)
 
 
@@ -230,7 +231,7 @@ def test_the_judge_sees_the_probability_of_the_lengths_too(models):
     expected = drawn.log_prob + LengthLaw(LENGTHS).log_prob(
         (test.start == task.distillation.mask_id).sum(1)
     )
-    assert torch.allclose(test._texts(drawn).log_prob, expected)
+    assert torch.allclose(test.whole_texts(drawn).log_prob, expected)
 
 
 def test_the_held_out_likelihood_is_of_texts_up_to_their_ends(run, tmp_path):
@@ -298,5 +299,5 @@ def test_a_student_of_streams_teaches_token_matching_alone(run, models):
     assert other.teacher["path_kl_3"] != found.teacher["path_kl_3"]
     with pytest.raises(UserError, match="reveals positions in streams"):
         run(of("didi"), "third", teacher="stream")
-    with pytest.raises(UserError, match="add --set order=streams"):
+    with pytest.raises(UserError, match="add `order=streams`"):
         run(of("token-matching"), "third", teacher="stream")

@@ -14,7 +14,7 @@ import didi_instruct as didi
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.schema import parse, read_yaml
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.evaluation.quick import oracle_judge, path_gaps
+from didi_instruct.evaluation.quick_eval import oracle_judge, path_gaps
 from didi_instruct.evaluation.stats import mean_and_error
 from didi_instruct.seeding import mix
 

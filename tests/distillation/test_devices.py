@@ -10,6 +10,7 @@ from tests.pretend_gpu import GPU, on_gpu, pretended
 from tests.random_models import save_random
 from tests.runs import distilling as api
 
+from didi_instruct.training import run_dir
 from didi_instruct.training.distributed import World
 from didi_instruct.transfer import Later, sent
 
@@ -159,7 +160,7 @@ def test_a_run_with_bank_evaluations_and_checkpoints_mixes_nothing(
     gpu, monkeypatch, tmp_path, method
 ):
     monkeypatch.setattr(api, "draw_curves", lambda *_, **__: False)
-    monkeypatch.setattr(api, "open_world", lambda _: nullcontext(World(GPU)))
+    monkeypatch.setattr(run_dir, "open_world", lambda _: nullcontext(World(GPU)))
     train = {**PLAIN, "steps": 3, "save_every": 2, "eval_every": 2}
     config = recipe(method, reference={"source": "bank"}, train=train)
     teacher = save_random(tmp_path / "teacher")

@@ -5,7 +5,7 @@ import pytest
 
 import didi_instruct as didi
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.evaluation.quick import oracle_facts, oracle_judge, path_gaps
+from didi_instruct.evaluation.quick_eval import oracle_facts, oracle_judge, path_gaps
 from didi_instruct.evaluation.stats import mean_and_error
 
 SAMPLES = 3072

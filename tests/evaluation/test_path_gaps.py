@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.evaluation.quick import path_gaps
+from didi_instruct.evaluation.quick_eval import path_gaps
 from didi_instruct.evaluation.stats import mean_and_error
 from didi_instruct.process.schedule import Cosine, LogLinear
 from didi_instruct.sampling.ancestral import ancestral

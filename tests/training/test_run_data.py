@@ -34,8 +34,8 @@ def test_rows_may_hold_one_document(corpus: Path, tmp_path: Path) -> None:
 def test_what_cannot_work_is_told_in_words_of_a_recipe(corpus: Path, tmp_path: Path) -> None:
     """No advice names a flag that `didi pretrain` does not have."""
     for options, message in (
-        ({"rows": "document"}, r"no document .* or cut documents with --set data\.long=cut"),
-        ({"long": "cut"}, r"--set data\.long=cut needs --set data\.rows=document"),
+        ({"rows": "document"}, r"no document .* or cut documents with `data\.long=cut`"),
+        ({"long": "cut"}, r"`data\.long=cut` needs `data\.rows=document`"),
     ):
         config = settings(corpus, **options)
         with pytest.raises(UserError, match=message):

@@ -12,16 +12,14 @@ from didi_instruct.cli import (
     bench,
     convert,
     data,
-    distill,
     evaluate,
-    finetune,
     generate,
     info,
-    pretrain,
     reproduce,
     serve,
+    train,
 )
-from didi_instruct.errors import TrainingError, UserError, first_line
+from didi_instruct.errors import Argument, Setting, TrainingError, UserError, first_line
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 OUT_OF_MEMORY = "out of memory|can't allocate memory"
@@ -46,9 +44,9 @@ app = typer.Typer(
     help="Distil masked diffusion language models into few-step generators.",
 )
 app.add_typer(data.app, name="data")
-app.command("pretrain")(pretrain.command)
-app.command("distill")(distill.command)
-app.command("finetune")(finetune.command)
+app.command("pretrain")(train.pretrain)
+app.command("distill")(train.distill)
+app.command("finetune")(train.finetune)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
 app.command("serve")(serve.command)
@@ -98,10 +96,18 @@ def _goes_on(arguments: list[str]) -> str:
     return GOES_ON.get(verb, "")
 
 
+def _flag(argument: Argument) -> str:
+    """An argument that an error names, as it is written on the command line."""
+    if isinstance(argument, Setting):
+        return f"--set {argument.name}={'...' if argument.value is None else argument.value}"
+    flag = f"--{argument.name.replace('_', '-')}"
+    return flag if argument.value is None else f"{flag} {argument.value}"
+
+
 def _explain(error: Exception) -> int:
     """Print one line for an error; return the exit code."""
     if isinstance(error, UserError):
-        code, text = WRONG_USAGE, str(error)
+        code, text = WRONG_USAGE, str(error.reworded(_flag))
     elif isinstance(error, TrainingError):
         code, text = FAILED, str(error)
     elif hasattr(error, "format_message"):  # click's own errors: a bad flag, a missing argument

@@ -24,7 +24,7 @@ from didi_instruct.config.schema import (
     at_least,
 )
 from didi_instruct.config.train import DataConfig, LoraConfig, OptimConfig, TrainConfig
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Setting, UserError
 
 Method = Literal["didi", "token-matching", "mixture", "sdtt", "dimo", "duo"]
 
@@ -105,7 +105,7 @@ class DistillConfig:
         ]
         for needed, why in needs:
             if needed and not self.data.source:
-                raise UserError(f"{why}: name it with --set data.source=...")
+                raise UserError("{}: name it with {}.", why, Setting("data.source"))
         if self.lora.rank and self.student is not None:
             raise UserError(
                 f"student is {self.student}, but with lora.rank the student is the teacher with an "
@@ -148,8 +148,9 @@ class DistillConfig:
                 )
         elif not self.data.source:
             raise UserError(
-                f"lengths={DATA_LENGTHS} takes those of real text: name it with --set "
-                "data.source=..."
+                "lengths={} takes those of real text: name it with {}.",
+                DATA_LENGTHS,
+                Setting("data.source"),
             )
 
     def _check_prompts(self) -> None:

@@ -1,7 +1,7 @@
 """Settings of a fine-tuning run: the sections of a recipe."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from didi_instruct.config.schema import (
     Count,
@@ -87,6 +87,9 @@ class FinetuneConfig:
     """An adapter on the model's frozen weights."""
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    unread: ClassVar[frozenset[str]] = frozenset()
+    """Sections that have no effect: none."""
 
     @property
     def iterations(self) -> int:

@@ -1,7 +1,7 @@
 """Recipes: YAML files, shipped by name or given as a path."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,12 +33,31 @@ def find_recipe(recipe: str) -> Path:
     raise UserError(f"`{recipe}` is neither a recipe file nor a shipped recipe.{hint}")
 
 
-def load_recipe(cls: type[T], recipe: str, overrides: Sequence[str] = ()) -> T:
-    """Read a recipe into the settings class `cls`, with `section.key=value` overrides."""
-    path = find_recipe(recipe)
-    values = read_recipe(path)
-    _check_kind(cls, values, path)
-    return parse(cls, apply_overrides(values, overrides), where=path.name)
+def load_recipe(
+    cls: type[T], recipe: str | Path | Mapping[str, Any] | T, overrides: Sequence[str] = ()
+) -> T:
+    """Settings of class `cls` from a recipe, with `section.key=value` overrides.
+
+    The recipe is a shipped name, a file, a mapping, or settings made in Python, which are checked
+    as those of a file are.
+    """
+    values, where = recipe_values(cls, recipe)
+    return parse(cls, apply_overrides(values, overrides), where=where)
+
+
+def recipe_values(
+    cls: type[T], recipe: str | Path | Mapping[str, Any] | T
+) -> tuple[dict[str, Any], str]:
+    """Values of a recipe for `cls` before they are checked, and the name that errors give it."""
+    if isinstance(recipe, (str, Path)):
+        path = find_recipe(str(recipe))
+        values = read_recipe(path)
+        _check_kind(cls, values, path)
+        return values, path.name
+    values = dataclasses.asdict(recipe) if isinstance(recipe, cls) else recipe  # type: ignore
+    if not isinstance(values, Mapping):
+        raise UserError(f"A recipe is a name, a file, a mapping or a {cls.__name__}: {recipe!r}.")
+    return dict(values), cls.__name__
 
 
 def _check_kind(cls: type[Any], values: dict[str, Any], path: Path) -> None:

@@ -73,7 +73,7 @@ def parse(cls: type[T], values: Mapping[str, Any], *, where: str, prefix: str = 
     try:
         return cls(**parsed)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError("{}: {}", where, error) from None
 
 
 @functools.cache  # slow, and the same each time
@@ -102,6 +102,8 @@ def apply_overrides(
     values: dict[str, Any], overrides: Sequence[str], flag: str = "--set"
 ) -> dict[str, Any]:
     """Return a copy of `values` with each `section.key=value` put in its place."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides is the text {overrides!r}: give a list of them.")
     result = _copy(values)
     for override in overrides:
         key, sign, text = override.partition("=")

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
 from didi_instruct.config.schema import (
@@ -211,6 +211,9 @@ class PretrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     train: PretrainTrainConfig = field(default_factory=PretrainTrainConfig)
+
+    unread: ClassVar[frozenset[str]] = frozenset()
+    """Sections that have no effect: none."""
 
     @property
     def iterations(self) -> int:

@@ -9,7 +9,7 @@ from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import SourceScan, Split
 from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Meter, Source
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 
 _MOST_HELD_OUT = 100_000
 _REPORT_EVERY = 256
@@ -135,15 +135,19 @@ def plan_split(corpus: Corpus, valid: int | None) -> SplitPlan:
     if documents == 1 and valid in (None, 1):
         if pieces == 1:
             raise UserError(
-                "The corpus is a single short document, of which no part can be held out: use "
-                "--documents line or paragraph, add text, or hold out nothing with --valid 0."
+                "The corpus is a single short document, of which no part can be held out: use {} "
+                "or paragraph, add text, or hold out nothing with {}.",
+                Argument("documents", "line"),
+                Argument("valid", 0),
             )
         return SplitPlan("piece", pieces - max(1, pieces // 100), pieces)
     if valid is None:
         valid = min(_MOST_HELD_OUT, max(1, documents // 100))
     if valid >= documents:
         raise UserError(
-            f"--valid {valid} leaves nothing to train on: the corpus has {documents} documents."
+            "{} leaves nothing to train on: the corpus has {} documents.",
+            Argument("valid", valid),
+            documents,
         )
     return SplitPlan("document", documents - valid, documents)
 

@@ -13,7 +13,7 @@ from didi_instruct.data.manifest import MANIFEST_FILE, Manifest, Shard
 from didi_instruct.data.permutation import shuffled
 from didi_instruct.data.resume import PROGRESS_FILE
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 
 
 class TokenSource(Protocol):
@@ -101,28 +101,50 @@ class TokenDataset:
         return torch.from_numpy(tokens)
 
 
+class PreparedData:
+    """A folder of prepared data: its manifest and tokenizer, read once for all of its splits."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / MANIFEST_FILE).is_file():
+            raise UserError(_not_prepared(self.folder))
+        self.manifest = Manifest.read(self.folder)
+        self.tokenizer = Tokenizer.load(self.folder)
+        if self.tokenizer.hash != self.manifest.tokenizer.hash:
+            raise UserError(
+                f"{self.folder / 'tokenizer.json'}: is not the tokenizer that made the shards."
+            )
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits that have rows."""
+        return [name for name, info in self.manifest.splits.items() if info.rows]
+
+    def open(self, split: str, *, seed: int = 0, verify: bool = False) -> TokenDataset:
+        """Open a split; with `verify`, read every shard and check its hash."""
+        if split not in self.splits:
+            raise UserError(
+                "{}: has no {} rows, only {}: prepare the data again, with {} above 0 for a "
+                "held-out part.",
+                self.folder,
+                split,
+                ", ".join(self.splits) or "none",
+                Argument("valid"),
+            )
+        records, length = self.manifest.splits[split].shards, self.manifest.length
+        dtype = np.dtype(self.manifest.tokenizer.dtype)
+        shards = [_map_shard(self.folder, record, length, dtype, verify) for record in records]
+        parts = [self.tokenizer.hash, str(seed), *(record.sha256 for record in records)]
+        fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+        name = f"{self.folder} ({split})"
+        return TokenDataset(shards, self.tokenizer, seed, name, fingerprint)
+
+
 def open_data(
     folder: str | Path, split: str = "train", seed: int = 0, verify: bool = False
 ) -> TokenDataset:
     """Open a split of a prepared folder; with `verify`, read every shard and check its hash."""
-    folder = Path(folder)
-    if not (folder / MANIFEST_FILE).is_file():
-        raise UserError(_not_prepared(folder))
-    manifest = Manifest.read(folder)
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.hash != manifest.tokenizer.hash:
-        raise UserError(f"{folder / 'tokenizer.json'}: is not the tokenizer that made the shards.")
-    info = manifest.splits.get(split)
-    if info is None or info.rows == 0:
-        raise UserError(
-            f"{folder}: has no {split} rows, only {_present(manifest)}: "
-            "prepare the data again, with --valid above 0 for a held-out part."
-        )
-    dtype = np.dtype(manifest.tokenizer.dtype)
-    shards = [_map_shard(folder, shard, manifest.length, dtype, verify) for shard in info.shards]
-    parts = [tokenizer.hash, str(seed), *(shard.sha256 for shard in info.shards)]
-    fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
-    return TokenDataset(shards, tokenizer, seed, f"{folder} ({split})", fingerprint)
+    return PreparedData(folder).open(split, seed=seed, verify=verify)
 
 
 def _map_shard(
@@ -150,7 +172,3 @@ def _not_prepared(folder: Path) -> str:
     if (folder / PROGRESS_FILE).is_file():
         return f"{folder}: is not finished: run its `didi data prepare` again, it will go on."
     return f"{folder}: has no {MANIFEST_FILE}: make prepared data with `didi data prepare`."
-
-
-def _present(manifest: Manifest) -> str:
-    return ", ".join(name for name, info in manifest.splits.items() if info.rows) or "none"

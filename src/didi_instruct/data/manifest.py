@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from didi_instruct.data.files import write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 
 Split = Literal["train", "valid"]
 Rows = Literal["stream", "document"]
@@ -33,10 +33,14 @@ class Layout:
         """Refuse words that mean nothing."""
         for name, word, words in (("rows", self.rows, Rows), ("long", self.long, Long)):
             if word not in get_args(words):
-                raise UserError(f"--{name} is `{word}`: use {' or '.join(get_args(words))}.")
+                raise UserError(
+                    "{} is `{}`: use {}.", Argument(name), word, " or ".join(get_args(words))
+                )
         if self.rows == "stream" and self.long != "drop":
             raise UserError(
-                f"--long {self.long} needs --rows document: in a stream every document fits."
+                "{} needs {}: in a stream every document fits.",
+                Argument("long", self.long),
+                Argument("rows", "document"),
             )
 
     @property
@@ -74,8 +78,10 @@ class TokenizerInfo:
         """Describe a tokenizer, by its name alone where `source` is a path."""
         if tokenizer.eot_id is None:
             raise UserError(
-                f"Tokenizer `{source}` has no end-of-text token that is known here: "
-                "name the token that separates documents with --eot."
+                "Tokenizer `{}` has no end-of-text token that is known here: name the token that "
+                "separates documents ({}).",
+                source,
+                Argument("eot"),
             )
         name = Path(source).resolve().name if Path(source).exists() else source
         return cls(tokenizer.hash, tokenizer.size, tokenizer.eot_id, name)

@@ -12,7 +12,7 @@ from didi_instruct.data.corpus import Cursor, PlacedPiece, SplitPlan
 from didi_instruct.data.files import AtomicFile
 from didi_instruct.data.manifest import Layout, Long, Shard, Split
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 
 LONGEST_SPLIT = 1 << 24
 """Tokens of a document that is split into rows, which is in memory as a whole."""
@@ -73,8 +73,10 @@ class OneDocument:
         self._begun += ids[: self._most - len(self._begun)]
         if self._when_long == "split" and len(self._begun) == self._most:
             raise UserError(
-                f"A document has {self._most:,} tokens or more, too many to split: use --rows "
-                "stream, or make several documents of it."
+                "A document has {:,} tokens or more, too many to split: use {}, or make several "
+                "documents of it.",
+                self._most,
+                Argument("rows", "stream"),
             )
         if not last:
             return []

@@ -40,7 +40,7 @@ from didi_instruct.data.resume import (
 )
 from didi_instruct.data.sources import Source, find_sources
 from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 
 _SHARD_BYTES = 64 << 20
 _TOKENIZER_CHARACTERS = 200_000_000
@@ -80,15 +80,17 @@ class PrepareSettings:
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
         if self.length < 1:
-            raise UserError(f"--length is {self.length}: use 1 or more.")
+            raise UserError("{} is {}: use 1 or more.", Argument("length"), self.length)
         if self.valid is not None and self.valid < 0:
-            raise UserError(f"--valid is {self.valid}: use 0 or more.")
+            raise UserError("{} is {}: use 0 or more.", Argument("valid"), self.valid)
         if self.shard_rows is not None and self.shard_rows < 1:
-            raise UserError(f"--shard-rows is {self.shard_rows}: use 1 or more.")
+            raise UserError("{} is {}: use 1 or more.", Argument("shard_rows"), self.shard_rows)
         check_documents(self.documents)
         Layout(self.rows, self.long)  # refuses by itself
         if self.bpe_size is not None and self.eot not in (None, END_OF_TEXT):
-            raise UserError(f"--eot is `{self.eot}`, but a bpe:N tokenizer has {END_OF_TEXT}.")
+            raise UserError(
+                "{} is `{}`, but a bpe:N tokenizer has {}.", Argument("eot"), self.eot, END_OF_TEXT
+            )
 
     @property
     def layout(self) -> Layout:
@@ -108,8 +110,10 @@ class PrepareSettings:
         size = self.tokenizer.removeprefix("bpe:")
         if not size.isascii() or not size.isdigit() or int(size) < 257:
             raise UserError(
-                f"--tokenizer is `{self.tokenizer}`: use bpe:N with N of 257 or more, "
-                f"for 256 bytes and {END_OF_TEXT}."
+                "{} is `{}`: use bpe:N with N of 257 or more, for 256 bytes and {}.",
+                Argument("tokenizer"),
+                self.tokenizer,
+                END_OF_TEXT,
             )
         return int(size)
 
@@ -225,8 +229,12 @@ def _plan(settings: PrepareSettings, corpus: Corpus) -> SplitPlan:
     plan = plan_split(corpus, settings.valid)
     if plan.by == "piece" and settings.rows == "document":
         raise UserError(
-            f"{settings.src}: is a single document, which --rows document keeps whole, so no part "
-            "can be held out: use --documents line or paragraph, add text, or use --valid 0."
+            "{}: is a single document, which {} keeps whole, so no part can be held out: use {} or "
+            "paragraph, add text, or use {}.",
+            settings.src,
+            Argument("rows", "document"),
+            Argument("documents", "line"),
+            Argument("valid", 0),
         )
     return plan
 
@@ -247,8 +255,9 @@ def _resume(
     tokenizer = Tokenizer.load(folder, settings.eot)
     if tokenizer.hash != state.tokenizer.hash:
         raise UserError(
-            f"{folder / 'tokenizer.json'}: changed since the unfinished run wrote it: "
-            "start over with --overwrite."
+            "{}: changed since the unfinished run wrote it: start over ({}).",
+            folder / "tokenizer.json",
+            Argument("overwrite"),
         )
     remove_temporaries(folder)
     options = settings.reading(tokenizer)
@@ -288,7 +297,7 @@ def _check_rows_and_space(
             if tokens >= settings.length:
                 break
         if tokens < settings.length:
-            raise UserError(_no_row(settings, plan, split, tokens, rows.long))
+            raise _no_row(settings, plan, split, tokens, rows.long)
     # One part in ten more than the sample says, as the rest may be harder to compress.
     size = 1.1 * tokens_per_character * corpus.characters * np.dtype(info.dtype).itemsize
     require_space(settings.out, int(size))
@@ -296,24 +305,35 @@ def _check_rows_and_space(
 
 def _no_row(
     settings: PrepareSettings, plan: SplitPlan, split: Split, tokens: int, long: int
-) -> str:
+) -> UserError:
     count = plan.documents(split)
     documents = "1 document" if count == 1 else f"{count} documents"
+    length = Argument("length")
     if split == "train":
-        part, remedy = f"training part ({documents})", "add text or shorten --length"
+        part, remedy = f"training part ({documents})", UserError("add text or a shorter {}", length)
     elif plan.by == "piece":
-        part, remedy = "held-out end of the document", "shorten --length, or use --valid 0"
+        part = "held-out end of the document"
+        remedy = UserError("use a shorter {}, or {}", length, Argument("valid", 0))
     else:
         part = f"held-out part ({documents})"
-        remedy = "hold out more with --valid, or shorten --length"
+        remedy = UserError("hold out more ({}), or use a shorter {}", Argument("valid"), length)
     if long:
-        return (
-            f"{settings.src}: no document of the {part} fits a row of {settings.length} with its "
-            "end-of-text: use a larger --length, or cut documents with --long cut or split."
+        return UserError(
+            "{}: no document of the {} fits a row of {} with its end-of-text: use a larger {}, or "
+            "cut documents with {} or split.",
+            settings.src,
+            part,
+            settings.length,
+            length,
+            Argument("long", "cut"),
         )
-    return (
-        f"{settings.src}: the {part} has {tokens} tokens, fewer than one row of "
-        f"{settings.length}: {remedy}."
+    return UserError(
+        "{}: the {} has {} tokens, fewer than one row of {}: {}.",
+        settings.src,
+        part,
+        tokens,
+        settings.length,
+        remedy,
     )
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal, get_args
 from didi_instruct.data.alphabet import checked_chains
 from didi_instruct.data.hub import stream_of
 from didi_instruct.data.sources import Meter, Source, open_decompressed, readable
-from didi_instruct.errors import MissingExtraError, UserError, first_line
+from didi_instruct.errors import Argument, MissingExtraError, UserError, first_line
 
 Documents = Literal["file", "line", "paragraph"]
 DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
@@ -26,7 +26,7 @@ DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
 def check_documents(word: str) -> Documents:
     """Return the word if it says what a document is."""
     if word not in DOCUMENTS:
-        raise UserError(f"--documents is `{word}`: use {', '.join(DOCUMENTS)}.")
+        raise UserError("{} is `{}`: use {}.", Argument("documents"), word, ", ".join(DOCUMENTS))
     return word
 
 
@@ -320,7 +320,11 @@ def _read_hub(source: Source, options: ReadOptions, meter: Meter) -> Iterator[Fr
 def _column(names: list[str], field: str, place: str) -> int:
     if field not in names:
         raise UserError(
-            f"{place}: has no field `{field}`, only {_listed(names)}: name one with --field."
+            "{}: has no field `{}`, only {}: name one with {}.",
+            place,
+            field,
+            _listed(names),
+            Argument("field"),
         )
     return names.index(field)
 

@@ -18,7 +18,7 @@ from didi_instruct.data.manifest import (
     write_json,
 )
 from didi_instruct.data.sources import Source
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 
 PROGRESS_FILE = "progress.json"
 _FORMAT = "didi-tokens-progress"
@@ -85,7 +85,7 @@ def inspect_folder(folder: Path, overwrite: bool) -> Manifest | PrepareState | N
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise UserError(f"{folder}: is a file, but --out names a folder.")
+        raise UserError("{}: is a file, but {} names a folder.", folder, Argument("out"))
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if names and not names & {MANIFEST_FILE, PROGRESS_FILE}:
         raise UserError(
@@ -120,7 +120,7 @@ def check_settings(folder: Path, recorded: dict[str, Any], now: dict[str, Any], 
         named = ", ".join(
             f"{key} was {_said(recorded.get(key))}, is {_said(now.get(key))}" for key in keys
         )
-        raise UserError(_refusal(folder, what, named))
+        raise _refusal(folder, what, named)
 
 
 def check_sources(
@@ -135,7 +135,7 @@ def check_sources(
     if before != now:
         odd = min(set(before) ^ set(now), default=now[0])
         came = "is new" if odd not in before else "is gone" if odd not in now else "moved"
-        raise UserError(_refusal(folder, what, f"source `{odd}` {came}"))
+        raise _refusal(folder, what, f"source `{odd}` {came}")
     times = modified or [None] * len(recorded)
     for scan, source, time in zip(recorded, sources, times, strict=True):
         if source.path is None:
@@ -144,7 +144,7 @@ def check_sources(
         if same and (time is None or time != source.path.stat().st_mtime_ns):
             same = sha256_file(source.path) == scan.sha256
         if not same:
-            raise UserError(_refusal(folder, what, f"source `{source.name}` changed"))
+            raise _refusal(folder, what, f"source `{source.name}` changed")
 
 
 def check_shards(folder: Path, state: PrepareState, row_bytes: int) -> None:
@@ -153,15 +153,22 @@ def check_shards(folder: Path, state: PrepareState, row_bytes: int) -> None:
         path = folder / shard.file
         if not path.is_file() or path.stat().st_size != shard.rows * row_bytes:
             raise UserError(
-                f"{path}: is missing or has another size than when the unfinished run wrote it: "
-                "start over with --overwrite."
+                "{}: is missing or has another size than when the unfinished run wrote it: start "
+                "over ({}).",
+                path,
+                Argument("overwrite"),
             )
 
 
-def _refusal(folder: Path, what: str, difference: str) -> str:
-    return (
-        f"{folder}: holds {what} ({difference}): repeat the command it was made with, "
-        "choose another --out, or start over with --overwrite."
+def _refusal(folder: Path, what: str, difference: str) -> UserError:
+    return UserError(
+        "{}: holds {} ({}): repeat the command it was made with, choose another {}, or start over "
+        "({}).",
+        folder,
+        what,
+        difference,
+        Argument("out"),
+        Argument("overwrite"),
     )
 
 

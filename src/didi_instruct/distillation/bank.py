@@ -36,6 +36,7 @@ from didi_instruct.sampling.draw import DrawOptions, Noise
 from didi_instruct.sampling.state import PAD, Canvas, State
 from didi_instruct.seeding import mix
 from didi_instruct.training.distributed import World, uses_bf16
+from didi_instruct.training.run_dir import Run
 
 BANK_FILE, DRAWN = "bank.json", "drawn.json"
 ROWS_PER_SHARD = 1024
@@ -246,15 +247,14 @@ def _draw_missing(
 
 
 def teacher_bank(
+    run: Run,
     config: DistillConfig,
     teacher: Teacher,
-    world: World,
     data: TokenSource | None,
-    folder: Path,
-    progress: BankBar,
-) -> TokenSource:
-    """Teacher samples on disk, drawn now where they are missing."""
-    model, reference = teacher.network.config, config.reference
+    progress: BankBar = nullcontext,
+) -> TokenDataset:
+    """The bank of a run, in its folder or that of the settings; what is missing is drawn."""
+    model, reference, device = teacher.network.config, config.reference, run.world.device
     length = window_of(teacher.network) if data is None else data.length
     padded = bool(config.prompts.source)  # which the file has as an id behind all others
     given = length - config.prompts.length if padded else config.prompt
@@ -271,7 +271,7 @@ def teacher_bank(
     )
     schedule = make_schedule(model.schedule)
     denoiser = network_denoiser(teacher.network, schedule)
-    seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, world.device)
+    seed, bf16 = mix(reference.seed, "bank"), uses_bf16(config.train, device)
     starts = Starts(model, length, given)
     if teacher.tokenizer is None:
         raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
@@ -282,24 +282,22 @@ def teacher_bank(
             assert data is not None
             prompts = data.rows(first, count)
         start, owner = starts(Noise(seed, indices), prompts)
-        there, samples = (each.to(world.device) for each in (start[owner], indices))
+        there, samples = (each.to(device) for each in (start[owner], indices))
         canvas = Canvas(there, starts.mask_id, samples)
-        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
             state = State(canvas, DrawOptions(seed=seed))
             drawn = ancestral(denoiser, schedule, state, steps=reference.steps)
         return torch.where(drawn.tokens == PAD, model.num_tokens, drawn.tokens).cpu()
 
-    where = Path(reference.bank) if reference.bank else folder / "bank"
     with progress() as bar:
-        report: Progress | None = bar if world.is_main else None
         return open_bank(
-            where,
+            Path(reference.bank) if reference.bank else run.folder / "bank",
             settings,
             draw,
             teacher.tokenizer,
-            world=world,
+            world=run.world,
             seed=config.train.seed,
-            progress=report,
+            progress=bar if run.world.is_main else None,
         )
 
 

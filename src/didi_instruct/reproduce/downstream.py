@@ -16,13 +16,13 @@ from didi_instruct.errors import UserError
 from didi_instruct.model import load
 from didi_instruct.reproduce.jobs import DATA, Context
 from didi_instruct.tasks.baselines import untrained_of
-from didi_instruct.tasks.finetune_data import PREPARED
 from didi_instruct.tasks.registry import find_task
 from didi_instruct.tasks.scoring import TOKENS
 from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.tasks.task import NamedModel
 from didi_instruct.training.likelihood import check_data, nats_of_texts, perplexity
 from didi_instruct.training.objectives import make_objective
+from didi_instruct.training.run_data import PREPARED
 
 HERE = "didi_instruct.reproduce.downstream"
 BEFORE, AFTER = "before", "after"

@@ -17,12 +17,12 @@ from didi_instruct import __version__
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.methods import PromptsConfig
+from didi_instruct.config.recipes import load_recipe
 from didi_instruct.config.train import LoraConfig, PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
-from didi_instruct.training.run_dir import configure
 
 VERSION, TRAINED = 4, 4
 """Raised where a function behind a job changes its numbers, so that old results are made again; and
@@ -128,7 +128,7 @@ class Context:
 
 @lru_cache(maxsize=1024)
 def _settings(does: str, recipe: str, overrides: tuple[str, ...]) -> Any:
-    return configure(SETTINGS[does], recipe, overrides)
+    return load_recipe(SETTINGS[does], recipe, overrides)
 
 
 def digest(*parts: Any) -> str:

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.recipes import load_recipe
 from didi_instruct.config.schema import read_yaml
 from didi_instruct.config.train import PretrainConfig
 from didi_instruct.distillation.bank import drawing_seconds
 from didi_instruct.evaluation.training_curves import read_log
-from didi_instruct.training.run_dir import configure
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
 SHARED = "shared-gpu"
@@ -43,7 +43,7 @@ def bank_minutes(folder: Path) -> float | None:
     """
     if not (folder / RECIPE).is_file() or "method" not in read_yaml(folder / RECIPE):
         return 0.0
-    config = configure(DistillConfig, str(folder / RECIPE))
+    config = load_recipe(DistillConfig, str(folder / RECIPE))
     if not config.reads_bank:
         return 0.0
     bank = Path(config.reference.bank) if config.reference.bank else folder / "bank"
@@ -56,7 +56,7 @@ def training_texts(folder: Path) -> int | None:
     if not (folder / RECIPE).is_file():
         return None
     kind: Any = DistillConfig if "method" in read_yaml(folder / RECIPE) else PretrainConfig
-    config = configure(kind, str(folder / RECIPE))
+    config = load_recipe(kind, str(folder / RECIPE))
     texts: int = config.iterations * config.train.batch_size
     return texts
 
@@ -90,5 +90,5 @@ def learning(folder: Path) -> dict[str, Any]:
 
 def _tokens_per_step(folder: Path) -> int:
     """Of a pretraining run, whose log has tokens per second alone."""
-    config = configure(PretrainConfig, str(folder / RECIPE), ())
+    config = load_recipe(PretrainConfig, str(folder / RECIPE), ())
     return config.train.batch_size * config.model.row_length

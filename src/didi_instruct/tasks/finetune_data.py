@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,7 @@ from didi_instruct.config.train import DataConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.data.readers import ReadOptions
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Setting, UserError
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.network import Network, NetworkRecord
 from didi_instruct.tasks.answer_files import open_answers
@@ -23,18 +23,28 @@ from didi_instruct.tasks.mmlu_data import examples, read_mmlu, split_by_hash
 from didi_instruct.tasks.prompts import Example, read_examples, read_texts
 from didi_instruct.tasks.statistics import mean_interval
 from didi_instruct.training.answers import make_answer_objective
-from didi_instruct.training.distributed import World, compiles
+from didi_instruct.training.distributed import compiles
 from didi_instruct.training.likelihood import check_data, evaluation_config, losses
 from didi_instruct.training.loop import Evaluate, Tick
 from didi_instruct.training.objectives import Objective, make_objective
 from didi_instruct.training.pretrain_task import PretrainTask
-from didi_instruct.training.run_data import PrepareBar, main_first, open_data_together, with_lengths
-from didi_instruct.training.run_dir import is_begun
+from didi_instruct.training.run_data import (
+    PREPARED,
+    PrepareBar,
+    main_first,
+    open_run_data,
+    with_lengths,
+)
+from didi_instruct.training.run_dir import Run, is_begun
 
 Reader = Callable[[], Iterable[Example]]
 """Reads the examples of a run from the start."""
-PREPARED = "data"
-"""Folder of a run for what was tokenised."""
+WANTED = {
+    "text": "a prepared folder, a text file or folder",
+    "answers": "JSON lines with `prompt` and `answer`",
+    "mmlu": "a folder of MMLU",
+}
+"""Data of each task."""
 
 
 @dataclass(frozen=True)
@@ -55,38 +65,29 @@ class FinetuneData:
 
 
 def open_finetune_data(
+    run: Run,
     config: FinetuneConfig,
     loaded: LoadedModel,
     source: str,
-    folder: Path,
-    world: World,
     progress: PrepareBar = nullcontext,
 ) -> FinetuneData:
     """Open the data of a run in all processes; what is not tokenised yet is, in its folder."""
     if not config.data.source:
-        what = {
-            "text": "a prepared folder, a text file or folder",
-            "answers": "JSON lines with `prompt` and `answer`",
-            "mmlu": "a folder of MMLU",
-        }[config.task]
-        raise UserError(f"data.source is not set: give {what}, as --set data.source=...")
+        raise UserError(
+            "data.source is not set: give {}, as {}.", WANTED[config.task], Setting("data.source")
+        )
     record = cast("Network", loaded.model).record
-    framed = record is not None and (record.before or record.after)
-    if config.task == "text" and not framed:
-        return _open_text(config, loaded, source, folder, world, progress)
     if config.task != "text":
-        window, read = _window(config, loaded, source, record), _reader(config)
-        return _open_rows(config, loaded, read, window, folder, world)
-    return _open_rows(config, loaded, *_framed_texts(config, loaded, source, record), folder, world)
+        read, window = _reader(config), _window(config, loaded, source, record)
+    elif record is not None and (record.before or record.after):
+        read, window = _framed_texts(config, loaded, source, record)
+    else:
+        return _open_text(run, config, loaded, source, progress)
+    return _open_rows(run, config, loaded, read, window)
 
 
 def _open_text(
-    config: FinetuneConfig,
-    loaded: LoadedModel,
-    source: str,
-    folder: Path,
-    world: World,
-    progress: PrepareBar,
+    run: Run, config: FinetuneConfig, loaded: LoadedModel, source: str, progress: PrepareBar
 ) -> FinetuneData:
     given, model, tokenizer = config.data, loaded.config, loaded.tokenizer
     assert given.source is not None
@@ -94,56 +95,39 @@ def _open_text(
     raw = given.source != "oracle" and not is_prepared(Path(given.source))
     if model.end_id is not None and raw and given.rows == "stream":
         raise UserError(
-            f"Each text of {source} has a window of its own: learn one document a row, with "
-            "--set data.rows=document."
+            "Each text of {} has a window of its own: learn one document a row, with {}.",
+            source,
+            Setting("data.rows", "document"),
         )
-    settings = DataConfig(
-        source=given.source,
-        tokenizer=source,
-        field=given.field,
-        documents=given.documents,
-        rows=given.rows,
-        long=given.long,
-        valid=given.valid,
+    settings = {name: value for name, value in asdict(given).items() if name != "length"}
+    data, valid = open_run_data(
+        run,
+        DataConfig(**settings, tokenizer=source),
+        length=given.length or model.length,
+        progress=progress,
+        tokenizer=tokenizer,
+        length_setting="data.length",
     )
-    length = model.length if given.length is None else given.length
-    try:
-        data, valid = open_data_together(
-            settings,
-            folder,
-            world,
-            progress,
-            length=length,
-            seed=config.train.seed,
-            tokenizer=tokenizer,
-        )
-    except UserError as error:
-        raise UserError(str(error).replace("model.length", "data.length")) from error
     check_data(model, tokenizer.hash, data)
     if model.end_id is not None:
-        model = with_lengths(model, data, model.end_id)
-    objective = make_objective(model, compile=compiles(config.train, world.device))
+        model = with_lengths(run, model, data, model.end_id)
+    objective = make_objective(model, compile=compiles(config.train, run.world.device))
     return FinetuneData(data, valid, model, objective, None)
 
 
 def _open_rows(
-    config: FinetuneConfig,
-    loaded: LoadedModel,
-    read: Reader | None,
-    window: Window,
-    folder: Path,
-    world: World,
+    run: Run, config: FinetuneConfig, loaded: LoadedModel, read: Reader, window: Window
 ) -> FinetuneData:
     """Open rows of prompts with answers, or of texts that stand alone."""
-    model, tokenizer, begun = loaded.config, loaded.tokenizer, is_begun(folder)
+    model, tokenizer, begun = loaded.config, loaded.tokenizer, is_begun(run.folder)
     assert tokenizer is not None
-    if begun and not Path(str(config.data.source)).exists():
-        read = None  # a run that goes on needs its tokens, not the file they were made from
+    # A run that goes on needs its tokens, not the file they were made from.
+    missing = begun and not Path(str(config.data.source)).exists()
     data, valid, prepared = main_first(
-        world,
+        run.world,
         lambda _: open_answers(
-            read,
-            folder / PREPARED,
+            None if missing else read,
+            run.folder / PREPARED,
             tokenizer,
             window,
             seed=config.train.seed,
@@ -153,12 +137,14 @@ def _open_rows(
     )
     if window.fill is not None:
         model = replace(model, lengths=data.lengths)
-    masks = config.answers.masking
-    objective = make_answer_objective(model, masks, compile=compiles(config.train, world.device))
+    objective = make_answer_objective(
+        model, config.answers.masking, compile=compiles(config.train, run.world.device)
+    )
     measured = make_answer_objective(evaluation_config(model))
     held_out = 0 if valid is None else valid.num_sequences
-    what, side = ("texts", "right") if config.task == "text" else ("prompts", "left")
-    named = "texts" if config.task == "text" else "prompts with answers"
+    what, named, side = "prompts", "prompts with answers", "left"
+    if config.task == "text":
+        what, named, side = "texts", "texts", "right"
     notes = [f"{data.num_sequences:,} {named} to learn, {held_out:,} held out."]
     reads = f"the {window.length} tokens that the model reads"
     if prepared.cut:
@@ -170,15 +156,16 @@ def _open_rows(
 
 
 def _framed_texts(
-    config: FinetuneConfig, loaded: LoadedModel, source: str, record: NetworkRecord | None
+    config: FinetuneConfig, loaded: LoadedModel, source: str, record: NetworkRecord
 ) -> tuple[Reader, Window]:
     """Texts for a masked LM of transformers, which puts special tokens around each."""
     given = config.data
-    assert record is not None
     if given.rows == "stream" or is_prepared(Path(str(given.source))):
         raise UserError(
-            f"{source} puts special tokens around each text: learn one document a row from its "
-            "file, with --set data.rows=document."
+            "{} puts special tokens around each text: learn one document a row from its file, with "
+            "{}.",
+            source,
+            Setting("data.rows", "document"),
         )
     if given.long == "split":
         raise UserError(
@@ -191,7 +178,6 @@ def _framed_texts(
 
 
 def _reader(config: FinetuneConfig) -> Reader:
-    """Return what reads the examples of the settings, anew each time."""
     source = str(config.data.source)
     if config.task == "answers":
         return lambda: read_examples(source)
@@ -213,8 +199,10 @@ def _mmlu_examples(folder: str, share: float | None) -> list[Example]:
         return examples(taken)
     if not found.train:
         raise UserError(
-            f"{folder}: has no training split (auxiliary_train): add it, or take a share of the "
-            "test split with --set answers.share=0.5, to be scored on the rest."
+            "{}: has no training split (auxiliary_train): add it, or take a share of the test "
+            "split with {}, to be scored on the rest.",
+            folder,
+            Setting("answers.share", 0.5),
         )
     return examples(found.train)
 

@@ -1,29 +1,30 @@
-"""A run's folder: its recipe, whether it may be begun or resumed, what may change meanwhile."""
+"""The folder of a run: held by one command at a time, begun or resumed, its settings kept."""
 
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import yaml
 
-from didi_instruct.config.recipes import load_recipe
-from didi_instruct.config.schema import apply_overrides, parse, read_yaml
-from didi_instruct.config.train import OptimConfig, PretrainTrainConfig
+from didi_instruct import __version__
+from didi_instruct.config.schema import parse, read_yaml
+from didi_instruct.config.train import OptimConfig, PretrainTrainConfig, TrainConfig
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
-from didi_instruct.errors import UserError
+from didi_instruct.errors import Argument, UserError
 from didi_instruct.models.checkpoint import CONFIG, read_manifest
-from didi_instruct.training.distributed import World
-from didi_instruct.training.loop import Loop
-
-T = TypeVar("T")
+from didi_instruct.training.distributed import World, open_world
+from didi_instruct.training.loop import Loop, Outcome
+from didi_instruct.training.reporting import Reporter
 
 RECIPE, LOCK = "recipe.yaml", ".lock"
 BEFORE_THE_FIRST_STEP = (LOCK, "data", "bank")
 BEFORE_THE_FIRST_SAVE = (*BEFORE_THE_FIRST_STEP, RECIPE, "log.jsonl", "tensorboard", "checkpoints")
-"""What a run that was stopped may leave in its folder: the same command starts it over."""
+"""Files of a run that was stopped before it saved anything: the same command starts it over."""
 
 FREE_TO_CHANGE = {
     "": {"reproduces", "expect"},
@@ -47,6 +48,22 @@ FREE_TO_CHANGE = {
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
 
 
+class RunConfig(Protocol):
+    """Settings of any run."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """Settings of the loop."""
+
+    @property
+    def iterations(self) -> int:
+        """Turns of the training loop."""
+
+    @property
+    def unread(self) -> Collection[str]:
+        """Sections that have no effect."""
+
+
 class Change(NamedTuple):
     """A setting that differs from the one a run was begun with."""
 
@@ -54,27 +71,105 @@ class Change(NamedTuple):
     before: Any
     now: Any
     free: bool
-    """Whether a resumed run may change it."""
+    """True if a resumed run may change it."""
 
 
-def configure(
-    cls: type[T], recipe: str | Mapping[str, Any] | T, overrides: Sequence[str] = ()
-) -> T:
-    """Settings from a recipe's name, its file, a mapping or settings already made, overridden."""
-    if isinstance(overrides, str):
-        raise UserError(f"overrides is the text {overrides!r}: give a list of them.")
-    if isinstance(recipe, (str, Path)):
-        return load_recipe(cls, str(recipe), overrides)
-    # Settings made in Python are checked as those of a file are.
-    if is_dataclass(recipe) and not isinstance(recipe, type):
-        recipe = asdict(recipe)
-    if not isinstance(recipe, Mapping):
-        raise UserError(f"A recipe is a name, a file, a mapping or a {cls.__name__}: {recipe!r}.")
-    return parse(cls, apply_overrides(_plain(dict(recipe)), overrides), where=cls.__name__)
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Where a run stands when it returns."""
+
+    folder: Path
+    config: Any
+    outcome: Outcome
+    is_main: bool
+    """True in the process that reports."""
+    new: bool = True
+    """False where a resumed run had finished, so that nothing was trained."""
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps are done and the model is in `folder`."""
+        return self.outcome.signal is None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that holds its folder."""
+
+    folder: Path
+    config: RunConfig
+    world: World
+    reporter: Reporter
+    resume: bool
+    changes: Sequence[Change]
+    """Settings that a resumed run changes."""
+
+    def is_complete(self) -> bool:
+        """Tell, once, if a resumed run has made all of its steps: it stays as it is."""
+        steps = self.config.iterations
+        if not self.resume or steps_made(self.folder) != steps:
+            return False
+        self.reporter.say(
+            f"{self.folder} has finished its {steps} steps: nothing to do (with a higher "
+            "train.steps it goes on)."
+        )
+        return True
+
+    def begin(self, loop: Loop, notes: Iterable[str] = ()) -> int:
+        """Load the last checkpoint, keep the recipe and say the notes; return the first step."""
+        start = loop.resume() if self.resume else 0
+        if start > loop.config.steps:
+            raise _cannot_go_back(self.folder, start, loop.config.steps)
+        for change in self.changes:
+            self.reporter.say(f"Changed: {change.name} {change.before} -> {change.now}")
+        if self.world.is_main:
+            write_recipe(self.folder, self.config)
+        for note in notes:
+            self.reporter.say(note)
+        return start
+
+    def standing(self, outcome: Outcome | None = None) -> dict[str, Any]:
+        """Fields of a `RunResult`; without an outcome, those of a run that had finished before."""
+        return {
+            "folder": self.folder,
+            "config": self.config,
+            "outcome": outcome or Outcome(self.config.iterations, None, None),
+            "is_main": self.world.is_main,
+            "new": outcome is not None,
+        }
+
+    def strategy_notes(self) -> Iterator[str]:
+        """Say which settings of several processes have no effect."""
+        train = self.config.train
+        if train.strategy == "fsdp" and self.world.size == 1:
+            yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
+        elif train.checkpoints == "sharded" and train.strategy == "ddp":
+            yield "train.checkpoints=sharded goes with train.strategy=fsdp: it has no effect."
+
+
+@contextmanager
+def open_run(
+    folder: str | Path,
+    config: RunConfig,
+    *,
+    resume: bool,
+    device: str | None,
+    reporter: Reporter | None,
+) -> Iterator[Run]:
+    """Hold a folder in which a run may begin, or resume; under torchrun, all processes call.
+
+    A folder in which nothing was done is left as it was found.
+    """
+    folder = Path(folder)
+    with open_world(device) as world, _held(folder, world):
+        changes = _check_resumed(folder, config) if resume else _check_new(folder)
+        world.wait()  # none writes before all have looked
+        shown = reporter if world.is_main and reporter else Reporter()
+        yield Run(folder, config, world, shown, resume, changes)
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a run has saved something in a folder."""
+    """Tell if a run has saved something in a folder."""
     finished = (folder / CONFIG).exists() and (folder / RECIPE).exists()
     return finished or any((folder / "checkpoints").glob("step-*"))
 
@@ -93,99 +188,119 @@ def steps_made(folder: Path) -> int | None:
     return step if whole and isinstance(step, int) else None
 
 
-def nothing_to_do(folder: Path, steps: int, resume: bool, say: Callable[[str], None]) -> bool:
-    """Whether a run to resume has finished; it then stays as it is, recipe included."""
-    if not resume or steps_made(folder) != steps:
-        return False
-    say(
-        f"{folder} has finished its {steps} steps: nothing to do "
-        "(--set train.steps=... with a higher number goes on)."
-    )
-    return True
+def write_recipe(folder: Path, config: Any) -> None:
+    """Write the settings in force."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = json.loads(json.dumps(asdict(config)))  # tuples as lists, which YAML can write
+    with no_space_as_user_error(folder):
+        write_atomic(folder / RECIPE, yaml.safe_dump(values, sort_keys=False).encode())
 
 
-def check_folder(folder: Path, config: Any, resume: bool, *, verb: str) -> list[Change]:
-    """Refuse to write over another run, or to resume one that was set up otherwise.
+def provenance(config: Any, **facts: Any) -> dict[str, Any]:
+    """Origin of a model: settings, facts of its run, versions."""
+    versions = {"didi_instruct": __version__, "torch": torch.__version__}
+    return {"recipe": asdict(config), **facts, **versions}
 
-    `verb` is the command, with RECIPE for the recipe. Returns what a resumed run changes.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: give a folder with --out.")
-    if resume:
-        return _check_resumed(folder, config, verb)
+
+def _check_new(folder: Path) -> list[Change]:
+    """Refuse to write over another run, or among other files."""
     if is_begun(folder):
         raise UserError(
-            f"{folder} already holds a run: resume it (--resume), or choose another --out."
+            "{} already holds a run: resume it ({}), or choose another {}.",
+            folder,
+            Argument("resume"),
+            Argument("out"),
         )
     own = BEFORE_THE_FIRST_SAVE if (folder / RECIPE).exists() else BEFORE_THE_FIRST_STEP
-    if folder.exists() and any(path.name not in own for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose another --out.")
+    if any(path.name not in own for path in folder.iterdir()):
+        raise UserError("{} is not empty: choose another {}.", folder, Argument("out"))
     return []
 
 
-def check_held(folder: Path, config: Any, resume: bool, world: World, *, verb: str) -> list[Change]:
-    """`check_folder` once the folder is held: another run may have begun there before that.
-
-    All processes call, and none writes before all have looked.
-    """
-    changes = check_folder(folder, config, resume, verb=verb)
-    world.wait()
-    return changes
-
-
-def _check_resumed(folder: Path, config: Any, verb: str) -> list[Change]:
-    """Refuse what cannot go on, or not like this; return what changes."""
+def _check_resumed(folder: Path, config: RunConfig) -> list[Change]:
+    """Refuse a run that cannot go on, or not with these settings; return what they change."""
     recipe, made, steps = folder / RECIPE, steps_made(folder) or 0, config.iterations
     if not is_begun(folder) and not recipe.exists():
-        raise UserError(f"{folder} holds no run to resume: leave out --resume to start one.")
+        raise UserError(
+            "{} holds no run to resume: leave out {} to start one.", folder, Argument("resume")
+        )
     if made > steps:
-        raise UserError(_cannot_go_back(folder, made, steps))
+        raise _cannot_go_back(folder, made, steps)
     if 0 < made < steps and not any((folder / "checkpoints").glob("step-*")):
         raise UserError(
-            f"{folder} has made {made} steps, but its checkpoints are gone, so it cannot go on: "
-            "choose another --out."
+            "{} has made {} steps, but its checkpoints are gone, so it cannot go on: choose "
+            "another {}.",
+            folder,
+            made,
+            Argument("out"),
         )
     if not recipe.exists():
         return []
     before = parse(type(config), read_yaml(recipe), where=str(recipe))
-    unread = getattr(config, "unread", ())
-    differences = _differences(asdict(before), asdict(config))
-    changes = [change for change in differences if change.name.split(".")[0] not in unread]
+    found = _differences(asdict(before), asdict(config))  # type: ignore[call-overload]
+    changes = [change for change in found if change.name.split(".")[0] not in config.unread]
     for change in changes:
         if not change.free:
             raise UserError(
-                f"{folder} was begun with {change.name} = {change.before}, now it is {change.now}: "
-                f"resume as it began ({verb.replace('RECIPE', str(recipe))} --out {folder} "
-                "--resume), or choose another --out."
+                "{} was begun with {} = {}, now it is {}: resume it with its own recipe ({}), or "
+                "choose another {}.",
+                folder,
+                *change[:3],
+                recipe,
+                Argument("out"),
             )
     return changes
 
 
-def _cannot_go_back(folder: Path, made: int, steps: int) -> str:
-    return (
-        f"{folder} has made {made} steps already, and train.steps asks for {steps}: it cannot go "
-        "back. Choose another --out to start over."
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], section: str = ""
+) -> Iterator[Change]:
+    for name, old in before.items():
+        if isinstance(old, dict):
+            yield from _differences(old, after[name], f"{section}{name}.")
+        elif old != after[name]:
+            free = name in FREE_TO_CHANGE.get(section.rstrip("."), set())
+            yield Change(f"{section}{name}", old, after[name], free)
+
+
+def _cannot_go_back(folder: Path, made: int, steps: int) -> UserError:
+    return UserError(
+        "{} has made {} steps already, and train.steps asks for {}: it cannot go back. Choose "
+        "another {} to start over.",
+        folder,
+        made,
+        steps,
+        Argument("out"),
     )
 
 
 @contextmanager
-def only_run(folder: Path, world: World) -> Iterator[None]:
-    """Hold a run's folder, so that no second command writes into it; all processes call."""
-    taken, handle, new = False, None, not folder.exists()
+def _held(folder: Path, world: World) -> Iterator[None]:
+    """Hold a folder, so that no second command writes into it; all processes call."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError("{} is a file: give a folder ({}).", folder, Argument("out"))
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    taken, handle, found = False, None, set()
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
+        found = {path.name for path in folder.iterdir()}
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
         taken = not _lock(handle)
     try:
         if world.any(taken):
-            error = UserError(f"{folder} is in use by another didi: wait for it, or change --out.")
+            error = UserError(
+                "{} is in use by another didi: wait for it, or change {}.", folder, Argument("out")
+            )
             raise error if world.is_main else SystemExit(2)  # the main process says what is wrong
         yield
     finally:
         if handle is not None:
-            if new and not taken and [path.name for path in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()  # refused before anything was done: no trace
-                folder.rmdir()
+            untouched = {path.name for path in folder.iterdir()} == {*found, LOCK}
+            if untouched and not taken and LOCK not in found:
+                (folder / LOCK).unlink()
+                with suppress(OSError):  # another run may have begun beside it
+                    for path in made:
+                        path.rmdir()
             os.close(handle)
 
 
@@ -202,42 +317,3 @@ def _lock(handle: int) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
-
-
-def start_of(loop: Loop, config: Any, changes: Sequence[Change], resume: bool) -> int:
-    """Load the last checkpoint and keep the recipe; the step to go on from."""
-    folder, steps = loop.folder, loop.config.steps
-    start = loop.resume() if resume else 0
-    if start > steps:
-        raise UserError(_cannot_go_back(folder, start, steps))
-    for change in changes:
-        loop.reporter.say(f"Changed: {change.name} {change.before} -> {change.now}")
-    if loop.world.is_main:
-        write_recipe(folder, config)
-    return start
-
-
-def write_recipe(folder: Path, config: Any) -> None:
-    """Write the settings in force."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with no_space_as_user_error(folder):
-        text = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
-        write_atomic(folder / RECIPE, text.encode())
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists: what YAML can write."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _differences(
-    before: Mapping[str, Any], after: Mapping[str, Any], section: str = ""
-) -> Iterator[Change]:
-    for name, old in before.items():
-        if isinstance(old, dict):
-            yield from _differences(old, after[name], f"{section}{name}.")
-        elif old != after[name]:
-            free = name in FREE_TO_CHANGE.get(section.rstrip("."), set())
-            yield Change(f"{section}{name}", old, after[name], free)
