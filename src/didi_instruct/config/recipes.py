@@ -1,6 +1,7 @@
 """Recipes: YAML files, shipped by name or given as a path."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,19 +14,34 @@ from didi_instruct.errors import UserError
 
 T = TypeVar("T")
 
-SHIPPED = Path(__file__).parent.parent / "recipes"
+SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+ABLATIONS = SHIPPED / "ablations.yaml"
+"""A `base` and `variants`, each of which is a recipe by its name; its path is ABLATIONS / NAME."""
+VERBS: dict[type[Any], str] = {
+    PretrainConfig: "didi pretrain",
+    DistillConfig: "didi distill",
+    FinetuneConfig: "didi finetune",
+}
 
 
 def recipe_names() -> list[str]:
     """Names of the recipes that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    files = [path.stem for path in SHIPPED.glob("*.yaml") if path != ABLATIONS]
+    return sorted([*files, *_ablations()])
+
+
+@functools.cache
+def _ablations() -> dict[str, dict[str, Any]]:
+    values = read_yaml(ABLATIONS)
+    return {name: {"base": values["base"], **own} for name, own in values["variants"].items()}
 
 
 def find_recipe(recipe: str) -> Path:
-    """Return the file of a recipe given by shipped name or by path."""
-    shipped = SHIPPED / f"{recipe}.yaml"
+    """Return the path of a recipe given by shipped name or by path."""
+    if recipe in _ablations():
+        return ABLATIONS / recipe
     if recipe in recipe_names():
-        return shipped
+        return SHIPPED / f"{recipe}.yaml"
     path = Path(recipe)
     if path.is_file():
         return path
@@ -62,16 +78,11 @@ def recipe_values(
 
 def _check_kind(cls: type[Any], values: dict[str, Any], path: Path) -> None:
     """Refuse a recipe of another command by that command's name."""
-    verbs: dict[type[Any], str] = {
-        PretrainConfig: "didi pretrain",
-        DistillConfig: "didi distill",
-        FinetuneConfig: "didi finetune",
-    }
     fitting = [
-        kind for kind in verbs if set(values) <= {field.name for field in dataclasses.fields(kind)}
+        kind for kind in VERBS if set(values) <= {field.name for field in dataclasses.fields(kind)}
     ]
-    if cls in verbs and fitting and cls not in fitting:
-        raise UserError(f"{path.name} is a recipe for `{verbs[fitting[0]]}`.")
+    if cls in VERBS and fitting and cls not in fitting:
+        raise UserError(f"{path.name} is a recipe for `{VERBS[fitting[0]]}`.")
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -79,7 +90,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
         raise UserError(f"{path.name}: `base` leads back to itself.")
-    values = read_yaml(path)
+    values = dict(_ablations()[path.name]) if path.parent == ABLATIONS else read_yaml(path)
     if "base" not in values:
         return values
     base = values.pop("base")
