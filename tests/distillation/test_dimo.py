@@ -405,7 +405,7 @@ def test_the_sampler_is_found_by_name(tmp_path):
     assert not torch.equal(usual, plain)
     ancestral = model.draw(6, sampler="ancestral", **shared)
     assert torch.equal(plain, ancestral.tokens), "nothing random in the start: no difference"
-    with pytest.raises(UserError, match="random is 1.5: use 0 or more, below 1"):
+    with pytest.raises(UserError, match="random is 1.5: use 0 or more and less than 1"):
         model.draw(1, sampler="dimo", options={"random": 1.5})
     several = add_masks(network, 3, seed=0, spread=1.0)
     save_model(tmp_path / "several", several.state_dict(), several.config)

@@ -10,7 +10,7 @@ from torch import nn
 
 from didi_instruct.config.methods import DIMO_NOISE, DIMO_RANDOM
 from didi_instruct.config.model import Kind, ModelConfig, Order
-from didi_instruct.config.schema import nearest, parse
+from didi_instruct.config.schema import Fraction, nearest, parse
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.ar import ARModel
@@ -127,17 +127,11 @@ class BlockOptions:
 class DimoOptions:
     """Options of `dimo`: the start that a student was distilled with."""
 
-    random: float = DIMO_RANDOM
+    random: Fraction = DIMO_RANDOM
     """Share of the masks that are random tokens instead."""
-    noise: float = DIMO_NOISE
+    noise: Fraction = DIMO_NOISE
     """Share of Gaussian noise in their embeddings."""
     grid: str | tuple[float, ...] = "uniform"
-
-    def __post_init__(self) -> None:
-        """Refuse shares that are none."""
-        for name, value in (("random", self.random), ("noise", self.noise)):
-            if not 0 <= value < 1:
-                raise UserError(f"{name} is {value}: use 0 or more, below 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
