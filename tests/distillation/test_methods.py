@@ -351,7 +351,7 @@ def test_settings_that_do_not_fit_a_teacher_are_refused(changes, rows, processes
         ("duo", {"duo": {"steps": 1}}, "duo.steps is 1: use 2 or more"),
         ("duo", {"duo": {"gamma": [1.0, -1.0]}}, "the smaller first"),
         ("duo", {"prompt": 2}, "prompt is 2, but method=duo learns whole texts"),
-        ("dimo", {"dimo": {"random": 1.0}}, "dimo.random is 1.0: use 0 or more, below 1"),
+        ("dimo", {"dimo": {"random": 1.0}}, "dimo.random is 1.0: use 0 or more and less than 1"),
         ("dimo", {"dimo": {"noise": -0.1}}, "dimo.noise is -0.1"),
         ("dimo", {"dimo": {"budgets": []}}, r"dimo.budgets is \[\]: step counts"),
         ("dimo", {"dimo": {"beta": float("inf")}}, "dimo.beta is inf"),

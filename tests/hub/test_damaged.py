@@ -93,3 +93,14 @@ def refusal(ask):
     except UserError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["a" * 300, "a/" * 3000, "~nobody-here/x", "~\0", "a\0b", "a\nb/c", "", "a/b@", "\ud800"],
+)
+def test_a_source_that_can_be_no_name_is_refused_in_one_line(source):
+    said = refusal(lambda: find_source(source))
+    assert said
+    assert "\n" not in said
+    assert len(said) < 1500

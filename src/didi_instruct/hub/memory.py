@@ -1,8 +1,8 @@
-"""Bytes that a bidirectional causal LM takes, by part: to sample from it, and to distil it.
+"""Memory of sampling and of distilling a bidirectional causal LM, in bytes by part.
 
 The formulas are in docs/large.md. They count what grows with the model, the texts and the adapters;
-buffers of libraries and what an allocator leaves between its blocks come on top. Parts that are not
-there at once do not add up to the total.
+buffers of libraries and gaps left by the allocator come on top. Parts that are not in memory at
+the same time do not add up to the total.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from typing import Any
 from didi_instruct.sampling.draw import LAW_ELEMENTS
 
 Parts = dict[str, int]
-"""Bytes by part, and `total`, the most that is there at once."""
+"""Bytes by part, and `total`, the most in memory at once."""
 
 ROWS = 1024
 """Positions whose logits a loss holds at a time."""
 ADAM = 16
-"""Bytes of a number that AdamW trains in float32: itself, its gradient, two moments."""
+"""Bytes for each number that AdamW trains in float32: itself, its gradient, two moments."""
 _KEPT_BY_ADAM = 12  # beside weights in 16 bits: a float32 copy, two moments
 
 
@@ -38,7 +38,7 @@ class CausalShape:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], parameters: int, itemsize: int) -> "CausalShape":
-        """Sizes that a config.json in the words of `transformers` says."""
+        """Read the sizes from a config.json in the words of `transformers`."""
         hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
         return cls(
             layers=settings["num_hidden_layers"],

@@ -25,7 +25,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.schema import nearest
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import UserError, first_line
 from didi_instruct.models.causal_lm import is_causal
 from didi_instruct.models.checkpoint import (
     CONFIG,
@@ -48,11 +48,14 @@ from didi_instruct.models.masked_lm import (
     read_tokenizer,
     recognise_masked_lm,
 )
+from didi_instruct.models.tensor_files import shown
 
 DEFAULT = "stories"
 """The model meant where none is named."""
 ALWAYS_SHIPPED = (DEFAULT, f"{DEFAULT}/teacher")
 """Models of every installation, never looked for on the hub."""
+_MAX_PATH = 1000
+"""Letters of a path that an error shows."""
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
@@ -88,13 +91,13 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model of which only settings, headers and the tokenizer are read."""
+    """Settings and tokenizer of a model whose weights are not read."""
 
     source: str
     config: ModelConfig
     tokenizer: Tokenizer | None
     given: str | None = None
-    """The tokenizer that it was given, since it brings none."""
+    """Source of the tokenizer, if it was given one because it brings none."""
 
     @property
     def ends(self) -> bool:
@@ -241,9 +244,15 @@ def find_source(source: str | Path) -> Source:
     name = str(source)
     if (folder := find_shipped(source)) is not None:
         return DidiFolder(name, folder)
-    path = Path(source).expanduser()
-    if path.exists():
+    try:
+        path = Path(source).expanduser()
+        exists = path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise UserError(f"`{shown(name)}` is no path ({reason}): check it.") from error
+    if exists:
         return _classify(name, path, None)
+    name = shown(name, _MAX_PATH)
     if isinstance(source, Path) or name.startswith((".", "/", "~")) or path.suffix in SUFFIXES:
         raise UserError(f"{name}: no such file or folder.")
     if name in ALWAYS_SHIPPED:
@@ -274,7 +283,7 @@ def load_source(source: str | Path, options: LoadOptions | None = None) -> Loade
 
 
 def peek_models(sources: Sequence[str], tokenizer: str | None = None) -> list[ModelInfo]:
-    """Look at models, each once; refuse those whose numbers do not belong into one table.
+    """Look at models, each once; refuse those whose numbers do not belong in one table.
 
     `tokenizer` is for those that bring none.
     """
@@ -285,7 +294,7 @@ def peek_models(sources: Sequence[str], tokenizer: str | None = None) -> list[Mo
         if other.tokenizer_hash != found[0].tokenizer_hash:
             raise UserError(
                 f"{found[0].source} and {other.source} have different tokenizers: their numbers "
-                "are per token and do not belong into one table. Evaluate them one by one."
+                "are per token and do not belong in one table. Evaluate them one by one."
             )
     return found
 
