@@ -318,17 +318,17 @@ def against(nfe, value, ends, **more):
     [
         (
             [against(1, -2.0, [-3.0, -1.0]), against(1, -1.0, [-1.1, -0.9], temperature=0.9)],
-            "s is better than t at 1 step. It changes path KL by -2.00 [-3.00, -1.00] nats per "
+            "s is better than t at 1 step. Its path KL differs by -2.00 [-3.00, -1.00] nats per "
             "text at 1 step.",
         ),
         (
             [against(2, -0.5, [-1.0, 0.0], entropy=4.0)],
-            "s is not clearly different from t at 2 steps. It changes path KL by ⚠ -0.50 [-1.00, "
+            "s is not clearly different from t at 2 steps. Its path KL differs by ⚠ -0.50 [-1.00, "
             "+0.00] nats per text at 2 steps.",
         ),
         (
             [against(4, 1.0, [0.5, 1.5]), against(8, 1.5, [0.5, 2.5]), against(16, 1.5, None)],
-            "s is worse than t at 4 and 8 steps. It changes path KL by +1.00 [+0.50, +1.50] nats "
+            "s is worse than t at 4 and 8 steps. Its path KL differs by +1.00 [+0.50, +1.50] nats "
             "per text at 4 steps and +1.50 [+0.50, +2.50] at 8 steps.",
         ),
         (

@@ -63,7 +63,7 @@ def draw_plots(rows: Rows) -> tuple[list[Plot], list[str]]:
     try:
         import matplotlib
     except ImportError:
-        return [], [str(MissingExtraError("Plots", "eval"))]
+        return [], [str(MissingExtraError("Drawing plots", "eval"))]
     # Text stays text, in the page's own font, and is no formula; equal numbers make equal files.
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "didi", "text.parse_math": False}

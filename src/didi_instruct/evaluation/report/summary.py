@@ -252,10 +252,10 @@ def _verdict(rows: Rows, line: Line, rivals: str) -> Statement | None:
         of_what = unit = ""  # said once
     if not compared:
         return None
-    verb = "recovers" if shares else "changes path KL by"
+    lead = "It recovers" if shares else "Its path KL differs by"
     than = f" from {rivals} at" if parts[0].startswith("not") else f" than {rivals} at"
     parts[0] = parts[0].replace(" at", than, 1)
-    return Statement(f"{line.label} is {_series(parts)}.", (f"It {verb} {_series(details)}.",))
+    return Statement(f"{line.label} is {_series(parts)}.", (f"{lead} {_series(details)}.",))
 
 
 def _at(budgets: Sequence[int]) -> str:
