@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from didi_instruct.evaluation import detokenize as rules
@@ -105,6 +105,7 @@ def marks_aside(text: str) -> str:
     return re.sub(r"\s|@(?=[-,.]@)|(?<=@[-,.])@|\\(?=/)", "", re.sub(r"[“”]", '"', text))
 
 
+@settings(deadline=None, derandomize=True, database=None, max_examples=80)
 @given(
     st.sampled_from(sorted(LINES)),
     st.text(st.sampled_from("aNs'\" .,()[]@-=/$°\n<>“”:"), max_size=30),

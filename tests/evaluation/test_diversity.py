@@ -132,25 +132,9 @@ def test_entropy_is_that_of_the_counts():
     shorter = unigram_entropy(tokens, torch.tensor([0, 3, 1, 4])).tolist()
     assert shorter == pytest.approx([0, math.log(3), 0, skewed], abs=1e-12)
     assert unigram_entropy(torch.empty(0, 8, dtype=torch.long)).shape == (0,)
-
-
-def test_entropy_of_random_rows():
-    rows = np.random.default_rng(0).zipf(1.3, size=(30, 200)).clip(max=50_000)
-    expected = []
-    for row in rows:
-        p = np.unique(row, return_counts=True)[1] / len(row)
-        expected.append(-(p * np.log(p)).sum())
-    assert unigram_entropy(torch.from_numpy(rows)).tolist() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 7])
-def test_the_distinct_share_counts_across_samples(n):
-    tokens = np.random.default_rng(n).integers(4, size=(9, 30))
-    lengths = [30, 12, 0, 3, 30, 25, 1, 8, 30]
-    grams = [g for row, k in zip(tokens, lengths, strict=True) for g in ngrams(row[:k].tolist(), n)]
-    exact = len(set(grams)) / len(grams)
-    found = unique_with_interval(torch.from_numpy(tokens), n, torch.tensor(lengths))
-    assert found.value == exact
+    words = np.random.default_rng(0).zipf(1.3, size=200)
+    p = np.unique(words, return_counts=True)[1] / 200
+    assert unigram_entropy([words]).item() == pytest.approx(-(p * np.log(p)).sum(), rel=1e-12)
 
 
 def test_the_distinct_share_at_its_ends():
@@ -212,9 +196,10 @@ def test_the_interval_is_wide_where_only_coincidence_repeats():
 
 def test_the_distinct_share_of_few_or_equal_samples():
     rows = torch.arange(40).view(4, 10)
+    assert unique_with_interval(rows) == (1, (1, 1))
     assert unique_with_interval(rows[:1]).ci95 is None
     assert unique_with_interval(rows[:2]).ci95 == (1, 1)
-    assert unique_with_interval(rows[:1].repeat(5, 1)).ci95 == (0.2, 0.2)
+    assert unique_with_interval(rows[:1].repeat(5, 1)) == (0.2, (0.2, 0.2))
     holds_all = unique_with_interval(rows[:2], lengths=torch.tensor([10, 3]))
     assert (holds_all.value, holds_all.ci95) == (1, None)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from didi_instruct.errors import UserError
@@ -138,6 +138,7 @@ points = st.builds(
 sweeps = st.lists(points, max_size=8, unique_by=lambda p: (p.nfe, p.temperature, p.top_p))
 
 
+@settings(deadline=None, derandomize=True, database=None, max_examples=80)
 @given(points, sweeps, st.integers(0, 2**32), st.randoms())
 def test_every_column_is_what_it_is_alone_in_whatever_order(own, baseline, seed, random):
     """The frontier is made anew in every resample, also where one leaves its curves or bends one.
@@ -165,6 +166,7 @@ def test_every_column_is_what_it_is_alone_in_whatever_order(own, baseline, seed,
         np.testing.assert_array_equal(log_vsf(own, others), found[:1])
 
 
+@settings(deadline=None, derandomize=True, database=None, max_examples=80)
 @given(sweeps.filter(len), sweeps, st.sampled_from([4.0, 4.1, 4.25, 4.7]))
 def test_a_further_budget_never_raises_the_frontier(some, more, entropy):
     """Settings of other budgets are curves of their own: none is bent, so the lowest can only fall.

@@ -106,6 +106,8 @@ def test_training_ends_when_the_validation_has_turned_however_many_steps_are_pla
     assert slope.weight.item() == pytest.approx(1, abs=0.3)
     assert best <= len(seen) <= best + 20 * (5 + 3)
     assert len(seen) < 400
+    with pytest.raises(TrainingError, match="use a lr below"):
+        fit(slope, lambda rows: loss(rows) * math.nan, split, TINY, 999, None)
 
 
 class Table(nn.Module):
@@ -130,12 +132,6 @@ def test_the_network_is_left_as_it_validated_best(monkeypatch):
     assert best == 3 * (1 + found.index(min(found)))
     assert ask(table.loss, split.valid, 7).mean().item() == pytest.approx(min(found))
     assert table.guess[split.held_out].abs().max() == 0, "never learned from"
-
-
-def test_a_loss_that_is_never_a_number_is_said():
-    split, table = Split.draw(100, seed=0), Table(torch.full((100,), math.nan))
-    with pytest.raises(TrainingError, match="use a lr below"):
-        fit(table, table.loss, split, TINY, 99, None)
 
 
 # The AR-entropy bound
@@ -404,32 +400,10 @@ def styled(documents, seed, count=320, length=12, num_tokens=12):
     return write(single), write(shared.repeat(count // documents, 0))
 
 
-@pytest.mark.slow
-def test_documents_that_were_never_seen_tell_nothing():
-    """Ten documents, cut between the seventh, eighth and ninth: the AUC is 0.5 on average.
-
-    The mean of 12 lies within 4.4 standard errors (Student's t: 1e-3 false alarms). Split at
-    random, documents are learned from and measured on: of eight, the AUC was 0.69 to 0.89.
-    """
-    found = [
-        two_sample(*styled(10, seed), 12, replace(LONGER, seed=seed)).auc for seed in range(12)
-    ]
-    error = np.std(found, ddof=1) / math.sqrt(len(found))
-    assert abs(np.mean(found) - 0.5) < 4.4 * error
-
-
 def test_a_reference_of_forty_documents_is_not_told_from_texts_of_its_law():
     """Intervals of 8 tests; at a coverage of 95% fewer than 5 hold 0.5 at a rate of 4e-4."""
     found = [two_sample(*styled(40, seed), 12, replace(LONGER, seed=seed)) for seed in range(8)]
     assert sum(r.auc_ci95[0] <= 0.5 <= r.auc_ci95[1] for r in found) >= 5
-
-
-def test_a_difference_is_found_beside_the_style_of_eight_documents():
-    """Every second word repeats the one before, in the reference alone."""
-    texts, reference = styled(8, seed=0)
-    reference[:, 1::2] = reference[:, ::2]
-    result = two_sample(texts, reference, 12, replace(LONGER, hidden=32, steps=150))
-    assert result.auc_ci95[0] > 0.6
 
 
 def test_a_set_against_itself_is_even():

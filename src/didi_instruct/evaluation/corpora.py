@@ -20,26 +20,11 @@ from didi_instruct.evaluation import detokenize as rules
 from didi_instruct.evaluation.detokenize import Rules, detokenize
 
 _COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
-_PARQUET = "refs/convert/parquet"
-
-
-@dataclass(frozen=True, slots=True)
-class HubData:
-    """Where a corpus is on the Hugging Face hub, in the split that the field measures."""
-
-    name: str
-    config: str
-    split: str
-    field: str = "text"
-    revision: str | None = None
-    """Of the hub's own Parquet copy, for a data set whose main branch is a program to run."""
-    rules: Rules | None = None
-    """How to detokenise it, where it is another form than the local file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """One corpus: the file it comes in, and what a document of it is."""
+    """One corpus: its file, its place on the Hugging Face hub, and what a document of it is."""
 
     files: tuple[str, ...]
     """Patterns of its file's name, the best first, without the ending of a compression.
@@ -50,50 +35,56 @@ class Corpus:
     columns: tuple[str, ...] = ()
     """Columns of its .csv file, which has no header."""
     rules: Rules
-    hub: HubData
+    hub: str
+    config: str
+    split: str
+    """The one that the field measures."""
+    hub_field: str = "text"
+    parquet: bool = False
+    """On the hub it is a program to run, of which the hub has a copy in Parquet."""
+    hub_rules: Rules | None = None
+    """How to detokenise the hub's form, where it is another than the file's."""
 
 
-def _articles(config: str) -> HubData:
-    name, table = "armanc/scientific_papers", rules.SCIENTIFIC_PAPERS
-    return HubData(name, config, "validation", "article", _PARQUET, table)
+def _papers(config: str, **file: Any) -> Corpus:
+    return Corpus(
+        **file,
+        rules=rules.ABSTRACTS,
+        hub="armanc/scientific_papers",
+        config=config,
+        split="validation",
+        hub_field="article",
+        parquet=True,
+        hub_rules=rules.SCIENTIFIC_PAPERS,
+    )
 
 
 CORPORA: dict[str, Corpus] = {
     "ptb": Corpus(
-        files=("ptb*test*.txt",),
-        rules=rules.PTB,
-        hub=HubData(
-            "ptb-text-only/ptb_text_only", "penn_treebank", "validation", "sentence", _PARQUET
-        ),
+        files=("ptb*test*.txt",), rules=rules.PTB, parquet=True, hub_field="sentence",
+        hub="ptb-text-only/ptb_text_only", config="penn_treebank", split="validation",
     ),
     # The test set of WikiText-2 is that of WikiText-103; .tokens has <unk> for its rare words.
     "wikitext": Corpus(
-        files=("wiki*test*.raw", "wiki*test*.tokens"),
-        rules=rules.WIKITEXT,
-        hub=HubData("Salesforce/wikitext", "wikitext-103-raw-v1", "validation"),
+        files=("wiki*test*.raw", "wiki*test*.tokens"), rules=rules.WIKITEXT,
+        hub="Salesforce/wikitext", config="wikitext-103-raw-v1", split="validation",
     ),
     "lm1b": Corpus(
-        files=("lm1b*test*.txt",),
-        rules=rules.LM1B,
-        hub=HubData("billion-word-benchmark/lm1b", "plain_text", "test", "text", _PARQUET),
+        files=("lm1b*test*.txt",), rules=rules.LM1B, parquet=True,
+        hub="billion-word-benchmark/lm1b", config="plain_text", split="test",
     ),
     "lambada": Corpus(
-        files=("lambada*test*.jsonl",),
-        rules=rules.LAMBADA,
-        hub=HubData("EleutherAI/lambada_openai", "default", "test"),
+        files=("lambada*test*.jsonl",), rules=rules.LAMBADA,
+        hub="EleutherAI/lambada_openai", config="default", split="test",
     ),
     "ag_news": Corpus(
-        files=("ag_news*test*.csv",),
-        fields=("title", "description"),
-        columns=("class", "title", "description"),
-        rules=rules.AG_NEWS,
-        hub=HubData("fancyzhx/ag_news", "default", "test"),
+        files=("ag_news*test*.csv",), rules=rules.AG_NEWS,
+        fields=("title", "description"), columns=("class", "title", "description"),
+        hub="fancyzhx/ag_news", config="default", split="test",
     ),
-    "pubmed": Corpus(files=("pubmed*.jsonl",), rules=rules.ABSTRACTS, hub=_articles("pubmed")),
-    "arxiv": Corpus(
-        files=("arxiv*.jsonl",), fields=("abstract",), rules=rules.ABSTRACTS, hub=_articles("arxiv")
-    ),
-}
+    "pubmed": _papers("pubmed", files=("pubmed*.jsonl",)),
+    "arxiv": _papers("arxiv", files=("arxiv*.jsonl",), fields=("abstract",)),
+}  # fmt: skip
 """In the order of the paper's table."""
 
 
@@ -108,12 +99,12 @@ class Documents:
     @property
     def source(self) -> str:
         """The file, or the hub's id."""
-        return f"hf:{CORPORA[self.name].hub.name}" if self.path is None else str(self.path)
+        return f"hf:{CORPORA[self.name].hub}" if self.path is None else str(self.path)
 
     def __iter__(self) -> Iterator[str]:
         corpus, table = CORPORA[self.name], CORPORA[self.name].rules
         if self.path is None:
-            texts, table = _hub_texts(self.name, corpus.hub), corpus.hub.rules or table
+            texts, table = _hub_texts(self.name, corpus), corpus.hub_rules or table
         else:
             texts = _file_texts(self.path, corpus)
         empty = True
@@ -221,21 +212,21 @@ def _csv_texts(source: Source, corpus: Corpus) -> Iterator[str]:
         raise UserError(f"{source.name} (row {rows.line_num}): not CSV ({error}).") from error
 
 
-def _hub_texts(name: str, hub: HubData) -> Iterator[str]:
-    where = {"name": hub.config}
-    if hub.revision is not None:  # the copies have a folder for each configuration
-        where = {"data_dir": hub.config, "revision": hub.revision}
+def _hub_texts(name: str, corpus: Corpus) -> Iterator[str]:
+    where = {"name": corpus.config}
+    if corpus.parquet:  # the copies have a folder for each configuration
+        where = {"data_dir": corpus.config, "revision": "refs/convert/parquet"}
     records = stream_of(
-        hub.name,
-        hub.split,
-        place=f"hf:{hub.name}",
+        corpus.hub,
+        corpus.split,
+        place=f"hf:{corpus.hub}",
         feature="Reading corpora from the hub, not from --data FOLDER,",
         what=name,
         or_else=f": try again, or give a folder with {_looked_for([name])}",
         where=where,
     )
     for record, place in records:
-        yield _text_of(record, hub.field, place)
+        yield _text_of(record, corpus.hub_field, place)
 
 
 def _text_of(record: dict[str, Any], field: str, place: str) -> str:

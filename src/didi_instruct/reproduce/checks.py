@@ -168,7 +168,7 @@ def _corpora(jobs: Sequence[Job], scale: Scale) -> set[str]:
     """What zero-shot likelihood reads from the hub where no folder was given."""
     if scale.corpora is not None or not any(job.does.endswith(":zero_shot") for job in jobs):
         return set()
-    return {f"hf:{corpus.hub.name}" for corpus in CORPORA.values()}
+    return {f"hf:{corpus.hub}" for corpus in CORPORA.values()}
 
 
 def _words(job: Job) -> str | None:
