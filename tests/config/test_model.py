@@ -1,4 +1,4 @@
-"""Lengths as people write them, and the law that they stand for."""
+"""Shapes of models, and lengths of texts as people write them."""
 
 import pytest
 import torch
@@ -64,7 +64,6 @@ def test_a_model_knows_the_longest_text_that_it_draws():
             {"lengths": "3-5", "data": {"source": "x"}, "reference": {"source": "data"}},
             "compares with texts of the data's lengths: use lengths=data",
         ),
-        ({"discriminator": {"lr_warmup": -1}}, "discriminator.lr_warmup is -1: use 0 or more"),
     ],
 )
 def test_a_recipe_says_lengths_that_its_texts_can_have(values, message):
@@ -74,3 +73,17 @@ def test_a_recipe_says_lengths_that_its_texts_can_have(values, message):
 
 def test_a_whole_number_of_yaml_is_a_length():
     assert parse(DistillConfig, {"lengths": 100}, where="recipe").lengths == "100"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers is 0"),
+        ({"hidden": 100, "heads": 3}, "whole, even width"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"vocab_size": 1}, "vocab_size"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        ModelConfig(**changes)
