@@ -22,7 +22,7 @@ from didi_instruct.distillation.critic import (
     reference_noise,
     texts_per_reference,
 )
-from didi_instruct.distillation.losses import PathScore
+from didi_instruct.distillation.losses import LOGIT_ROWS, HeadInParts, PathScore
 from didi_instruct.distillation.rollout import Jump, Rollout, rollout
 from didi_instruct.distillation.run import USUAL_STEPS, Distillation, Loss, MethodEntry, MicroBatch
 from didi_instruct.distillation.watch import unique_ngrams
@@ -209,10 +209,14 @@ def score_texts(d: Distillation, pair: Pair) -> PathScore:
     """Score the student's texts along their path, or its last jump alone, Eq. (9)."""
     didi, path, x = d.config.didi, pair.rollout.jumps, pair.rollout.x
     jumps = path if didi.score_steps == "all" else path[-1:]
+    # Adapters are for large networks, whose vocabularies are large too.
+    parts = HeadInParts(LOGIT_ROWS, d.teacher_head) if d.config.lora.rank else None
 
     def teacher_logits(jump: Jump) -> Tensor | None:
         if not didi.regularisation:
             return None
+        if parts is not None:
+            return d.teacher_states(d.reads(jump.z), flat_positions(jump.masked))
         if jump is path[0] and d.starts.shared:
             return d.teacher_at_start
         return d.teacher_logits(d.reads(jump.z), jump.t, flat_positions(jump.masked))
@@ -220,7 +224,7 @@ def score_texts(d: Distillation, pair: Pair) -> PathScore:
     teacher = [teacher_logits(jump) for jump in jumps]
 
     def forward(network: Any) -> PathScore:
-        return losses.score_path(network, d.schedule, jumps, x, teacher, didi.kl, d.reads)
+        return losses.score_path(network, d.schedule, jumps, x, teacher, didi.kl, d.reads, parts)
 
     score: PathScore = d.student.run(forward)
     return mean_log_prob(score, jumps) if didi.log_prob == "mean" else score

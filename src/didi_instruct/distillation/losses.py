@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from didi_instruct.distillation.rollout import Jump
 from didi_instruct.models.compile import Fused, fuses, fusing
 from didi_instruct.models.layers import upcast
-from didi_instruct.models.network import Network, logits_at
+from didi_instruct.models.network import Network, logits_at, states_at
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.plan import flat_positions
 from didi_instruct.sampling.state import Reads
@@ -177,6 +178,54 @@ _fused_values: Fused[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = Fused
 _fused_slopes: Fused[..., Tensor] = Fused(_slopes, "A gradient")
 
 
+LOGIT_ROWS = 1024
+"""Rows of logits that a loss holds at once, where it computes them in parts."""
+
+
+class HeadInParts(NamedTuple):
+    """The output layer as a loss computes it some rows at a time, for large vocabularies."""
+
+    rows: int  # of logits that are held at once
+    teacher: Callable[[Tensor], Tensor]  # states (R, d) of the teacher -> its logits (R, V)
+
+
+def terms_in_parts(
+    network: Network,
+    states: Tensor,
+    teacher: Tensor | None,
+    kind: str,
+    drawn: tuple[Tensor, Tensor],
+    parts: HeadInParts,
+) -> LossTerms:
+    """`terms` of the logits at states (R, d) of a network without time.
+
+    `teacher` (R, d) are states too. Logits of a part are computed again for its gradient, so no
+    more than `parts.rows` of them are there at once.
+    """
+    row, token = drawn
+    found, order = [], []
+
+    def of_part(states: Tensor, teacher: Tensor | None, row: Tensor, token: Tensor) -> LossTerms:
+        with torch.no_grad():
+            law = None if teacher is None else parts.teacher(teacher)
+        return terms(network.head(states), law, kind, (row, token))
+
+    for first in range(0, len(states), parts.rows):
+        some = slice(first, first + parts.rows)
+        inside = ((row >= first) & (row < first + parts.rows)).nonzero().squeeze(1)
+        given = states[some], None if teacher is None else teacher[some]
+        own = row[inside] - first, token[inside]
+        kept: Any = checkpoint(of_part, *given, *own, use_reentrant=False)
+        found.append(LossTerms(*kept))
+        order.append(inside)
+    drawn_log_p = torch.cat([each.drawn for each in found])
+    return LossTerms(
+        torch.cat([each.entropy for each in found]),
+        torch.cat([each.distance for each in found]),
+        torch.zeros_like(drawn_log_p).index_copy(0, torch.cat(order), drawn_log_p),
+    )
+
+
 # Scores of a rollout's tokens under the student
 
 
@@ -196,11 +245,13 @@ def score_path(
     teacher_logits: Sequence[Tensor | None],
     kind: str = "forward",
     reads: Callable[[Tensor], Reads] = Reads,
+    parts: HeadInParts | None = None,
 ) -> PathScore:
     """Score the tokens of x (B, L) along `jumps`, with gradient, Eq. (9).
 
     The distinct states of all jumps are read in one pass. `teacher_logits` are those at the masks
-    of each jump's states, or all None. `reads` gives texts as the network reads them.
+    of each jump's states, or all None. `reads` gives texts as the network reads them. With
+    `parts`, `teacher_logits` are the teacher's states (R, d).
     """
     device, length = x.device, x.shape[1]
     z, t = torch.cat([jump.z for jump in jumps]), torch.cat([jump.t for jump in jumps])
@@ -217,8 +268,13 @@ def score_path(
     padding = [each.new_zeros(len(at) - count, each.shape[1]) for each in known[:1]]
     teacher = torch.cat(known + padding) if known else None
     texts = reads(z)
-    logits = logits_at(network, texts.tokens, schedule.sigma(t), at, texts.attended)
-    found = terms(logits, teacher, kind, (row, x[text, position]))
+    drawn = row, x[text, position]
+    if parts is None:
+        logits = logits_at(network, texts.tokens, schedule.sigma(t), at, texts.attended)
+        found = terms(logits, teacher, kind, drawn)
+    else:
+        states = states_at(network, texts.tokens, at, texts.attended)
+        found = terms_in_parts(network, states, teacher, kind, drawn, parts)
     state_of_mask = at[:count] // length
 
     def mean_of_states(values: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from didi_instruct.distillation.watch import ENOUGH_TEXTS
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.compile import fusing
 from didi_instruct.models.layers import ALIGN
-from didi_instruct.models.network import Network, window_of
+from didi_instruct.models.network import Network, states_at, window_of
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import plain
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
@@ -274,6 +274,18 @@ class Distillation:
     def reads(self, z: Tensor) -> Reads:
         """Texts (U, L) as networks read them."""
         return without_padding(z) if self.padded else Reads(z)
+
+    def teacher_states(self, reads: Reads, at: Tensor) -> Tensor:
+        """States (R, d) of a teacher without time, for `teacher_head`; `at` may be on the host."""
+        at = sent(at, self.world.device)
+        with torch.no_grad():
+            return self.teacher.run(
+                lambda network: states_at(network, reads.tokens, at, reads.attended)
+            )
+
+    def teacher_head(self, states: Tensor) -> Tensor:
+        """Logits (R, V) of the teacher at its states (R, d)."""
+        return self.teacher.run(lambda network: network.head(states))
 
     def reference_texts(self, batch: MicroBatch) -> Tensor:
         """One reference text for each text of a part: (B, L)."""

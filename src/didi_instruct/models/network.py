@@ -148,11 +148,24 @@ def logits_at(
     `Network.align` may add columns of probability 0. `mods` replaces what σ (B,) would give.
     """
     mods = network.modulations(sigma) if mods is None else mods
-    attended = network.attention(tokens, attended)
-    x = network.embed(tokens, attended, mixture)
-    hidden = network.trunk(x, mods, attended).flatten(0, 1).index_select(0, at)
+    hidden = states_at(network, tokens, at, attended, mixture=mixture, mods=mods)
     own = None if mods is None else mods.of_positions(at, tokens.shape[1])
     return network.head(hidden, own)
+
+
+def states_at(
+    network: Network,
+    tokens: Tensor,
+    at: Tensor,
+    attended: Tensor | None = None,
+    *,
+    mixture: Mixture | None = None,
+    mods: Modulations | None = None,
+) -> Tensor:
+    """States (R, d) after the last block at flat positions `at` (R,) of tokens (B, L)."""
+    attended = network.attention(tokens, attended)
+    x = network.embed(tokens, attended, mixture)
+    return network.trunk(x, mods, attended).flatten(0, 1).index_select(0, at)
 
 
 def window_of(network: Network) -> int:
