@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import DATA_LENGTHS
-from didi_instruct.data.chat import find_chat_template
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.distillation.bank import BankBar, padded_rows, teacher_bank
@@ -21,11 +20,13 @@ from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import Argument, UserError
 from didi_instruct.evaluation.quick_eval import QuickTest, evaluation_of_students, quick_test
 from didi_instruct.evaluation.training_curves import draw_curves
+from didi_instruct.hub.run_budget import RunBudget, budget_of
 from didi_instruct.hub.sources import LoadOptions, find_source, load_source
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
-from didi_instruct.tasks.prompt_rows import PromptRows, open_prompts
+from didi_instruct.tasks.prompt_rows import open_prompts
+from didi_instruct.training.distributed import open_world
 from didi_instruct.training.likelihood import check_data
 from didi_instruct.training.loop import Loop, Tick
 from didi_instruct.training.reporting import Reporter
@@ -87,10 +88,12 @@ def distill(
         check_fit(config, loaded.config, window=window, processes=processes)
         words = str(tokenizer or found.path)
         data, valid = _open_texts(run, config, loaded, words, data_progress)
-        if config.prompts.source:
-            data = _open_prompts(run, config, loaded, words)
+        data = open_prompts(config, loaded, words, run.reporter.say) or data
         if config.lengths == DATA_LENGTHS:
             take_lengths(run, data, loaded, student, config.data.source)
+        length = window if data is None else data.length
+        if (budget := budget_of(config, network, run.world, length)) is not None:
+            budget.check()
         loaded.model.to(run.world.device)
         taught = Teacher(
             network=network,
@@ -109,6 +112,34 @@ def distill(
             references = padded_rows(drawn, pad) if config.prompts.source else drawn
         task = make_task(config, taught, student, run.world, data=data, references=references)
         return _train(run, config, taught, task, quick_test(task, valid, loaded), valid)
+
+
+def plan(
+    recipe: str | Mapping[str, Any] | DistillConfig,
+    *,
+    teacher: str | Path,
+    overrides: Sequence[str] = (),
+    method: Method | None = None,
+    tokenizer: str | Path | None = None,
+    device: str | None = None,
+) -> tuple[DistillConfig, RunBudget | None]:
+    """Settings in force of a run, and the memory of one with adapters; nothing is written.
+
+    Refuses what `distill` would refuse before it opens data, but for prompts that are not named.
+    """
+    config, source = settings_for(recipe, overrides, method)[0], str(teacher)
+    found = find_source(teacher)
+    loaded = found.load(LoadOptions(tokenizer=tokenizer))
+    network = prepare_teacher(loaded, config, source)
+    with open_world(device) as world:
+        length, prompts = window_of(network), config.prompts
+        check_fit(config, loaded.config, window=length, processes=world.size)
+        if prompts.longest and not prompts.source:
+            length = min(length, prompts.longest + prompts.length)
+        words = str(tokenizer or found.path)
+        if prompts.source and (rows := open_prompts(config, loaded, words, lambda _: None)):
+            length = rows.length
+        return config, budget_of(config, network, world, length)
 
 
 def _train(
@@ -221,21 +252,6 @@ def _open_texts(
     if end_id is not None and goes_on(data.ordered(0, first), end_id):
         raise stream
     return data, valid
-
-
-def _open_prompts(run: Run, config: DistillConfig, teacher: LoadedModel, folder: str) -> PromptRows:
-    """Prompts in the tokens of a teacher, whose template is in a folder."""
-    rows, notes = open_prompts(
-        config.prompts,
-        teacher,
-        folder,
-        answers=config.reads_data,
-        seed=config.train.seed,
-        template=find_chat_template(folder) if config.prompts.chat else None,
-    )
-    for note in notes:
-        run.reporter.say(note)
-    return rows
 
 
 def _check_teacher(folder: Path, fingerprint: str) -> None:

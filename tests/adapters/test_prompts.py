@@ -20,7 +20,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.hub.sources import load_source
 from didi_instruct.sampling.draw import Noise
 from didi_instruct.sampling.state import PAD
-from didi_instruct.tasks.prompt_rows import open_prompts
+from didi_instruct.tasks.prompt_rows import read_prompts
 from didi_instruct.training.distributed import World
 
 PROMPTS = ["w1 w2 w3 w4", " w5", "w2 w3"]
@@ -47,7 +47,7 @@ def opened(folder, source, *, answers=False, template=None, **settings):
     config = PromptsConfig(source=str(source), **{"length": 3, **settings})
     loaded = load_source(folder)
     given = {"answers": answers, "seed": 0, "template": template}
-    return open_prompts(config, loaded, str(folder), **given)
+    return read_prompts(config, loaded, str(folder), **given)
 
 
 def test_prompts_stand_on_the_right_of_their_part(folder, source):

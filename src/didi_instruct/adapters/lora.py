@@ -232,9 +232,7 @@ def adapt(
         )
     base = cast("MaskedLM", shared(network))
     base.requires_grad_(False)
-    found = list(map(layers, base.blocks))
-    if config.targets:
-        found = [_chosen(each, config.targets) for each in found]
+    found = adapted_layers(base, config)
     generator = torch.Generator().manual_seed(mix(seed, "lora"))
     blocks = nn.ModuleList(
         nn.ModuleDict({layer_key(n): _new(each, config, generator) for n, each in block.items()})
@@ -247,6 +245,12 @@ def adapt(
 def shared(network: Network) -> Network:
     """A network with settings of its own, and the same weights."""
     return cast("Network", shell(cast("nn.Module", network)))
+
+
+def adapted_layers(network: Network, config: LoraConfig) -> list[dict[str, nn.Linear]]:
+    """Layers of each block that have an adapter, by their paths."""
+    found = [layers(block) for block in network.blocks]
+    return [_chosen(each, config.targets) for each in found] if config.targets else found
 
 
 def layers(block: nn.Module) -> dict[str, nn.Linear]:

@@ -58,7 +58,7 @@ def _lines(name: str, value: Any) -> list[str]:
     if name == "tensors":
         return [_tensor(tensor) for tensor in value]
     if name.startswith("bytes_"):
-        return _bytes(value)
+        return memory_lines(value)
     if isinstance(value, list):
         return [str(item) for item in value] or ["-"]
     return [_text(value)]
@@ -92,13 +92,13 @@ def _provenance(value: dict[str, Any]) -> list[str]:
     return lines or ["-"]
 
 
-def _bytes(parts: dict[str, int]) -> list[str]:
+def memory_lines(parts: dict[str, int]) -> list[str]:
     """Memory by part; the total first, and what it is for."""
     of = ", ".join(f"{name} {parts[name]}" for name in _GIVEN if name in parts)
     rest = (name for name in parts if name not in (*_GIVEN, "total"))
     size, unit = (1e9, "GB") if parts["total"] >= 1e8 else (1e6, "MB")
     lines = [f"{parts[name] / size:8.2f} {unit} {name.replace('_', ' ')}" for name in rest]
-    return [f"{parts['total'] / size:8.2f} {unit} ({of})", *lines]
+    return [f"{parts['total'] / size:8.2f} {unit} ({of or 'in all'})", *lines]
 
 
 def _text(value: Any) -> str:

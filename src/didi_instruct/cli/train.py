@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from didi_instruct.cli.info import memory_lines
+
 if TYPE_CHECKING:
-    from didi_instruct.config.distill import Method
+    from didi_instruct.config.distill import DistillConfig, Method
     from didi_instruct.distill import DistillResult
+    from didi_instruct.hub.run_budget import RunBudget
     from didi_instruct.training.run_dir import RunResult
 
 Recipe = Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")]
@@ -100,6 +103,10 @@ def distill(
     ] = None,
     resume: Resume = False,
     device: Device = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check settings, tell the memory, and start nothing."),
+    ] = False,
 ) -> None:
     """Distil a teacher into a student that needs few steps.
 
@@ -107,14 +114,21 @@ def distill(
     """
     import didi_instruct as didi
     from didi_instruct.cli.progress import BankBar
+    from didi_instruct.distill import plan
     from didi_instruct.distillation.methods import METHODS
 
+    chosen = cast("Method | None", method)
+    if dry_run:
+        given: Any = {"overrides": overrides or (), "tokenizer": tokenizer, "device": device}
+        for line in plan_lines(*plan(recipe, teacher=teacher, method=chosen, **given)):
+            typer.echo(line)
+        return
     display: Any = {"shown": SHOWN, "summary": evaluation_line}
     result = didi.distill(
         **_shared("distill", recipe, overrides, resume, device, **display),
         teacher=teacher,
         tokenizer=tokenizer,
-        method=cast("Method | None", method),
+        method=chosen,
         out=out or _folder(recipe, method),
         bank_progress=BankBar,
     )
@@ -229,6 +243,23 @@ def _shared(
 
 def _folder(recipe: str, method: str | None = None) -> Path:
     return Path("runs") / "-".join(filter(None, (Path(recipe).stem, method)))
+
+
+def plan_lines(config: "DistillConfig", budget: "RunBudget | None") -> Iterator[str]:
+    """Say what a distillation would be, and the memory that it would take."""
+    size = config.train.batch_size
+    yield f"{config.method}: {config.iterations} iterations of {size} texts"
+    if budget is None:
+        yield "Memory is known of LLaDA's and Dream's shapes with adapters alone."
+        return
+    yield (
+        f"adapters of rank {config.lora.rank} on {budget.layers} layers, {budget.numbers:,} "
+        f"numbers for each network that learns; {budget.texts} texts of {budget.length} tokens in "
+        "a pass"
+    )
+    yield from memory_lines(budget.parts)
+    budget.check()
+    yield f"{budget.device} has {budget.available / 1e9:.2f} GB. Nothing was started."
 
 
 def _leave_unless_done(result: "RunResult") -> None:

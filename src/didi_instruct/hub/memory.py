@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.sampling.draw import LAW_ELEMENTS
 
 Parts = dict[str, int]
@@ -91,6 +92,45 @@ def with_adapters(
         "discriminator_head": ADAM * (shape.hidden + 2) * shape.hidden,
     }
     return _with_activations(kept, shape, batch * length, lora=True)
+
+
+def distillation(
+    shape: CausalShape, config: DistillConfig, numbers: int, *, texts: int, length: int
+) -> Parts:
+    """Bytes of a distillation with adapters of so many numbers, `texts` in a pass of a process.
+
+    Texts have `length` tokens, of which a prompt's are not written. It is the largest of a pass
+    with gradients and a pass that draws.
+    """
+    d, size, v = shape.hidden, shape.itemsize, shape.vocab_size
+    second = {"didi": ADAM, "token-matching": ADAM, "sdtt": 4}.get(config.method, 0)
+    average = 4 if config.train.ema else 0
+    kept = {"base": shape.weights, "adapters": numbers * (ADAM + average + second)}
+    if config.method == "didi":
+        kept["discriminator_head"] = ADAM * (d + 2) * d
+    group = config.group_size
+    at_once, written = texts, config.prompts.length if config.prompts.source else length
+    if config.method == "didi":  # what is compared is read with the student's
+        at_once += texts // group if config.continues else texts
+    elif config.method == "token-matching":  # two graphs are there
+        at_once += texts // group
+    elif config.method == "mixture":
+        at_once *= config.mixture.learning
+    rows = texts * written
+    if config.method == "didi":
+        # Logits, their logarithms and a gradient; the teacher's and their logarithms.
+        logits = min(rows, ROWS) * v * (2 * size + 12)
+    else:  # whole: logits, log-probabilities of student and teacher or auxiliary, gradients
+        logits = rows * v * (size + 16)
+    passing = _with_activations({}, shape, at_once * length, lora=True)
+    parts = kept | {name: passing[name] for name in ("checkpoints", "block")}
+    parts["logits"] = logits
+    starts = texts // group if config.continues else 1
+    reads = max(starts, texts) * written
+    drawing = 4 * (texts * length + reads) * d + reads * v * size
+    parts["drawing"] = drawing + 3 * 8 * min(reads * v, LAW_ELEMENTS)
+    learning = parts["checkpoints"] + max(parts["block"], logits)
+    return parts | {"total": sum(kept.values()) + max(learning, parts["drawing"])}
 
 
 def three_copies(shape: CausalShape, *, batch: int, length: int) -> Parts:

@@ -5,15 +5,16 @@ a row, and padding on their left. Networks whose positions are relative compute 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.methods import PromptsConfig
-from didi_instruct.data.chat import ChatTemplate
+from didi_instruct.data.chat import ChatTemplate, find_chat_template
 from didi_instruct.data.permutation import shuffled
 from didi_instruct.data.readers import read_records
 from didi_instruct.data.sources import Meter, find_sources, readable
@@ -74,6 +75,31 @@ class PromptRows:
 
 
 def open_prompts(
+    config: DistillConfig, teacher: LoadedModel, folder: str, say: Callable[[str], None]
+) -> PromptRows | None:
+    """Prompts of a run in the tokens of its teacher, whose chat template is in a folder, if any.
+
+    None where the run continues no prompts.
+    """
+    if not config.prompts.source:
+        if config.prompts.longest:
+            raise UserError("The recipe distils answers: name prompts with prompts.source=...")
+        return None
+    template = find_chat_template(folder) if config.prompts.chat else None
+    rows, notes = read_prompts(
+        config.prompts,
+        teacher,
+        folder,
+        answers=config.reads_data,
+        seed=config.train.seed,
+        template=template,
+    )
+    for note in notes:
+        say(note)
+    return rows
+
+
+def read_prompts(
     config: PromptsConfig,
     loaded: LoadedModel,
     source: str,
