@@ -8,6 +8,7 @@ from tests.models.causal_folders import BIDIRECTIONAL, INNER, LAYERS, MASK
 from tests.random_models import save_random
 
 from didi_instruct.adapters.lora import Lora, LoraLinear, adapt, layers
+from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.schema import parse
 from didi_instruct.config.train import LoraConfig
 from didi_instruct.errors import UserError
@@ -212,10 +213,10 @@ def test_networks_of_didis_own_are_refused(tmp_path):
         adapt(network, LoraConfig(rank=2))
 
 
-@pytest.mark.parametrize("changes", [{"rank": -1}, {"rank": 2, "alpha": 0.0}, {"targets": ("q",)}])
+@pytest.mark.parametrize("changes", [{"rank": -1}, {"rank": 2, "alpha": 0.0}, {"targets": ["q"]}])
 def test_settings_that_mean_nothing_are_refused(changes):
     with pytest.raises(UserError, match="lora"):
-        parse(LoraConfig, changes, where="lora")
+        parse(DistillConfig, {"lora": changes}, where="r")
 
 
 def test_a_patched_block_is_not_shared(base):
