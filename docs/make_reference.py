@@ -15,13 +15,11 @@ import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import yaml
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.finetune import FinetuneConfig
-from didi_instruct.config.recipes import SHIPPED, recipe_names
+from didi_instruct.config.recipes import find_recipe, read_recipe, recipe_names
 from didi_instruct.config.train import PretrainConfig
 from didi_instruct.sampling.registry import SAMPLERS
 
@@ -69,13 +67,17 @@ def _samplers() -> Iterator[str]:
 
 def _recipes() -> Iterator[str]:
     yield "## Recipes"
-    yield "Shipped YAML files; `base` names the recipe that one is built on."
+    yield "Files of `src/didi_instruct/recipes`; a recipe of your own may name any of them as `base`."
     rows = []
     for name in recipe_names():
-        values = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
-        base = f"`{values['base']}`" if "base" in values else ""
-        rows.append(f"| `{name}` | {base} | {_cell(values.get('reproduces', ''))} |")
-    yield "\n".join(["| recipe | base | reproduces |", "|---|---|---|", *rows])
+        values = read_recipe(find_recipe(name))
+        verb = next(verb for verb, (config, _) in VERBS.items() if set(values) <= _names(config))
+        rows.append(f"| `{name}` | `{verb}` | {_cell(values.get('reproduces', ''))} |")
+    yield "\n".join(["| recipe | verb | reproduces |", "|---|---|---|", *rows])
+
+
+def _names(config: type) -> set[str]:
+    return {field.name for field in fields(config)}
 
 
 def _sections(config: type) -> Iterator[str]:
@@ -99,7 +101,7 @@ def _table(config: type, prefix: str = "") -> str:
 
 def _rows(config: type, prefix: str) -> Iterator[str]:
     """Rows of a dataclass; those of a section have a table of their own, or follow here."""
-    notes, hints = _descriptions(config), get_type_hints(config)
+    notes, hints = _descriptions(config), get_type_hints(config, include_extras=True)
     for field in fields(config):
         hint, name = hints[field.name], f"{prefix}{field.name}"
         if not is_dataclass(hint):
@@ -132,6 +134,10 @@ def _summary(config: type) -> str:
 
 def _values(hint: Any) -> str:
     """Values that a setting takes: the choices of a Literal, else the name of the type."""
+    if get_origin(hint) is Annotated:
+        plain, *bounds = get_args(hint)
+        remedies = [bound.remedy.removeprefix("use ") for bound in bounds]
+        return f"{_values(plain)}: {', '.join(remedies)}"
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
