@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import didi_instruct as didi
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import evaluate_quality
-from didi_instruct.evaluation.judges import open_judge
+from didi_instruct.evaluation.config import EvalConfig
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.evaluation.report import Report
 from didi_instruct.training.reporting import TerminalReporter
@@ -60,13 +58,15 @@ def _trained(
 
 def compare(out: Path, teacher: Path, student: Path, num: int) -> Report:
     """Draw from both and measure, like `didi eval STUDENT --against TEACHER --judge oracle`."""
-    found = evaluate_quality(
-        [str(student)],
-        Plan(steps=STEPS, most_steps=MOST_STEPS, num=num, batch_size=256),
-        ("ppl", "entropy", "path-kl", "unique-4gram"),
-        out=out / "evaluation",
-        judge=open_judge("oracle"),
-        against=str(teacher),
+    config = EvalConfig(
+        metrics=("ppl", "entropy", "path-kl", "unique-4gram"),
+        steps=STEPS,
+        most_steps=MOST_STEPS,
+        num=num,
+        batch_size=256,
+    )
+    found = didi.evaluate(
+        str(student), config, out=out / "evaluation", judge="oracle", baseline=str(teacher)
     )
     title = "The oracle language: student and teacher"
     return Report.build(found, title, provenance=provenance(), command="make demo")

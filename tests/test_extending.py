@@ -9,16 +9,15 @@ import torch
 from tests.random_models import save_random
 
 import didi_instruct as didi
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.config.distill import DiscriminatorConfig, DistillConfig, StudentOptimConfig
 from didi_instruct.config.methods import ReferenceConfig, TokenMatchingConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.train import TrainConfig
 from didi_instruct.distillation.methods import METHODS, make_task
 from didi_instruct.distillation.run import Teacher
+from didi_instruct.evaluation.config import EvalConfig
+from didi_instruct.evaluation.metrics import METRICS
 from didi_instruct.evaluation.report.summary import Summary
-from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.models.network import Mixture
 from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.ancestral import ancestral
@@ -121,8 +120,8 @@ def test_a_task(tmp_path):
 def test_a_metric_is_measured_and_shown(tmp_path):
     example("metric")
     model = str(save_random(tmp_path / "model", length=1))  # 64 words, so 96 texts repeat some
-    plan = Plan(steps=(1,), num=96)
-    found = evaluate_quality([model], plan, ["duplicates"], out=tmp_path / "out")
+    config = EvalConfig(metrics=("duplicates",), steps=(1,), num=96)
+    found = didi.evaluate(model, config, out=tmp_path / "out")
     (samples,) = found.samples
     alone = sum(samples.texts.count(text) == 1 for text in samples.texts)
     (row,) = found.rows

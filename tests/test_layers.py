@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "didi_instruct"
 ORDER = ["config", "data", "process", "models", "adapters", "sampling", "training", "distillation"]
-ORDER += ["proteins", "hub", "model", "evaluation", "benchmarking", "api", "tasks"]
+ORDER += ["proteins", "hub", "model", "evaluation", "benchmarking", "tasks"]
 ORDER += ["pretrain", "distill", "finetune", "serving", "reproduce", "cli"]
 FOUNDATION = {"errors", "seeding", "transfer", "__version__"}
 ENTRANCES = {"__init__", "__main__"}  # lead to all the rest

@@ -14,7 +14,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.evaluation import protein_metrics, rows
+from didi_instruct.evaluation import metrics, protein_metrics
 from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
@@ -50,8 +50,8 @@ def place(shelf, tmp_path, monkeypatch):
     for path in shelf.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "AR_STEPS", 2)
-    monkeypatch.setattr(rows, "TEST_STEPS", 2)
+    monkeypatch.setattr(metrics, "AR_STEPS", 2)
+    monkeypatch.setattr(metrics, "TEST_STEPS", 2)
     return tmp_path
 
 

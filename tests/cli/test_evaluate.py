@@ -15,16 +15,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 import didi_instruct as library
-from didi_instruct.api import quality
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.evaluation import rows
-from didi_instruct.evaluation.causal_judge import CausalJudge
+from didi_instruct.evaluation import evaluate as evaluation
+from didi_instruct.evaluation import metrics
 from didi_instruct.evaluation.diversity import unigram_entropy
+from didi_instruct.evaluation.judges import CausalJudge, JudgeConfig, OracleJudge
 from didi_instruct.evaluation.samples import read_samples
-from didi_instruct.evaluation.token_judges import OracleJudge
 from didi_instruct.model import Model
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
@@ -86,8 +85,8 @@ def place(shelf, tmp_path, monkeypatch):
     for model in shelf.iterdir():
         (tmp_path / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "AR_STEPS", 2)
-    monkeypatch.setattr(rows, "TEST_STEPS", 2)
+    monkeypatch.setattr(metrics, "AR_STEPS", 2)
+    monkeypatch.setattr(metrics, "TEST_STEPS", 2)
     return tmp_path
 
 
@@ -164,7 +163,7 @@ def test_a_file_of_samples_is_a_reference(didi, place, monkeypatch):
         (path,) = (place / name / "samples").iterdir()
         path.rename(place / f"{name}.jsonl")
     forbid_drawing(monkeypatch)
-    monkeypatch.setattr(quality, "load", None)
+    monkeypatch.setattr(evaluation, "load", None)
     code, out, err = didi(
         "eval", "--samples", "student.jsonl", "--reference", "teacher.jsonl", "--out", "both",
         "--metrics", "entropy,self-bleu,c2st", "--json", "report.json",
@@ -285,7 +284,7 @@ def copies(place, didi, number=70):
 
 
 def test_identical_samples_give_numbers_not_nan(didi, place, monkeypatch):
-    monkeypatch.setattr(rows, "TEST_STEPS", 8)
+    monkeypatch.setattr(metrics, "TEST_STEPS", 8)
     copies(place, didi)
     code, _, err = didi(
         "eval", "words", "--samples", "same.jsonl", "--num", 70, "--steps", 2,
@@ -471,7 +470,7 @@ def test_texts_that_end_have_a_path_kl_whatever_the_judge_reads(didi, place):
     assert code == 0, err
     report = strict(place / "report.json")
     assert report["judge"] == "short (end a, uniform after 12 tokens)"
-    judge = CausalJudge("short", end="a")
+    judge = CausalJudge("short", JudgeConfig(end="a"))
     for path in (place / "out" / "samples").iterdir():
         drawn = read_samples(path)
         row = next(r for r in report["rows"] if r["steps"] == drawn.origin.steps)
@@ -480,7 +479,7 @@ def test_texts_that_end_have_a_path_kl_whatever_the_judge_reads(didi, place):
         letters = [len(text.encode()) for text in drawn.texts]
         ends = (drawn.lengths < 32).tolist()
         unread = [max(0, n + end - 12) for n, end in zip(letters, ends, strict=True)]
-        nats = judge.score(drawn, ending=True).nats + torch.tensor(unread) * math.log(256)
+        nats = judge.score(drawn).ended.nats + torch.tensor(unread) * math.log(256)
         assert row["path_kl"] == pytest.approx((nats + drawn.log_prob).mean().item())
     _, titles, first = out.splitlines()[:3]
     assert "length" in titles

@@ -12,8 +12,10 @@ from tests.evaluation.test_judges import (
     CONTEXT,
     SHARED,
     TEXTS,
+    CausalJudge,
     by_hand,
     needs_stories,
+    open_judge,
     reference,
     sample_set,
     tiny_model,
@@ -23,9 +25,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.causal_judge import CausalJudge
-from didi_instruct.evaluation.judges import open_judge
-from didi_instruct.evaluation.measuring import Measuring, Yardstick
+from didi_instruct.evaluation.measuring import Context, Measuring
 
 LONG = " ".join(TEXTS)
 
@@ -52,7 +52,7 @@ def test_the_end_of_a_text_is_priced_where_there_is_one(folder, end, ids):
     judge, plain = CausalJudge(folder, end=end), CausalJudge(folder)
     which = [True, False, True]
     samples = ended(TEXTS[:3], which)
-    found = judge.score(samples, ending=True)
+    found = judge.score(samples).ended
     rows = [tokenizer(text)["input_ids"] for text in TEXTS[:3]]
     rows = [row + [ids] * end for row, end in zip(rows, which, strict=True)]
     assert found.nats.tolist() == pytest.approx([by_hand(model, row) for row in rows], rel=1e-5)
@@ -70,7 +70,7 @@ def test_an_end_that_does_not_fit_into_the_context_is_cut(folder):
     for limit, cut in ((length + 1, 0), (length, 1)):
         judge = CausalJudge(folder, max_length=limit)
         assert judge.score(ended(TEXTS[:1], [True])).cut == 0
-        assert judge.score(ended(TEXTS[:1], [True]), ending=True).cut == cut
+        assert judge.score(ended(TEXTS[:1], [True])).ended.cut == cut
 
 
 @pytest.mark.parametrize("limit", [None, 10])
@@ -80,7 +80,8 @@ def test_tokens_beyond_the_context_are_equally_likely(folder, limit, ending):
     tokenizer, model = reference(folder)
     judge = CausalJudge(folder, max_length=limit, beyond="uniform")
     texts = (LONG, TEXTS[3])
-    found = judge.score(ended(texts, [True, True]), ending=ending)
+    found = judge.score(ended(texts, [True, True]))
+    found = found.ended if ending else found
     for text, nats, tokens in zip(texts, found.nats.tolist(), found.tokens.tolist(), strict=True):
         row = tokenizer(text)["input_ids"] + [1] * ending
         read = row[: 1 + (limit or CONTEXT)]
@@ -99,21 +100,14 @@ def test_tokens_beyond_the_context_are_equally_likely(folder, limit, ending):
 def test_texts_and_their_ends_are_read_at_once(folder, beyond, bos):
     """One reading says what two say: of ends that fit, that do not, that are all there is."""
     judge = CausalJudge(folder, max_length=10, beyond=beyond, bos=bos)
-    samples = ended(("", *TEXTS[:3], LONG, LONG), [True, True, False, True, True, False])
-    for one, alone in zip(judge.score_both(samples), _apart(judge, samples), strict=True):
+    texts, which = ("", *TEXTS[:3], LONG, LONG), [True, True, False, True, True, False]
+    found = judge.score(ended(texts, which))
+    marked = [text + "</s>" * end for text, end in zip(texts, which, strict=True)]
+    for one, texts_alone in ((found, texts), (found.ended, marked)):
+        alone = judge.score(ended(texts_alone, [False] * 6))
         torch.testing.assert_close(one.nats, alone.nats, rtol=1e-5, atol=1e-5)
         assert one.tokens.equal(alone.tokens)
         assert one.cut == alone.cut
-
-
-def _apart(judge, samples):
-    """Scores of texts as they are, and of the same texts with the end written into them."""
-    plain, marked = (
-        judge._encode(samples.texts),
-        judge._ended(judge._encode(samples.texts), samples),
-    )
-    assert plain != marked
-    return [judge._priced(ids, judge._nats(ids, None).total) for ids in (plain, marked)]
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -121,12 +115,12 @@ def test_a_judge_is_asked_once_for_texts_and_ends(folder, ends):
     judge = CausalJudge(folder)
     samples, read = ended(TEXTS[:3], [ends] * 3), []
     judge.model.register_forward_hook(lambda *_: read.append(1))
-    measuring = Measuring(samples, Yardstick(judge=judge))
-    found = [measuring.scores(), measuring.scores(ending=True)]
+    measuring = Measuring(samples, Context(judge=judge))
+    found = [measuring.scores(), measuring.scores(ended=True)]
     assert len(read) == 1
     assert (found[0].nats < found[1].nats).all() == ends
     judge.end = None  # then only the texts have a price
-    alone = Measuring(samples, Yardstick(judge=judge)).scores()
+    alone = Measuring(samples, Context(judge=judge)).scores()
     torch.testing.assert_close(alone.nats, found[0].nats)
 
 
@@ -139,14 +133,14 @@ def test_an_end_that_the_model_does_not_know_is_none(tmp_path):
     judge = CausalJudge(tmp_path)
     assert judge.end is None
     samples = ended(TEXTS[:2], [True, True])
-    found = Measuring(samples, Yardstick(judge=judge)).scores()
+    found = Measuring(samples, Context(judge=judge)).scores()
     assert found.nats.equal(judge.score(samples).nats)
 
 
 def test_a_damaged_judge_is_named_where_texts_end(folder):
     judge = CausalJudge(folder)
     judge.model.lm_head.weight.data.fill_(math.nan)
-    measuring = Measuring(ended(TEXTS[:2], [True, True]), Yardstick(judge=judge))
+    measuring = Measuring(ended(TEXTS[:2], [True, True]), Context(judge=judge))
     with pytest.raises(UserError, match="answers with NaN"):
         measuring.scores()
 
@@ -171,7 +165,7 @@ def test_a_judge_with_an_end_and_a_uniform_tail_is_a_law_of_texts(tmp_path):
         " ".join(text) for n in range(6) for text in itertools.product(("<s>", "a", "b"), repeat=n)
     ]
     ends = [len(text.split()) < 5 for text in texts]
-    found = judge.score(ended(texts, ends), ending=True)
+    found = judge.score(ended(texts, ends)).ended
     assert found.cut == 0
     assert found.nats.neg().exp().sum().item() == pytest.approx(1, abs=1e-5)
 
@@ -184,7 +178,7 @@ def test_what_cannot_end_a_text_is_refused(folder, tmp_path):
         CausalJudge(folder, beyond="guess")
     for settings in ({"end": "<s>"}, {"beyond": "uniform"}):
         with pytest.raises(UserError, match="for judges of texts; oracle judges tokens"):
-            open_judge("oracle", device="cpu", **settings)
+            open_judge("oracle", **settings)
     endless = tiny_tokenizer(start=True)
     endless.eos_token = None
     endless.save_pretrained(tmp_path)
@@ -192,8 +186,9 @@ def test_what_cannot_end_a_text_is_refused(folder, tmp_path):
     judge = CausalJudge(tmp_path)
     assert judge.end is None
     assert judge.score(ended(TEXTS, [True] * len(TEXTS))).cut == 0
+    measuring = Measuring(ended(TEXTS, [True] * len(TEXTS)), Context(judge=judge))
     with pytest.raises(UserError, match="no token that ends a text: name one with --judge-end"):
-        judge.score(ended(TEXTS, [True] * len(TEXTS)), ending=True)
+        measuring.scores(ended=True)
     assert CausalJudge(tmp_path, end="</s>").end == 1
 
 
@@ -205,12 +200,10 @@ def test_the_source_of_stories_ends_them_with_its_start_token():
     texts = [story["text"] for story in stories if story["complete"]][:8]
     cost = {}
     for end in ("<s>", None):
-        judge = open_judge(
-            SHARED / "stories15m", device="cpu", temperature=0.8, collapse_spaces=True, end=end
-        )
+        judge = open_judge(SHARED / "stories15m", temperature=0.8, collapse_spaces=True, end=end)
         samples = ended(texts, [True] * len(texts))
-        scores = [judge.score(samples, ending=ending) for ending in (False, True)]
-        assert [found.cut for found in scores] == [0, 0]
-        cost[end] = (scores[1].nats - scores[0].nats).mean().item()
+        scores = judge.score(samples)
+        assert (scores.cut, scores.ended.cut) == (0, 0)
+        cost[end] = (scores.ended.nats - scores.nats).mean().item()
     assert cost["<s>"] < 1
     assert cost[None] > 20

@@ -16,14 +16,13 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import MissingExtraError, UserError
-from didi_instruct.evaluation import causal_files, causal_judge
-from didi_instruct.evaluation import causal_nats as module
-from didi_instruct.evaluation.causal_judge import CausalJudge
-from didi_instruct.evaluation.causal_nats import causal_nats
-from didi_instruct.evaluation.judges import open_judge, usual_batch
+from didi_instruct.evaluation import causal_lm as module
+from didi_instruct.evaluation import judges as opening
+from didi_instruct.evaluation.causal_lm import causal_nats, default_batch
+from didi_instruct.evaluation.judges import ARJudge, DiffusionJudge, JudgeConfig, OracleJudge
+from didi_instruct.evaluation.measuring import Context, Measuring
 from didi_instruct.evaluation.samples import Origin, SampleSet
 from didi_instruct.evaluation.scores import Scores
-from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.training.likelihood import nelbo_judge
@@ -36,6 +35,17 @@ CORPUS = [
 ]
 TEXTS = (*CORPUS, "A dog.", "Tom ran.", "The red cat was happy and the little girl was, too.")
 CONTEXT = 64
+
+
+def open_judge(source, **settings):
+    """`open_judge` on the CPU with settings by name."""
+    settings.pop("device", None)
+    return opening.open_judge(source, JudgeConfig(**settings), device="cpu")
+
+
+def CausalJudge(source, **settings):
+    """The judge with settings by name."""
+    return module.CausalJudge(source, JudgeConfig(**settings))
 
 
 def sample_set(texts=(), tokens=None, *, tokenizer=None, lengths=None):
@@ -253,9 +263,9 @@ def test_empty_texts_count_nothing_and_all_empty_are_refused(folders):
     assert scores.perplexity() == pytest.approx(expected.perplexity())
     assert all(map(math.isfinite, scores.interval()))
     with pytest.raises(UserError, match="All samples are empty"):
-        judge.score(sample_set(["", ""]))
+        Measuring(sample_set(["", ""]), Context(judge=judge)).scores()
     with pytest.raises(UserError, match="too short for this judge"):
-        CausalJudge(folders["gpt2"]).score(sample_set(["a", ""]))
+        Measuring(sample_set(["a", ""]), Context(judge=CausalJudge(folders["gpt2"]))).scores()
     with pytest.raises(UserError, match="no texts"):
         judge.score(sample_set(tokens=torch.zeros(0, 4, dtype=torch.long)))
 
@@ -375,9 +385,9 @@ def test_weights_that_differ_anywhere_are_another_judge(folders, tmp_path):
 
 def test_the_precision_is_part_of_a_judge(folders, monkeypatch):
     judge = CausalJudge(folders["gpt2"])
-    load = causal_judge.load_causal
+    load = module.load_causal
     monkeypatch.setattr(
-        causal_judge, "load_causal", lambda source, _, trust: load(source, torch.bfloat16, trust)
+        module, "load_causal", lambda source, _, trust: load(source, torch.bfloat16, trust)
     )
     assert CausalJudge(folders["gpt2"]).fingerprint != judge.fingerprint
 
@@ -421,7 +431,7 @@ def write_gguf(path, tokenizer, model):
 def test_a_gguf_file_scores_as_the_directory_it_was_made_from(folders, tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf", *reference(folders["llama"]))
     capfd.readouterr()
-    judge = open_judge(tmp_path / "tiny.gguf", device="cpu", bos="always")
+    judge = open_judge(tmp_path / "tiny.gguf", bos="always")
     expected = CausalJudge(folders["llama"]).score(sample_set(TEXTS))
     found = judge.score(sample_set(TEXTS))
     assert capfd.readouterr() == ("", "")
@@ -434,7 +444,7 @@ def test_a_gguf_file_needs_an_extra(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no such file"):
         CausalJudge(tmp_path / "absent.gguf")
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(causal_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'pip install "didi-instruct\[eval\]"'):
         CausalJudge(tmp_path / "some.gguf")
 
@@ -445,7 +455,7 @@ def test_a_hub_id_that_was_downloaded_needs_no_network(folders, tmp_path, monkey
     (tmp_path / "models--someone--tiny" / "refs").mkdir()
     (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("0123abcd")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    judge, local = open_judge("someone/tiny", device="cpu"), CausalJudge(folders["llama"])
+    judge, local = open_judge("someone/tiny"), CausalJudge(folders["llama"])
     assert judge.fingerprint == local.fingerprint
     assert judge.score(sample_set(TEXTS)).nats.equal(local.score(sample_set(TEXTS)).nats)
 
@@ -481,7 +491,7 @@ def test_the_oracle_judges_exactly():
     assert scores.tokens.tolist() == [32] * 50
     assert judge.exact
     assert seen[-1] == (50, 50)
-    assert judge.fingerprint == open_judge("oracle", device="cpu").fingerprint
+    assert judge.fingerprint == open_judge("oracle").fingerprint
     assert judge.fingerprint != OracleJudge(OracleLanguage.default(eps=0.01)).fingerprint
 
 
@@ -522,7 +532,7 @@ ROWS = torch.cartesian_prod(*[torch.arange(3)] * 5)
 def test_a_left_to_right_model_of_ours_judges_the_tokens_that_count(own):
     models, tokenizer = own
     folder, network, _ = models["ar"]
-    judge = open_judge(folder, device="cpu", batch_size=7)
+    judge = open_judge(folder, batch_size=7)
     assert isinstance(judge, ARJudge)
     assert judge.exact
     with torch.no_grad():
@@ -537,14 +547,11 @@ def test_a_left_to_right_model_of_ours_judges_the_tokens_that_count(own):
     torch.testing.assert_close(-cut.nats, expected, rtol=1e-5, atol=1e-6)
     assert cut.tokens.equal(lengths)
 
-    ended = judge.score_both(sample_set(tokens=ROWS, lengths=lengths))
-    longer = torch.where(lengths == 5, 5, 3)
-    with_end = judge.score(sample_set(tokens=ROWS, lengths=longer))
-    for one, other in zip(ended, (cut, with_end), strict=True):
-        torch.testing.assert_close(one.nats, other.nats, rtol=1e-5, atol=1e-6)
-        assert one.tokens.equal(other.tokens)
+    together = judge.score(sample_set(tokens=ROWS, lengths=(lengths + 1).clamp(max=5)))
+    torch.testing.assert_close(cut.ended.nats, together.nats, rtol=1e-5, atol=1e-6)
+    assert cut.ended.tokens.equal(together.tokens)
 
-    warm = open_judge(folder, device="cpu", temperature=2.0)
+    warm = open_judge(folder, temperature=2.0)
     assert warm.fingerprint != judge.fingerprint
     total = warm.score(sample_set(tokens=ROWS)).nats.neg().exp().sum().item()
     assert total == pytest.approx(1, abs=1e-5)
@@ -555,7 +562,7 @@ def test_a_left_to_right_model_of_ours_judges_the_tokens_that_count(own):
 def test_a_diffusion_model_judges_by_its_bound(own):
     models, tokenizer = own
     folder, network, config = models["mdlm"]
-    judge, seen = open_judge(folder, device="cpu", draws=3, seed=5, batch_size=64), []
+    judge, seen = open_judge(folder, draws=3, seed=5, batch_size=64), []
     samples = sample_set(tokens=ROWS, tokenizer=tokenizer)
     scores = judge.score(samples, lambda *args: seen.append(args))
     objective = make_objective(config)
@@ -568,7 +575,7 @@ def test_a_diffusion_model_judges_by_its_bound(own):
     assert not judge.exact
     assert seen[-1] == (len(ROWS), len(ROWS))
     prints = {
-        open_judge(folder, device="cpu", draws=draws, seed=seed).fingerprint
+        open_judge(folder, draws=draws, seed=seed).fingerprint
         for draws, seed in ((3, 5), (3, 6), (4, 5))
     }
     assert len(prints) == 3
@@ -578,28 +585,28 @@ def test_a_diffusion_model_judges_by_its_bound(own):
 def test_a_gpu_reads_more_texts_at_once(own):
     """What is asked for counts; what fits into memory in any case (batches above)."""
     folder, *_ = own[0]["ar"]
-    assert open_judge(folder, device="cpu").batch_size == usual_batch(torch.device("cpu")) == 16
-    assert usual_batch(torch.device("cuda")) == 64
-    assert open_judge(folder, device="cpu", batch_size=3).batch_size == 3
+    assert open_judge(folder).batch_size == default_batch(torch.device("cpu")) == 16
+    assert default_batch(torch.device("cuda")) == 64
+    assert open_judge(folder, batch_size=3).batch_size == 3
 
 
 def test_settings_that_a_judge_has_no_use_for_are_refused(own):
     models, _ = own
     for source in ("oracle", models["mdlm"][0]):
         with pytest.raises(UserError, match="leave its temperature at 1"):
-            open_judge(source, device="cpu", temperature=0.8)
+            open_judge(source, temperature=0.8)
         with pytest.raises(UserError, match="for judges of texts"):
-            open_judge(source, device="cpu", bos="never")
+            open_judge(source, bos="never")
         with pytest.raises(UserError, match="for judges of texts"):
-            open_judge(source, device="cpu", collapse_spaces=True)
+            open_judge(source, collapse_spaces=True)
     with pytest.raises(UserError, match="for judges of texts"):
-        open_judge(models["ar"][0], device="cpu", max_length=3)
+        open_judge(models["ar"][0], max_length=3)
 
 
 def test_a_run_that_has_not_finished_is_named_as_such(tmp_path):
     (tmp_path / "checkpoints" / "step-0000010").mkdir(parents=True)
     with pytest.raises(UserError, match="Training has not finished"):
-        open_judge(tmp_path, device="cpu")
+        open_judge(tmp_path)
 
 
 def test_rows_of_one_token_have_no_nats():
@@ -647,7 +654,7 @@ def test_runs_of_spaces_cost_the_source_of_stories_dearly():
     """It never saw any. Perplexity of 24 real stories that have some: 5.98, and 4.81 without."""
     texts = [story for story in real_stories() if "  " in story][:8]
     plain, collapsed = (
-        open_judge(SHARED / "stories15m", device="cpu", collapse_spaces=collapse)
+        open_judge(SHARED / "stories15m", collapse_spaces=collapse)
         .score(sample_set(texts))
         .perplexity()
         for collapse in (False, True)

@@ -9,18 +9,19 @@ import torch
 from tests.random_models import add_noise
 
 import didi_instruct as didi
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.studio import Studio
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.judges import open_judge
-from didi_instruct.evaluation.measuring import Measuring, Yardstick
-from didi_instruct.evaluation.rows import measure
+from didi_instruct.evaluation.drawing import draw_samples
+from didi_instruct.evaluation.judges import JudgeConfig, open_judge
+from didi_instruct.evaluation.measuring import Context, Measuring
+from didi_instruct.evaluation.metrics import measure
 from didi_instruct.evaluation.samples import SampleSet, text_lengths
+from didi_instruct.hub.sources import find_source
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
 from didi_instruct.process.masking import LengthLaw
+from didi_instruct.sampling.generate import Request
 
 V, L, END, MASK = 3, 3, 2, 3
 COUNTS = (0, 4, 1, 2)
@@ -58,8 +59,9 @@ def padded(text):
 
 def draw(shelf, tmp_path, name="random", **changes):
     model = didi.load(shelf / name, device="cpu")
-    plan = Plan(**{"steps": (2,), "num": 6, "batch_size": 2048} | changes)
-    (found,) = Studio(tmp_path).draw(str(shelf / name), model, plan)
+    request = Request(**{"steps": 2, "num": 6, "batch_size": 2048} | changes)
+    request = replace(request, steps=None) if name == "ar" else request
+    (found,) = draw_samples(str(shelf / name), model, [request], folder=tmp_path)
     return found
 
 
@@ -101,7 +103,7 @@ def test_the_path_kl_of_texts_bounds_their_kl(shelf, tmp_path):
     """
     judge = open_judge(shelf / "ar", device="cpu")
     drawn = draw(shelf, tmp_path, num=8192)
-    nats = judge.score(as_samples(drawn, TEXTS), ending=True).nats
+    nats = judge.score(as_samples(drawn, TEXTS)).ended.nats
     assert nats.neg().exp().sum().item() == pytest.approx(1, abs=1e-5)
     log_judge = {text: -value for text, value in zip(TEXTS, nats.tolist(), strict=True)}
 
@@ -116,7 +118,7 @@ def test_the_path_kl_of_texts_bounds_their_kl(shelf, tmp_path):
     bound = sum(p * (log_q - log_j) for p, log_q, log_j in known)
     assert 0 < exact < bound
 
-    found = measure("path-kl", Measuring(drawn, Yardstick(judge=judge))).row
+    found = measure("path-kl", Measuring(drawn, Context(judge=judge))).row
     size = math.sqrt(len(drawn))
     spread = math.sqrt(sum(p * (log_q + entropy) ** 2 for p, log_q, _ in known))
     assert abs(found["path_entropy"] - entropy) < 4 * spread / size
@@ -136,7 +138,7 @@ def test_samples_end_where_they_do_and_say_so(shelf, tmp_path):
     fixed = draw(shelf, tmp_path, "random", num=50, length=2)
     assert (fixed.origin.own_window, fixed.lengths.unique().tolist()) == (False, [2])
     judge = open_judge(shelf / "ar", device="cpu")
-    row = measure("path-kl", Measuring(fixed, Yardstick(judge=judge))).row
+    row = measure("path-kl", Measuring(fixed, Context(judge=judge))).row
     assert (row["path_kl"], row["path_entropy"]) == (None, None)
     assert "texts whose length was given" in row["path_kl_note"]
     whole = draw(shelf, tmp_path, "windows", num=50)
@@ -150,7 +152,7 @@ def test_the_path_of_a_left_to_right_model_of_texts_is_its_own_law(shelf, tmp_pa
     """Judged by itself every gap is zero: it prices the text and its end as it drew them."""
     judge = open_judge(shelf / "ar", device="cpu")
     drawn = draw(shelf, tmp_path, "ar", num=100)
-    found = measure("path-kl", Measuring(drawn, Yardstick(judge=judge)))
+    found = measure("path-kl", Measuring(drawn, Context(judge=judge)))
     assert abs(found.values["path_gap"]).max() < 1e-5
 
 
@@ -170,7 +172,7 @@ def test_a_diffusion_model_of_texts_prices_their_length_and_words(shelf, tmp_pat
             z[0, place] = text[place]
     exact = words / len(orders) - LengthLaw(COUNTS).log_prob(torch.tensor([n])).item()
 
-    judge = open_judge(shelf / "random", device="cpu", draws=8, batch_size=256)
+    judge = open_judge(shelf / "random", JudgeConfig(draws=8, batch_size=256), device="cpu")
     like = draw(shelf, tmp_path, "random")
     scores = judge.score(as_samples(like, [text] * 512))
     assert scores.tokens.tolist() == [n] * 512
@@ -180,9 +182,9 @@ def test_a_diffusion_model_of_texts_prices_their_length_and_words(shelf, tmp_pat
 
 def test_a_diffusion_model_judges_texts_that_end_as_its_own_do(shelf, tmp_path):
     """Its own, and those of others; what follows an end is not read; no text is empty."""
-    judge = open_judge(shelf / "random", device="cpu", draws=2)
+    judge = open_judge(shelf / "random", JudgeConfig(draws=2), device="cpu")
     drawn = draw(shelf, tmp_path, "random", num=40)
-    found = measure("path-kl", Measuring(drawn, Yardstick(judge=judge))).row
+    found = measure("path-kl", Measuring(drawn, Context(judge=judge))).row
     assert found["path_kl"] > 0
     assert not found["path_kl_exact"]
     with_garbage = drawn.tokens.clone()
@@ -199,8 +201,8 @@ def test_a_diffusion_model_judges_texts_that_end_as_its_own_do(shelf, tmp_path):
     windows = open_judge(shelf / "windows", device="cpu")
     with pytest.raises(UserError, match="or one whose texts have windows of their own"):
         windows.score(drawn)
-    for name, ends in (("ar", True), ("random", True), ("windows", False)):
-        judge = open_judge(shelf / name, device="cpu")
-        judge.check_ends("m", END if ends else None)
-    with pytest.raises(UserError, match="m writes texts that end before their window"):
-        judge.check_ends("m", END)
+    ended, whole = (find_source(shelf / name).peek() for name in ("random", "windows"))
+    for name, model in (("ar", ended), ("random", ended), ("windows", whole)):
+        open_judge(shelf / name, device="cpu").check(model)
+    with pytest.raises(UserError, match="random writes texts that end before their window"):
+        windows.check(ended)

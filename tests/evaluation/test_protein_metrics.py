@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from didi_instruct.api.chain_sets import chain_set, read_chain_set, shuffled_set
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import protein_metrics
-from didi_instruct.evaluation.kept import measure_once
-from didi_instruct.evaluation.measuring import Measuring, Yardstick
-from didi_instruct.evaluation.rows import METRICS, known_columns, measure
+from didi_instruct.evaluation.measuring import Context, Measuring
+from didi_instruct.evaluation.metrics import METRICS, known_columns, measure
+from didi_instruct.evaluation.reference import chain_set, read_chain_set, shuffled_set
 from didi_instruct.proteins.chains import read_chains
 from didi_instruct.proteins.clusters import Clusters
 from didi_instruct.proteins.novelty import Novelty
@@ -23,8 +22,8 @@ def samples(*sequences):
     return chain_set("chains", sequences, max(map(len, sequences)), None)
 
 
-def row(name, *sequences, **yardstick):
-    return measure(name, Measuring(samples(*sequences), Yardstick(**yardstick))).row
+def row(name, *sequences, **context):
+    return measure(name, Measuring(samples(*sequences), Context(**context))).row
 
 
 def fasta(tmp_path, *sequences, name="real.fasta"):
@@ -37,7 +36,7 @@ def test_every_metric_brings_its_columns_and_names_differ():
     fields = [column.field for column in known_columns()]
     assert len(set(fields)) == len(fields)
     for name in ("plddt", "clusters", "repeats", "composition", "novelty"):
-        assert METRICS[name].residues
+        assert "residues" in METRICS[name].requires
         assert {column.field for column in METRICS[name].columns} <= {*fields}
 
 
@@ -122,9 +121,8 @@ def test_chains_that_did_not_fold_are_tried_again(tmp_path):
     texts = samples("MK", "MV")
 
     def measured(**known):
-        return measure_once(
-            "plddt", Measuring(texts, Yardstick(folding=PretendFolding(**known))), tmp_path
-        ).row
+        context = Context(folding=PretendFolding(**known))
+        return measure("plddt", Measuring(texts, context, folder=tmp_path)).row
 
     assert measured()["plddt"] is None
     assert measured(MK=90.0)["plddt_failed"] == 1
@@ -136,8 +134,8 @@ def test_a_kept_value_is_of_one_reference(tmp_path):
     texts, values = samples("MKVLMKVL", "MKVVAAAA"), []
     for name, other in (("a", "MKVL" * 5), ("b", "WWWW" * 5)):
         chains = read_chains(fasta(tmp_path, other, name=f"{name}.fasta"))
-        measuring = Measuring(texts, Yardstick(chains=chains))
-        values.append(measure_once("composition", measuring, tmp_path).row["residue_js"])
+        measuring = Measuring(texts, Context(chains=chains), folder=tmp_path)
+        values.append(measure("composition", measuring).row["residue_js"])
     assert values[0] != values[1]
 
 
@@ -145,7 +143,7 @@ def test_words_are_no_residues():
     texts = samples("MKV")
     words = type(texts)(texts.origin, texts.tokens, ("once upon",), None, texts.lengths)
     with pytest.raises(UserError, match="chains: sample 1 has `onceupon`, which is no residue"):
-        measure("repeats", Measuring(words, Yardstick()))
+        measure("repeats", Measuring(words, Context()))
 
 
 def test_chains_become_tokens_of_the_model_and_shuffled_ones_too(tmp_path):

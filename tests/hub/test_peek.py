@@ -12,9 +12,9 @@ from tests.models.foreign.reference import (
 )
 
 import didi_instruct as didi
-from didi_instruct.api.studio import sampling_fingerprint
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.cache import model_key
 from didi_instruct.hub.sources import peek_models
 
 
@@ -90,14 +90,14 @@ def test_a_tokenizer_is_for_models_that_bring_none(tmp_path):
 def test_fingerprints_of_foreign_models_tell_weights_and_settings_apart(tmp_path):
     folder = tmp_path / "release"
     release(folder)
-    found = [sampling_fingerprint(str(folder))]
-    assert sampling_fingerprint(str(folder)) == found[0]
+    found = [model_key(str(folder))]
+    assert model_key(str(folder)) == found[0]
     hub_folder(folder, CORE, hub_config(time_conditioning=True), critic_weights())
-    found.append(sampling_fingerprint(str(folder)))
+    found.append(model_key(str(folder)))
     hub_folder(folder, CORE, hub_config(time_conditioning=True), critic_weights(8))
-    found.append(sampling_fingerprint(str(folder)))
+    found.append(model_key(str(folder)))
     hub_folder(folder, weights(3), hub_config(time_conditioning=True), critic_weights(8))
-    found.append(sampling_fingerprint(str(folder)))
+    found.append(model_key(str(folder)))
     assert len(set(found)) == 4
 
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from didi_instruct.api import studio
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import evaluate_quality
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation import drawing
+from didi_instruct.evaluation.evaluate import EvalConfig, evaluate
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.evaluation.measuring import Measured, Metric
-from didi_instruct.evaluation.rows import METRICS
+from didi_instruct.evaluation.metrics import METRICS
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
 
 from .small_models import LANGUAGE, config_of, save, save_letters
@@ -43,14 +42,12 @@ def settings_of(folder):
 def test_rows_are_those_of_an_evaluation_with_one_sampler(folder, tmp_path):
     rows = measure(settings_of(folder), terms_of(tmp_path / "a")).rows
     for row, setting in zip(rows, settings_of(folder), strict=True):
-        plan = Plan(
-            steps=(setting.steps or 1,), num=12, sampler=setting.sampler,
-            temperature=setting.temperature,
+        config = EvalConfig(
+            metrics=("ppl", "entropy"), steps=(setting.steps or 1,), num=12, device="cpu",
+            sampler=setting.sampler, temperature=setting.temperature,
         )  # fmt: skip
-        (alone,) = evaluate_quality(
-            [setting.source], plan, ["ppl", "entropy"], out=tmp_path / "b",
-            judge=OracleJudge(LANGUAGE), device="cpu",
-        ).rows  # fmt: skip
+        found = evaluate(setting.source, config, out=tmp_path / "b", judge="oracle")
+        (alone,) = found.rows
         own = {"model", "method", "mark", "tokens_per_second"}
         assert {k: v for k, v in row.items() if k not in own} == {
             k: v for k, v in alone.items() if k not in own
@@ -72,7 +69,7 @@ def test_a_setting_leaves_out_what_it_does_not_ask_for(folder, tmp_path):
 
 def test_nothing_is_drawn_or_judged_twice(folder, tmp_path, monkeypatch):
     first = measure(settings_of(folder), terms_of(tmp_path)).rows
-    monkeypatch.setattr(studio, "_draw", None)
+    monkeypatch.setattr(drawing, "_draw", None)
     monkeypatch.setattr(OracleJudge, "score", None)
     assert measure(settings_of(folder), terms_of(tmp_path)).rows == first
 
@@ -81,7 +78,7 @@ def test_parts_leave_nothing_to_the_whole(folder, tmp_path, monkeypatch):
     """Each setting is in one part; some parts may be empty."""
     parts = [measure(settings_of(folder), terms_of(tmp_path, part=(n, 6))).rows for n in range(6)]
     assert [len(rows) for rows in parts] == [1, 1, 1, 1, 0, 0]
-    monkeypatch.setattr(studio, "_draw", None)
+    monkeypatch.setattr(drawing, "_draw", None)
     monkeypatch.setattr(OracleJudge, "score", None)
     whole = measure(settings_of(folder), terms_of(tmp_path)).rows
     assert whole == [row for rows in parts for row in rows]
@@ -89,15 +86,17 @@ def test_parts_leave_nothing_to_the_whole(folder, tmp_path, monkeypatch):
 
 def test_the_reference_is_that_of_an_evaluation(folder, tmp_path, monkeypatch):
     """As many texts as samples, of the same tokens: what MAUVE would see."""
-    seen = Metric(lambda m: Measured({"seen": m.reference.tokens.tolist()}), reference=True)
+    seen = Metric(
+        name="seen",
+        compute=lambda m: Measured({"seen": m.reference.tokens.tolist()}),
+        requires=("reference",),
+    )
     monkeypatch.setitem(METRICS, "seen", seen)
     (setting, *_), terms = settings_of(folder), {"metrics": ("entropy", "seen")}
     terms = terms_of(tmp_path / "a", reference="oracle", **terms)
     (row,) = measure([setting], terms).rows
-    plan = Plan(steps=(4,), num=12)
-    (alone,) = evaluate_quality(
-        [setting.source], plan, terms.metrics, out=tmp_path / "b", reference="oracle", device="cpu"
-    ).rows
+    config = EvalConfig(metrics=terms.metrics, steps=(4,), num=12, reference="oracle", device="cpu")
+    (alone,) = evaluate(setting.source, config, out=tmp_path / "b").rows
     assert row["seen"] == alone["seen"]
     assert len(row["seen"]) == 12
 
@@ -116,6 +115,6 @@ def test_what_cannot_share_a_table_is_refused(folder, tmp_path):
         measure([], terms_of(tmp_path))
 
 
-def test_perplexity_never_goes_without_entropy(tmp_path):
+def test_perplexity_never_goes_without_entropy(folder, tmp_path):
     with pytest.raises(UserError, match="add the metric entropy"):
-        terms_of(tmp_path, metrics=("ppl",))
+        measure(settings_of(folder), terms_of(tmp_path, metrics=("ppl",)))

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from didi_instruct.api import lengths
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.lengths import joined
 from didi_instruct.reproduce import proteins
 from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.items_proteins import WAYS
@@ -46,19 +46,22 @@ def test_at_paper_scale_all_is_as_the_paper_says(paper, tmp_path):
 def test_a_row_has_numbers_by_length_and_their_mean(monkeypatch, tmp_path):
     asked = []
 
-    def evaluate(sources, plan, metrics, **settings):
-        asked.append((sources, plan.length, plan.sampler, settings["reference"]))
+    def evaluate(sources, config, **settings):
+        asked.append((sources, config.lengths, config.sampler, config.reference))
+        return joined([at_length(config.steps, length) for length in config.lengths], [10, 30])
+
+    def at_length(steps, length):
         rows = [
             {
-                "model": "m", "nfe": n, "passes": n / 2 + plan.length, "num_samples": 3, "seed": 5,
-                "cluster_entropy": plan.length / 10, "cluster_size": n,
+                "model": "m", "nfe": n, "passes": n / 2 + length, "num_samples": 3, "seed": 5,
+                "cluster_entropy": length / 10, "cluster_size": n,
             }
-            for n in plan.steps
+            for n in steps
         ]  # fmt: skip
         real = {**rows[0], "model": "real", "nfe": None, "passes": None, "cluster_size": None}
-        return Evaluation(rows=rows, baseline=[], judge=None, reference={}, controls=(real,))
+        return Evaluation(rows=rows, controls=(real,))
 
-    monkeypatch.setattr(lengths, "evaluate_quality", evaluate)
+    monkeypatch.setattr(proteins, "evaluate", evaluate)
     chains = tmp_path / "run"
     chains.mkdir()
     context = Context(
@@ -72,7 +75,7 @@ def test_a_row_has_numbers_by_length_and_their_mean(monkeypatch, tmp_path):
         metrics=["clusters"], batch_size=3,
     )  # fmt: skip
     fasta = str(chains / proteins.FASTA)
-    assert asked == [(["there"], 10, "dplm", fasta), (["there"], 30, "dplm", fasta)]
+    assert asked == [(["there"], (10, 30), "dplm", fasta)]
     first, second = found["rows"]
     assert (first["cluster_entropy_10"], first["cluster_entropy_30"]) == (1, 3)
     assert (first["cluster_entropy"], first["cluster_size"], second["cluster_size"]) == (2, 2, 4)

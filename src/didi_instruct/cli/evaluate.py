@@ -1,7 +1,10 @@
 """`didi eval`."""
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +15,7 @@ from didi_instruct.cli.judging import (
     JudgeEnd,
     JudgeTemperature,
 )
-from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, nelbo, zero_shot
-from didi_instruct.cli.quality import quality
+from didi_instruct.cli.likelihood import NELBO, ZERO_SHOT, default_folder, nelbo, zero_shot
 from didi_instruct.cli.tasks import (
     Limit,
     Permute,
@@ -30,6 +32,7 @@ from didi_instruct.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from didi_instruct.evaluation.measuring import Evaluation
 
 TEMPERATURES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 TOP_PS = (0.98, 0.95, 0.9, 0.8)
@@ -186,43 +189,39 @@ def command(
     names = list(dict.fromkeys(name.strip() for name in metrics.split(",") if name.strip()))
     if min(sequences, draws, batch_size) < 1:
         raise UserError("--sequences, --draws and --batch-size are 1 or more.")
+    from didi_instruct.config.schema import apply_overrides
     from didi_instruct.data.readers import ReadOptions, check_documents
 
-    reading = ReadOptions(field=field, documents=check_documents(documents))
-    common: dict[str, Any] = {"tokenizer": tokenizer, "json_file": json_file, "device": device}
-    models = sources or []
+    reading, models = ReadOptions(field=field, documents=check_documents(documents)), sources or []
     _check_alone(names, data, corpora)
-    noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
     _check_dtype(dtype, names, [*models, *([against] if against else [])])
+    noise = {"sequences": sequences, "draws": draws, "batch_size": batch_size, "seed": seed}
     if NELBO in names:
-        nelbo(models, data, noise, reading, dtype=dtype, **common)
+        nelbo(
+            models, data, noise, reading,
+            tokenizer=tokenizer, json_file=json_file, device=device, dtype=dtype,
+        )  # fmt: skip
         return
     if ZERO_SHOT in names:
-        zero_shot(models, data, corpora, noise, out, **common)
+        zero_shot(
+            models, data, corpora, noise, out,
+            tokenizer=tokenizer, json_file=json_file, device=device,
+        )  # fmt: skip
         return
-    if most_steps is not None and against is None:
-        raise UserError("--most-steps are the baseline's: name it with --against SOURCE.")
     budgets = _whole_numbers("--steps", steps)
-    if most_steps is not None and most_steps <= max(budgets):
-        raise UserError(
-            f"--most-steps {most_steps} is the end of the gap that --steps {steps} begin: use more "
-            "than all of them."
-        )
-    if lengths is not None and length is not None:
-        raise UserError("--length is one length and --lengths are several: leave out one.")
-    from didi_instruct.api.plan import Plan, check_metrics, usual_num
-    from didi_instruct.config.schema import apply_overrides
-
+    _check_most_steps(most_steps, budgets, against)
     if "ppl" in names and "entropy" not in names:
         names.append("entropy")  # perplexity alone proves nothing
-    check_metrics(names, judge is not None, reference is not None, folding is not None)
-    if ar_start is not None and "ar-kl" not in names:
-        raise UserError("--ar-start is what the metric ar-kl begins with: add it to --metrics.")
-    plan = Plan(
+    from didi_instruct.evaluation.config import EvalConfig
+    from didi_instruct.evaluation.scores import JudgeConfig
+
+    config = EvalConfig(
+        metrics=tuple(names),
         steps=budgets,
         most_steps=most_steps,
-        num=num if num is not None else usual_num(names),
+        num=num,
         length=length,
+        lengths=() if lengths is None else _whole_numbers("--lengths", lengths),
         sampler=sampler,
         options=apply_overrides({}, options or (), flag="--option"),
         temperature=temperature,
@@ -232,32 +231,81 @@ def command(
         seed=seed,
         batch_size=batch_size,
         until_eot=until_eot,
-    )
-    settings = {
-        "temperature": judge_temperature,
-        "collapse_spaces": judge_collapse_spaces,
-        "end": judge_end,
-        "beyond": judge_beyond,
-        "draws": draws,
-        "batch_size": batch_size,
-    }
-    quality(
-        models,
-        plan,
-        names,
-        judge,
-        settings,
-        reference,
-        against,
-        samples or [],
-        out,
-        lengths=(length,) if lengths is None else _whole_numbers("--lengths", lengths),
+        reference=reference,
         reading=reading,
-        ar_start=ar_start,
-        folding=folding,
+        judging=JudgeConfig(
+            batch_size=batch_size,
+            temperature=judge_temperature,
+            collapse_spaces=judge_collapse_spaces,
+            end=judge_end,
+            beyond=judge_beyond,  # type: ignore[arg-type]
+            draws=draws,
+        ),
+        start=ar_start,
+        tokenizer=tokenizer,
+        device=device,
         dtype=dtype,
-        **common,
     )
+    files = samples or []
+    folder = out or default_folder([*models, *map(str, files)], against)
+    from didi_instruct.cli.progress import ProgressBar
+    from didi_instruct.evaluation.evaluate import evaluate
+
+    with ProgressBar() as bar:
+        found = evaluate(
+            models,
+            config,
+            out=folder,
+            judge=judge,
+            baseline=against,
+            samples=files,
+            folding=folding,
+            progress=lambda stage, done, total: bar.update(
+                stage, done, total, "rows" if stage.startswith("Drawing") else "texts"
+            ),
+        )
+    _show(found, folder, json_file)
+
+
+def _show(found: "Evaluation", folder: Path, json_file: Path | None) -> None:
+    """Write JSON and the report, print the heart of it, and say where they are."""
+    from rich.console import Console
+
+    from didi_instruct.evaluation.provenance import provenance
+    from didi_instruct.evaluation.report import Report, short_names
+
+    if json_file is not None:
+        found.write(json_file)
+    replaced = " (in place of an earlier one)" if (folder / "report.html").exists() else ""
+    names = short_names([row["model"] for row in found.rows]).values()
+    command = shlex.join(["didi", *sys.argv[1:]])
+    report = Report.build(
+        found, f"Samples of {', '.join(names)}", provenance=provenance(), command=command
+    )
+    page, _ = report.write(folder)
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
+    console.print(report.to_terminal(console.width))
+    counts = sorted({row["num_samples"] for row in found.rows})
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    many = "" if counts == [1] else "s"
+    typer.echo(f"{span} sample{many} per row; samples and numbers in {folder}")
+    typer.echo(f"Report: {page}{replaced}")
+    if json_file is not None:
+        typer.echo(f"Wrote {json_file}")
+
+
+def _check_most_steps(
+    most_steps: int | None, budgets: tuple[int, ...], against: str | None
+) -> None:
+    if most_steps is None:
+        return
+    if against is None:
+        raise UserError("--most-steps are the baseline's: name it with --against SOURCE.")
+    if most_steps <= max(budgets):
+        raise UserError(
+            f"--most-steps {most_steps} is the end of the gap that --steps "
+            f"{','.join(map(str, budgets))} begin: use more than all of them."
+        )
 
 
 def _check_files(json_file: Path | None, out: Path | None) -> None:
@@ -284,7 +332,7 @@ def _check_dtype(dtype: str | None, metrics: "Sequence[str]", models: "Sequence[
 def _check_alone(metrics: "Sequence[str]", data: str | None, corpora: str | None) -> None:
     """Refuse unknown names, and measures of text and of samples in one table."""
     from didi_instruct.config.schema import nearest
-    from didi_instruct.evaluation.rows import METRICS
+    from didi_instruct.evaluation.metrics import METRICS
 
     known = [*METRICS, NELBO, ZERO_SHOT]
     for name in metrics:

@@ -1,5 +1,6 @@
 """`didi eval --metrics nelbo` and `--metrics zero-shot`: the likelihood of text."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from didi_instruct.data.readers import ReadOptions
-    from didi_instruct.evaluation.evaluate import Evaluation
+    from didi_instruct.evaluation.measuring import Evaluation
 
 NELBO, ZERO_SHOT = "nelbo", "zero-shot"
 
@@ -143,10 +144,6 @@ def _show(row: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def _write(found: "Evaluation", sources: "Sequence[str]", json_file: Path | None) -> None:
-    if json_file is None:
-        return
-    from didi_instruct.api.evaluate import Report
-
-    model = ", ".join(sources)
-    Report(model, judge=None, rows=found.rows, reference=found.reference).write(json_file)
-    typer.echo(f"Wrote {json_file}")
+    if json_file is not None:
+        replace(found, model=", ".join(sources)).write(json_file)
+        typer.echo(f"Wrote {json_file}")

@@ -129,6 +129,22 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(place)
 
 
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Let one process of a machine at a time make the file `path`; the others wait.
+
+    The lock is a hidden file beside it, removed afterwards, so whoever waited has to look again
+    whether `path` is there.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    lock.touch()
+    try:
+        with one_at_a_time(lock):
+            yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename durable, where the platform can open a folder at all."""
     with contextlib.suppress(OSError):

@@ -1,22 +1,39 @@
-"""Judges: -log p of samples under another language model, one of ours, or the oracle language.
+"""Judges of tokens (the oracle language, models of ours), and `open_judge` for any judge.
 
 A judge of texts reads them with its own tokenizer, so it can be asked about any sampler. A judge of
-tokens has an opinion on sequences of its own tokens alone.
+tokens scores sequences of its own tokens alone.
 """
 
-from dataclasses import asdict
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.causal_judge import Beyond, Bos, CausalJudge
-from didi_instruct.evaluation.scores import Judge, Scores, digest
-from didi_instruct.evaluation.token_judges import ARJudge, DiffusionJudge, OracleJudge
-from didi_instruct.models.checkpoint import MODEL, is_ours, load_model, read_manifest
+from didi_instruct.evaluation.cache import config_values, digest
+from didi_instruct.evaluation.causal_lm import CausalJudge, causal_nats, default_batch
+from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
+from didi_instruct.evaluation.scores import (
+    Ends,
+    Judge,
+    JudgeConfig,
+    Progress,
+    Scores,
+    checked,
+    display_name,
+    temperature_setting,
+)
+from didi_instruct.hub.sources import ModelInfo, find_shipped
+from didi_instruct.models.checkpoint import MODEL, LoadedModel, is_ours, load_model, read_manifest
+from didi_instruct.process.masking import before_end
 from didi_instruct.training.distributed import pick_device
+from didi_instruct.training.likelihood import nats_of_texts
 from didi_instruct.training.objectives import make_objective
 
 __all__ = [
@@ -24,79 +41,259 @@ __all__ = [
     "CausalJudge",
     "DiffusionJudge",
     "Judge",
+    "JudgeConfig",
     "OracleJudge",
     "Scores",
     "open_judge",
 ]
 
 
-def usual_batch(device: torch.device) -> int:
-    """Texts that a judge reads at once: a GPU has to be given enough to do, and few launches."""
-    return 64 if device.type == "cuda" else 16
-
-
 def open_judge(
-    source: str | Path,
-    *,
-    device: str | None = None,
-    batch_size: int | None = None,
-    max_length: int | None = None,
-    bos: Bos = "auto",
-    temperature: float = 1.0,
-    collapse_spaces: bool = False,
-    end: str | int | None = None,
-    beyond: Beyond = "cut",
-    draws: int = 8,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    name: str | None = None,
+    source: str | Path, config: JudgeConfig | None = None, *, device: str | None = None
 ) -> Judge:
-    """Return the judge that `source` names; a model of ours may have a better name than its folder.
+    """Open the judge that `source` names.
 
-    `oracle`, a directory written by didi (left-to-right or diffusion), or whatever `CausalJudge`
-    reads. `batch_size` texts are read at once, as many as fit in any case: by default what suits
-    the device. `draws` and `seed` are for the noise of a diffusion model's bound.
+    `oracle`, a shipped name or a directory written by didi (left-to-right or diffusion), or
+    whatever `CausalJudge` reads.
     """
-    chosen, folder = pick_device(device), Path(source)
-    batch_size = usual_batch(chosen) if batch_size is None else batch_size
-    if str(source) != "oracle" and not is_ours(folder):
-        return CausalJudge(
-            source,
-            device=chosen,
-            batch_size=batch_size,
-            max_length=max_length,
-            bos=bos,
-            temperature=temperature,
-            collapse_spaces=collapse_spaces,
-            end=end,
-            beyond=beyond,
-            trust_remote_code=trust_remote_code,
-        )
-    if (max_length, bos, collapse_spaces, end, beyond) != (None, "auto", False, None, "cut"):
+    config, chosen, name = config or JudgeConfig(), pick_device(device), str(source)
+    if name == "oracle":
+        _refuse_settings(name, config, has_temperature=False)
+        return OracleJudge(OracleLanguage.default().to(chosen))
+    folder = find_shipped(source) or Path(source)
+    if not is_ours(folder):
+        return CausalJudge(source, config, device=chosen)
+    manifest = read_manifest(folder)
+    is_causal = manifest.model.kind == "ar"
+    _refuse_settings(name, config, has_temperature=is_causal)
+    config = replace(config, batch_size=config.batch_size or default_batch(chosen))
+    loaded = load_model(folder, device=chosen)
+    weights = digest(manifest.files[MODEL].sha256, config_values(loaded.config))
+    kind = ARJudge if is_causal else DiffusionJudge
+    return kind(loaded, config, name=name, fingerprint=weights, device=chosen)
+
+
+def _refuse_settings(name: str, config: JudgeConfig, *, has_temperature: bool) -> None:
+    """Refuse settings that a judge of tokens has no use for."""
+    ours = JudgeConfig(
+        batch_size=config.batch_size,
+        temperature=config.temperature,
+        draws=config.draws,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config != ours:
         raise UserError(
             "max_length, bos, collapse_spaces, end and beyond are for judges of texts; "
-            f"{source} judges tokens."
+            f"{name} judges tokens."
         )
-    is_causal = str(source) != "oracle" and read_manifest(folder).model.kind == "ar"
-    if temperature != 1 and not is_causal:
-        raise UserError(f"The judge {source} has no logits to divide: leave its temperature at 1.")
-    if str(source) == "oracle":
-        return OracleJudge(OracleLanguage.default().to(chosen))
-    manifest, loaded = read_manifest(folder), load_model(folder, device=chosen)
-    common: dict[str, Any] = {
-        "name": name or str(source),
-        "fingerprint": digest(manifest.files[MODEL].sha256, asdict(loaded.config)),
-        "tokenizer": loaded.tokenizer.hash if loaded.tokenizer else None,
-        "batch_size": batch_size,
-        "device": chosen,
-    }
-    if is_causal:
-        return ARJudge(loaded.model, loaded.config, temperature=temperature, **common)
-    objective = make_objective(loaded.config)
-    return DiffusionJudge(
-        lambda batch: objective.loss(loaded.model, batch),
-        loaded.config,
-        draws=draws,
-        seed=seed,
-        **common,
-    )
+    if config.temperature != 1 and not has_temperature:
+        raise UserError(f"The judge {name} has no logits to divide: leave its temperature at 1.")
+
+
+class TokenJudge:
+    """Checks and attributes that judges of tokens have in common."""
+
+    reads_texts = False
+    ends: Ends = "included"
+
+    def __init__(
+        self, name: str, fingerprint: str, tokenizer: str | None, num_tokens: int, length: int
+    ) -> None:
+        self.name, self.fingerprint, self.tokenizer = name, fingerprint, tokenizer
+        self.num_tokens, self.max_length = num_tokens, length
+
+    def check(self, model: ModelInfo) -> None:
+        """Refuse a model that writes other tokens, or texts that end where windows are read."""
+        self._check_tokenizer(model.source, model.tokenizer_hash)
+        self._check_end(model.source, model.config.end_id)
+
+    def features(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Refuse: features are of texts."""
+        raise UserError(
+            "MAUVE compares features of a causal language model: give one as --judge, "
+            "or leave out the metric mauve."
+        )
+
+    def _check_tokenizer(self, model: str, theirs: str | None) -> None:
+        if None not in (theirs, self.tokenizer) and theirs != self.tokenizer:
+            raise UserError(
+                f"{model} and the judge {self.name} have different tokenizers, and this judge "
+                "reads tokens: use a causal language model as the judge."
+            )
+
+    def _check_end(self, model: str, end_id: int | None) -> None:
+        if end_id is not None:
+            raise UserError(
+                f"{model} writes texts that end before their window, and the judge {self.name} "
+                "knows the probability of whole windows: use a left-to-right judge, or one whose "
+                "texts have windows of their own."
+            )
+
+    def _check_tokens(self, samples: SampleSet) -> None:
+        """Refuse samples that are not sequences of this judge's tokens."""
+        self._check_tokenizer(f"The samples of {samples.origin.model}", samples.origin.tokenizer)
+        tokens = samples.tokens
+        if tokens.shape[1] > self.max_length:
+            raise UserError(
+                f"The samples have {tokens.shape[1]} tokens, but the judge {self.name} reads "
+                f"{self.max_length}: draw shorter ones."
+            )
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_tokens:
+            raise UserError(
+                f"A sample has a token outside 0..{self.num_tokens - 1}, which the judge "
+                f"{self.name} does not know."
+            )
+
+    def _check_windows(self, samples: SampleSet) -> None:
+        """Refuse texts that end before their window: only the window has a probability here."""
+        self._check_tokens(samples)
+        if bool((samples.lengths < samples.tokens.shape[1]).any()):
+            raise UserError(
+                f"The judge {self.name} knows the probability of whole windows, but these texts "
+                "end before: draw them without until_eot, or use a left-to-right judge, or one "
+                "whose texts have windows of their own."
+            )
+
+
+class OracleJudge(TokenJudge):
+    """The oracle language's own log p."""
+
+    exact, bound = True, False
+
+    def __init__(self, language: OracleLanguage, batch_size: int = 1024) -> None:
+        self.language, self.batch_size = language, batch_size
+        tables = (language.prior, language.initial, language.transition, language.emission)
+        content = [table.cpu().numpy().tobytes() for table in tables]
+        fingerprint = digest(language.words, language.sentences, *content)
+        hash_ = language.tokenizer.hash
+        super().__init__("oracle", fingerprint, hash_, language.num_tokens, language.length)
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score whole sequences, exactly; none ends before its window."""
+        self._check_windows(samples)
+        count, length = samples.tokens.shape
+        if length != self.max_length:
+            raise UserError(f"The oracle's sequences have {self.max_length} tokens, not {length}.")
+        parts = [torch.empty(0, dtype=torch.float64)]
+        for first in range(0, count, self.batch_size):
+            chunk = samples.tokens[first : first + self.batch_size].to(self.language.device)
+            parts.append(-self.language.log_prob(chunk).cpu())
+            if progress is not None:
+                progress(first + len(chunk), count)
+        return checked(self.name, Scores(torch.cat(parts), torch.full((count,), length)))
+
+
+class DiffusionJudge(TokenJudge):
+    """A diffusion model's NELBO, an upper bound of -log p, estimated from `draws` noise levels.
+
+    The noise follows the row. A model of windows scores whole windows. One whose texts have windows
+    of their own scores texts that end as its own do; the cost of their length is always included.
+    """
+
+    exact, bound = False, True
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        judge: JudgeConfig,
+        *,
+        name: str,
+        fingerprint: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.network, self.config, self.device = loaded.model, loaded.config, device
+        self.draws, self.seed = judge.draws, judge.seed
+        self.batch_size = judge.batch_size or default_batch(torch.device(device))
+        super().__init__(
+            f"{name} (upper bound)",
+            digest(fingerprint, judge.draws, judge.seed),
+            loaded.tokenizer.hash if loaded.tokenizer else None,
+            loaded.config.num_tokens,
+            loaded.config.length,
+        )
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score whole windows, or texts with their ends."""
+        end_id, objective = self.config.end_id, make_objective(self.config)
+        if end_id is None:
+            self._check_windows(samples)
+        else:
+            self._check_texts(samples, end_id)
+        count, tokens = len(samples), constant_after_end(samples.tokens, samples.lengths)
+        nats, scored = nats_of_texts(
+            lambda batch: objective.loss(self.network, batch),
+            self.config,
+            lambda start, number: tokens[start : start + number],
+            sequences=count,
+            draws=self.draws,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            device=self.device,
+            progress=None if progress is None else (lambda done: progress(done, count)),
+        )
+        if end_id is not None:
+            nats[scored == 0] = math.inf  # no text is empty
+        return checked(self.name, Scores(nats, scored.long()))
+
+    def _check_end(self, model: str, end_id: int | None) -> None:
+        if end_id != self.config.end_id:
+            super()._check_end(model, end_id)
+
+    def _check_texts(self, samples: SampleSet, end_id: int) -> None:
+        """Refuse texts that end elsewhere than at their first `end_id`."""
+        self._check_tokens(samples)
+        own = before_end(samples.tokens, end_id).sum(1)
+        if not torch.equal(own, samples.lengths):
+            raise UserError(
+                f"The judge {self.name} knows texts up to their first token {end_id}, and these "
+                "end elsewhere: draw them with until_eot, from a model with that end-of-text."
+            )
+
+
+class ARJudge(TokenJudge):
+    """A left-to-right model of ours: the exact log p of the tokens of a text, and of its end."""
+
+    exact, bound = True, False
+    ends = "apart"
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        judge: JudgeConfig,
+        *,
+        name: str,
+        fingerprint: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.network, self.config, self.device = loaded.model, loaded.config, torch.device(device)
+        self.temperature = judge.temperature
+        self.batch_size = judge.batch_size or default_batch(self.device)
+        super().__init__(
+            display_name(name, temperature_setting(judge.temperature)),
+            digest(fingerprint, judge.temperature),
+            loaded.tokenizer.hash if loaded.tokenizer else None,
+            loaded.config.num_tokens,
+            loaded.config.length,
+        )
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score each text from the start symbol on, with and without its end, in one pass."""
+        self._check_tokens(samples)
+        lengths, ended = samples.lengths.clone(), with_end(samples.tokens, samples.lengths)
+        start = self.config.vocab_size - 1
+        pairs = zip(samples.tokens.tolist(), ended.tolist(), strict=True)
+        nats = causal_nats(
+            lambda ids, _: self.network(ids),
+            [[start, *row[:length]] for row, length in pairs],
+            num_tokens=self.num_tokens,
+            temperature=self.temperature,
+            batch_size=self.batch_size,
+            device=self.device,
+            progress=progress,
+        )
+        without: Tensor = torch.where(lengths < ended, nats.before, nats.total)
+        return checked(self.name, Scores(without, lengths, ended=Scores(nats.total, ended)))
+
+    def _check_end(self, model: str, end_id: int | None) -> None:
+        """Refuse nothing: an end is a token like others."""

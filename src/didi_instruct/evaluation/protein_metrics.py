@@ -1,6 +1,4 @@
-"""Measures of samples that are chains of residues: entries of the registry, with their columns."""
-
-from collections.abc import Mapping
+"""Metrics of samples that are chains of residues: entries of the registry, with their columns."""
 
 import numpy as np
 
@@ -76,11 +74,11 @@ def _repeats(m: Measuring) -> Measured:
 def _composition(m: Measuring) -> Measured:
     sequences, row = sequences_of(m.samples), Row()
     for k, name in enumerate(KMERS, 1):
-        found = divergence(sequences, m.chains, k, m.yardstick.seed)
+        found = divergence(sequences, m.chains, k, m.context.seed)
         row[f"{name}_js"] = found.value
         row[f"{name}_js_ci95"] = None if found.ci95 is None else list(found.ci95)
         row[f"{name}_js_floor"] = found.floor
-        m.tell("Composition", k, len(KMERS))
+        m.tell(k, len(KMERS))
     return Measured(row)
 
 
@@ -101,9 +99,9 @@ def _novelty(m: Measuring) -> Measured:
 
 
 def _plddt(m: Measuring) -> Measured:
-    folding = m.yardstick.folding
+    folding = m.context.folding
     assert folding is not None
-    folds = folding.plddt(sequences_of(m.samples), lambda *done: m.tell("Folding", *done))
+    folds = folding.plddt(sequences_of(m.samples), m.tell)
     known = np.array([value for value in folds if value is not None], np.float64)
     failed = len(folds) - len(known)
     if not len(known):
@@ -128,9 +126,10 @@ FLOOR = (
     "as many real chains of these lengths have more than 0 by chance: their value is in the JSON, "
     "as `…_js_floor`."
 )
-PROTEIN_METRICS: Mapping[str, Metric] = {
-    "plddt": Metric(
-        _plddt, residues=True, folding=True,
+PROTEIN_METRICS = (
+    Metric(
+        name="plddt", compute=_plddt,
+        requires=("residues", "folding"),
         columns=(
             Column(
                 "pLDDT", "plddt", "{:.2f}",
@@ -143,8 +142,10 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
             ),
         ),
     ),
-    "clusters": Metric(
-        _clusters, residues=True, counts=True, prepare=find_mmseqs, min_samples=2,
+    Metric(
+        name="clusters", compute=_clusters,
+        requires=("residues",), depends_on=("count",),
+        min_samples=2, prepare=find_mmseqs,
         columns=(
             Column(
                 "cluster H", "cluster_entropy", "{:.3f}",
@@ -158,8 +159,9 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
             ),
         ),
     ),
-    "repeats": Metric(
-        _repeats, residues=True,
+    Metric(
+        name="repeats", compute=_repeats,
+        requires=("residues",),
         columns=(
             Column(
                 "commonest", "commonest_residue", "{:.1%}",
@@ -183,8 +185,9 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
             ),
         ),
     ),
-    "composition": Metric(
-        _composition, residues=True, chains=True, counts=True,
+    Metric(
+        name="composition", compute=_composition,
+        requires=("residues", "chains"), depends_on=("count",),
         columns=tuple(
             Column(
                 title, f"{name}_js", "{:.4f}",
@@ -198,8 +201,9 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
             )
         ),
     ),
-    "novelty": Metric(
-        _novelty, residues=True, chains=True, of_real=False, prepare=find_mmseqs,
+    Metric(
+        name="novelty", compute=_novelty,
+        requires=("residues", "chains"), of_reference=False, prepare=find_mmseqs,
         columns=(
             Column(
                 "identity", "novelty_identity", "{:.1%}",
@@ -214,5 +218,5 @@ PROTEIN_METRICS: Mapping[str, Metric] = {
             ),
         ),
     ),
-}  # fmt: skip
-"""Measures of proteins by name."""
+)  # fmt: skip
+"""Metrics of proteins."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
+from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
 FORMAT, VERSION = "didi-samples", 4
@@ -115,6 +116,13 @@ class SampleSet:
         """Number of samples."""
         return len(self.texts)
 
+    def first(self, num: int) -> "SampleSet":
+        """The first samples."""
+        log_prob = None if self.log_prob is None else self.log_prob[:num]
+        return SampleSet(
+            self.origin, self.tokens[:num], self.texts[:num], log_prob, self.lengths[:num]
+        )
+
 
 def text_lengths(tokens: Tensor, eot_id: int | None, until_eot: bool) -> Tensor:
     """Tokens of each text (B, L) that count: all, or those before the first end-of-text: (B,)."""
@@ -123,6 +131,25 @@ def text_lengths(tokens: Tensor, eot_id: int | None, until_eot: bool) -> Tensor:
         return full
     ends = tokens == eot_id
     return torch.where(ends.any(1), ends.int().argmax(1), full)
+
+
+def texts_of(
+    tokenizer: Tokenizer | None, tokens: Tensor, until_eot: bool, end_id: int | None = None
+) -> tuple[tuple[str, ...], Tensor]:
+    """Texts of the tokens (B, L) that count, which judges of texts read, and their number (B,).
+
+    `end_id` ends a text where the model has one; else the tokenizer's end-of-text does.
+    """
+    lengths = text_lengths(tokens, end_of_text(tokenizer, end_id), until_eot)
+    if tokenizer is None:
+        return ("",) * len(tokens), lengths
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return tuple(tokenizer.decode_batch([row[:end] for row, end in rows])), lengths
+
+
+def end_of_text(tokenizer: Tokenizer | None, end_id: int | None) -> int | None:
+    """Id that ends a text: the model's own `end_id`, else its tokenizer's end-of-text."""
+    return tokenizer.eot_id if end_id is None and tokenizer is not None else end_id
 
 
 def with_end(tokens: Tensor, lengths: Tensor) -> Tensor:

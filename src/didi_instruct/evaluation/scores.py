@@ -1,10 +1,9 @@
-"""What a judge says of samples, and what every judge must be able to do."""
+"""Scores of a judge, its settings, and what every judge must be able to do."""
 
-import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -14,29 +13,36 @@ from torch import Tensor
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.stats import bootstrap
+from didi_instruct.hub.sources import ModelInfo
 from didi_instruct.training.likelihood import perplexity
 
 Progress = Callable[[int, int], None]
-"""Called with how many samples are done, and of how many."""
+"""Called with the number of samples done, and of all."""
+Bos = Literal["auto", "always", "never"]
+Beyond = Literal["cut", "uniform"]
+Ends = Literal["apart", "included", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a judge says of each sample."""
+    """-log p of each sample."""
 
     nats: Tensor
-    """(N,) float64: -log p of each sample, summed over its scored tokens."""
+    """(N,) float64, summed over the scored tokens."""
     tokens: Tensor
-    """(N,) int64: how many tokens that are, the judge's own."""
+    """(N,) int64: scored tokens, the judge's own."""
     cut: int = 0
-    """Samples that were longer than what the judge reads: only their beginning is scored."""
+    """Samples longer than the judge's context, of which only the beginning is scored."""
+    ended: "Scores | None" = None
+    """The same with the token that ends each text before its window; None where no end is priced
+    apart."""
 
     def perplexity(self) -> float:
         """Exponential of the mean over all tokens: a long sample weighs more than a short one."""
         return perplexity(float(self.nats.sum() / self.tokens.sum()))
 
     def interval(self, seed: int = 0) -> tuple[float, float]:
-        """95% bootstrap interval of the perplexity over samples; one sample says nothing."""
+        """95% bootstrap interval of the perplexity over samples; (0, inf) of a single one."""
         table = torch.stack([self.nats, self.tokens.double()], 1)[self.tokens > 0].numpy()
         if len(table) < 2:
             return 0.0, math.inf
@@ -45,78 +51,96 @@ class Scores:
 
 
 class Judge(Protocol):
-    """Anything that can tell how probable samples are."""
+    """A law of texts or of tokens that samples are measured by."""
 
     name: str
     fingerprint: str
-    """Tells judges and their settings apart: perplexities of two are not comparable."""
+    """Hash of its weights and settings: perplexities of two judges are not comparable."""
     exact: bool
-    """Whether -log p is that of the whole sequence of tokens, as the path KL needs it."""
+    """It knows -log p of the whole sequence of tokens, as a path KL needs it."""
+    bound: bool
+    """It knows an upper bound of -log p only."""
+    reads_texts: bool
+    """It reads texts with a tokenizer of its own, so any sampler can be judged, and has features
+    for MAUVE."""
 
-    def score(
-        self, samples: SampleSet, progress: Progress | None = None, *, ending: bool = False
-    ) -> Scores:
-        """Score each sample; with `ending`, the end of those that end before their window too."""
+    @property
+    def ends(self) -> Ends:
+        """The price of a text's end: reported `apart`, always `included`, or `unknown`."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that it reads of a sample; None: all."""
+
+    def check(self, model: ModelInfo) -> None:
+        """Refuse a model whose samples it cannot score."""
+
+    def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
+        """Score each sample up to its end and, where ends are priced apart, with its end."""
+
+    def features(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Hidden state of the last token of each text, (N, d); of judges of texts."""
 
 
-@runtime_checkable
-class ReadsOn(Protocol):
-    """A judge from left to right: what it says of a text and of its end is one reading."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeConfig:
+    """How a judge reads."""
 
-    def score_both(
-        self, samples: SampleSet, progress: Progress | None = None
-    ) -> tuple[Scores, Scores]:
-        """Both that `score` may give, without and with ends, of one pass; not yet `checked`."""
+    batch_size: int | None = None
+    """Texts read at once, as many as fit in any case; None: what suits the device."""
+    temperature: float = 1.0
+    """Divides the logits of a left-to-right judge."""
+    max_length: int | None = None
+    """Tokens that a causal LM reads of a text; None: its context."""
+    bos: Bos = "auto"
+    """Start token before every text, without which the first token is not scored: `auto` does what
+    the judge's tokenizer does (Llama has one; GPT-2, as everyone scores with it, has none)."""
+    collapse_spaces: bool = False
+    """Make one space of several first. Some causal LMs were trained on such text alone, and have
+    tokens for runs of spaces that they never saw; nothing in their files tells."""
+    end: str | int | None = None
+    """Token that ends a text for a causal LM, by name or id; None: its tokenizer's own."""
+    beyond: Beyond = "cut"
+    """Tokens after a causal LM's context: not read, or `uniform`, log V nats each. With a start
+    token that is a proper law of texts of any length, which flatters none."""
+    draws: int = 8
+    """Noise levels per text of a diffusion model's bound."""
+    seed: int = 0
+    """Of that noise."""
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError(f"The judge's batch_size is {self.batch_size}: use 1 or more.")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise UserError(f"The judge's temperature is {self.temperature}: use more than 0.")
+        if self.max_length is not None and self.max_length < 2:
+            raise UserError(f"The judge's max_length is {self.max_length}: use 2 or more.")
+        if self.bos not in get_args(Bos):
+            raise UserError(f"bos is {self.bos!r}: use auto, always or never.")
+        if self.beyond not in get_args(Beyond):
+            raise UserError(f"The judge's beyond is {self.beyond!r}: use cut or uniform.")
 
 
 def checked(name: str, scores: Scores) -> Scores:
-    """Refuse scores that mean nothing."""
+    """Refuse scores that are not numbers."""
     if bool(scores.nats.isnan().any()):
         raise UserError(f"The judge {name} answers with NaN: its weights are damaged.")
-    if int(scores.tokens.sum()) == 0:
-        raise UserError(
-            "All samples are empty, or too short for this judge: nothing can be scored."
-        )
     return scores
+
+
+def display_name(name: str, *settings: str | None) -> str:
+    """Name of a judge with the settings that change its scores."""
+    told = [setting for setting in settings if setting is not None]
+    return f"{name} ({', '.join(told)})" if told else name
+
+
+def temperature_setting(temperature: float) -> str | None:
+    """A temperature as part of a judge's name; None for 1."""
+    return f"temperature {temperature:g}" if temperature != 1 else None
 
 
 def _nats_per_token(resamples: NDArray[np.float64]) -> NDArray[np.float64]:
     nats, tokens = resamples.sum(axis=1).T
     ratio: NDArray[np.float64] = nats / tokens
     return ratio
-
-
-def digest(*parts: object) -> str:
-    """Hash of values, bytes as they are."""
-    total = hashlib.sha256()
-    for part in parts:
-        content = part if isinstance(part, bytes) else repr(part).encode()
-        total.update(hashlib.sha256(content).digest())
-    return total.hexdigest()[:16]
-
-
-def check_settings(batch_size: int, temperature: float) -> None:
-    """Refuse what no judge can work with."""
-    if batch_size < 1:
-        raise UserError(f"The judge's batch_size is {batch_size}: use 1 or more.")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise UserError(f"The judge's temperature is {temperature}: use more than 0.")
-
-
-def told_apart(
-    name: str,
-    temperature: float,
-    collapse_spaces: bool = False,
-    end: str | None = None,
-    uniform_after: int | None = None,
-) -> str:
-    """A judge's name with the settings that change what it says.
-
-    `end` is what ends a text, where that is not the usual token; after `uniform_after` tokens all
-    are equally likely.
-    """
-    told = [f"temperature {temperature:g}"] if temperature != 1 else []
-    told += ["spaces collapsed"] if collapse_spaces else []
-    told += [f"end {end}"] if end is not None else []
-    told += [f"uniform after {uniform_after} tokens"] if uniform_after is not None else []
-    return f"{name} ({', '.join(told)})" if told else name

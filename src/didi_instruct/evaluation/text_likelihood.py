@@ -17,7 +17,7 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -35,10 +35,9 @@ from didi_instruct.data.oracle import OracleLanguage, OracleSource
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.cache import config_values, digest
 from didi_instruct.evaluation.corpora import CORPORA, open_corpora
-from didi_instruct.evaluation.evaluate import Evaluation
-from didi_instruct.evaluation.measuring import Row, plain
-from didi_instruct.evaluation.scores import digest
+from didi_instruct.evaluation.measuring import Evaluation, Row, plain
 from didi_instruct.hub.sources import find_source, peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.process.masking import goes_on
@@ -124,7 +123,7 @@ def evaluate_zero_shot(
     for found in models:
         source, weights, model = found.source, find_source(found.source).fingerprint(), None
         for name, corpus in packed[found.config.length].items():
-            key = (VERSION, weights, asdict(found.config), corpus.data.fingerprint, noise)
+            key = (VERSION, weights, config_values(found.config), corpus.data.fingerprint, noise)
             path = out / "zero-shot" / f"{digest(*key)}.json"
             if not path.exists():
                 model = model or load(source, device=device, tokenizer=found.given)

@@ -4,22 +4,18 @@
 sampler and options, with one judge, one seed and one number of samples for all.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.plan import Plan, check_metrics
-from didi_instruct.api.studio import Studio
-from didi_instruct.api.yardstick import make_yardstick
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.describing import check_comparable, complete
-from didi_instruct.evaluation.judges import Judge
-from didi_instruct.evaluation.measuring import Measured, Progress, Row, Yardstick
-from didi_instruct.evaluation.rows import METRICS
-from didi_instruct.evaluation.samples import SampleSet
+from didi_instruct.evaluation.config import EvalConfig, Variant
+from didi_instruct.evaluation.evaluate import evaluate
+from didi_instruct.evaluation.measuring import Measured, Progress, Row, complete
+from didi_instruct.evaluation.metrics import METRICS
+from didi_instruct.evaluation.scores import Judge
 from didi_instruct.hub.sources import ModelInfo, peek_models
-from didi_instruct.model import Model, load
 from didi_instruct.sampling.registry import find_sampler
 
 WHOLE = (0, 1)
@@ -44,21 +40,18 @@ class Setting:
     without: tuple[str, ...] = ()
     """Metrics of the terms that its row does not have."""
 
-    def plan(self, terms: "Terms") -> Plan:
-        """What to draw."""
-        return Plan(
+    def variant(self, terms: "Terms") -> Variant:
+        """The row of an evaluation."""
+        config = replace(
+            terms.config,
             steps=(self.steps or 1,),
-            num=terms.num,
-            length=terms.length,
+            metrics=tuple(name for name in terms.metrics if name not in self.without),
             sampler=self.sampler,
             options=self.options,
             temperature=self.temperature,
             top_p=self.top_p,
-            seed=terms.seed,
-            batch_size=terms.batch_size,
-            until_eot=terms.until_eot,
-            measure_path=any(METRICS[name].path for name in terms.metrics),
         )
+        return Variant(self.source, config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +74,21 @@ class Terms:
     device: str | None = None
     progress: Progress | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse measures that lack what they need."""
-        check_metrics(self.metrics, self.judge is not None, self.reference is not None)
+    @property
+    def config(self) -> EvalConfig:
+        """Settings of the evaluation."""
+        return EvalConfig(
+            metrics=self.metrics,
+            num=self.num,
+            length=self.length,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            until_eot=self.until_eot,
+            measure_path=any("path" in METRICS[name].requires for name in self.metrics),
+            reference=self.reference,
+            measure_reference=False,
+            device=self.device,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,68 +111,30 @@ def measure(settings: Sequence[Setting], terms: Terms, beside: Sequence[str] = (
     """
     if not settings:
         raise UserError("There is no setting to measure: name a model.")
-    models = {
-        model.source: model for model in peek_models([*beside, *(s.source for s in settings)])
-    }
-    _check_lengths(list(models.values()), terms)
+    sources = list(dict.fromkeys([*beside, *(setting.source for setting in settings)]))
+    models = {model.source: model for model in peek_models(sources)}
+    for setting in settings:
+        _check_steps(setting, models[setting.source])
     first, parts = terms.part
     settings = settings[first::parts]
     if not settings:
         return Found((), ())
-    studio, sets = Studio(terms.out), []
-    loaded: tuple[str, Model] | None = None
-    for number, setting in enumerate(settings):
-        if terms.progress is not None:
-            terms.progress("Drawing", number, len(settings))
-        _check(setting, models[setting.source])
-        if loaded is None or loaded[0] != setting.source:
-            loaded = setting.source, load(setting.source, device=terms.device)
-        sets += studio.draw(setting.source, loaded[1], setting.plan(terms))
-    check_comparable(sets, terms.metrics)
-    yardstick, _ = make_yardstick(
-        sets,
-        list(models.values()),
-        seed=terms.seed,
+    found = evaluate(
+        [setting.variant(terms) for setting in settings],
+        replace(terms.config, beside=tuple(sources)),
+        out=terms.out,
         judge=terms.judge,
-        reference=terms.reference,
-        metrics=terms.metrics,
-        device=terms.device,
+        progress=terms.progress,
     )
-    asked = [[m for m in terms.metrics if m not in setting.without] for setting in settings]
-    return Found(settings, list(_measure(studio, sets, asked, terms, yardstick)))
+    return Found(settings, found.measured)
 
 
-def _check_lengths(models: Sequence[ModelInfo], terms: Terms) -> None:
-    """Refuse models of other lengths before anything is drawn, those beside the settings too."""
-    first, *others = models
-    for other in others:
-        if terms.length is None and other.config.length != first.config.length:
-            raise UserError(
-                f"{other.source} writes {other.config.length} tokens and {first.source} "
-                f"{first.config.length}: entropy grows with length, so they do not belong into "
-                "one table."
-            )
-
-
-def _check(setting: Setting, model: ModelInfo) -> None:
+def _check_steps(setting: Setting, model: ModelInfo) -> None:
     """Refuse a sampler that would not take the steps that its row claims, or takes its own."""
     counts = find_sampler(setting.sampler, model.config.kind).counts_tokens
     if counts != (setting.steps is None):
         remedy = "leave out its steps" if counts else "give it steps"
         raise UserError(f"{setting.method}: {remedy}, as its sampler asks.")
-
-
-def _measure(
-    studio: Studio,
-    sets: Sequence[SampleSet],
-    asked: Sequence[Sequence[str]],
-    terms: Terms,
-    yardstick: Yardstick,
-) -> Iterator[Measured]:
-    for number, (samples, metrics) in enumerate(zip(sets, asked, strict=True)):
-        if terms.progress is not None:
-            terms.progress("Measuring", number, len(sets))
-        yield studio.measure(samples, metrics, yardstick)
 
 
 def _row(setting: Setting, row: Row) -> Row:

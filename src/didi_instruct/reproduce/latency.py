@@ -15,11 +15,11 @@ from statistics import median
 
 import torch
 
-from didi_instruct.api.studio import end_of_text, fast_products
 from didi_instruct.benchmarking.timing import Case, Timing, time_cases
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation.drawing import fast_products
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.evaluation.samples import text_lengths
+from didi_instruct.evaluation.samples import end_of_text, text_lengths
 from didi_instruct.hub.sources import ModelInfo, peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.reproduce.equal_terms import Setting, Terms, measure

@@ -5,15 +5,14 @@ is drawn and judged once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import evaluate_quality
+from didi_instruct.evaluation.config import EvalConfig
 from didi_instruct.evaluation.diversity import unigram_entropy
-from didi_instruct.evaluation.judges import Judge, open_judge
+from didi_instruct.evaluation.evaluate import evaluate
+from didi_instruct.evaluation.judges import Judge, JudgeConfig, open_judge
 from didi_instruct.evaluation.measuring import plain
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.reproduce.jobs import Context, Job
@@ -74,13 +73,7 @@ def texts(context: Context, **settings: Any) -> list[dict[str, Any]]:
 
 
 def _first(samples: SampleSet, judge: Judge) -> list[dict[str, Any]]:
-    some = replace(
-        samples,
-        tokens=samples.tokens[:SHOWN],
-        texts=samples.texts[:SHOWN],
-        lengths=samples.lengths[:SHOWN],
-        log_prob=None if samples.log_prob is None else samples.log_prob[:SHOWN],
-    )
+    some = samples.first(SHOWN)
     scores = judge.score(some)
     nats = (scores.nats / scores.tokens).tolist()
     entropies = unigram_entropy(some.tokens, some.lengths).tolist()
@@ -103,7 +96,8 @@ def _evaluate(
     batch_size: int,
     judging: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], tuple[SampleSet, ...]]:
-    plan = Plan(
+    config = EvalConfig(
+        metrics=tuple(metrics),
         steps=tuple(steps),
         num=num,
         sampler=sampler,
@@ -111,15 +105,14 @@ def _evaluate(
         seed=seed,
         batch_size=batch_size,
         until_eot=until_eot,
-    )
-    found = evaluate_quality(
-        [context.inputs["model"]],
-        plan,
-        metrics,
-        out=context.shared / EVALS,
-        judge=judge_of(context, judging),
         reference=context.inputs.get("reference"),
         device=context.device,
+    )
+    found = evaluate(
+        [context.inputs["model"]],
+        config,
+        out=context.shared / EVALS,
+        judge=judge_of(context, judging),
         progress=lambda stage, done, total: context.tell(f"{_short(stage)} {done} of {total}"),
     )
     # Where a model lay on this machine says nothing to a reader.
@@ -135,7 +128,7 @@ def judge_of(context: Context, judging: Mapping[str, Any]) -> Judge:
 
 @lru_cache(maxsize=1)
 def _open(source: str, device: str | None, judging: tuple[tuple[str, Any], ...]) -> Judge:
-    return open_judge(source, device=device, **dict(judging))
+    return open_judge(source, JudgeConfig(**dict(judging)), device=device)
 
 
 def _short(stage: str) -> str:

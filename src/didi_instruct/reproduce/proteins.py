@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.api.lengths import evaluate_lengths
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.yardstick import open_folding
 from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.files import write_atomic
+from didi_instruct.evaluation.config import EvalConfig
+from didi_instruct.evaluation.evaluate import evaluate, open_predictor
 from didi_instruct.evaluation.measuring import Row
+from didi_instruct.evaluation.metrics import METRICS
 from didi_instruct.evaluation.protein_metrics import sequences_of
-from didi_instruct.evaluation.rows import METRICS
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.proteins.folding import Predictor
 from didi_instruct.proteins.folding_model import write_random_folding
@@ -178,17 +177,23 @@ def cells(
     folding = None
     if "folding" in context.inputs:
         folds = context.shared / FOLDS
-        folding = open_folding(context.inputs["folding"], folds, context.device)
-    plan = Plan(steps=tuple(steps), num=num, sampler=sampler, seed=seed, batch_size=batch_size)
-    found = evaluate_lengths(
-        [context.inputs["model"]],
-        plan,
-        metrics,
-        lengths,
-        out=context.shared / EVALS,
+        folding = open_predictor(context.inputs["folding"], folds, context.device)
+    config = EvalConfig(
+        metrics=tuple(metrics),
+        steps=tuple(steps),
+        num=num,
+        lengths=tuple(lengths),
+        sampler=sampler,
+        seed=seed,
+        batch_size=batch_size,
         reference=_fasta(context.inputs.get("chains")),
-        folding=folding,
         device=context.device,
+    )
+    found = evaluate(
+        [context.inputs["model"]],
+        config,
+        out=context.shared / EVALS,
+        folding=folding,
         progress=lambda stage, done, total: context.tell(f"{stage} {done} of {total}"),
     )
     if folding is not None:

@@ -18,7 +18,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.kept import key
+from didi_instruct.evaluation.cache import key
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.features import (

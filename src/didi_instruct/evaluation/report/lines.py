@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.measuring import Evaluation
 from didi_instruct.evaluation.samples import REAL, SampleSet
 from didi_instruct.evaluation.table import Row
 

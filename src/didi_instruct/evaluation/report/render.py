@@ -15,7 +15,7 @@ from rich.text import Text
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.measuring import Evaluation
 from didi_instruct.evaluation.report.figures import NAMES, Plot, draw_plots
 from didi_instruct.evaluation.report.summary import Entry, Summary, clean
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.measuring import Evaluation
+from didi_instruct.evaluation.metrics import known_columns
 from didi_instruct.evaluation.report.lines import (
     LOW_ENTROPY,
     LOW_VARIETY,
@@ -23,7 +24,6 @@ from didi_instruct.evaluation.report.lines import (
     setting,
     short_names,
 )
-from didi_instruct.evaluation.rows import known_columns
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.evaluation.table import (
     MEAN_LENGTH,

@@ -5,27 +5,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.api.test_studio import save
+from tests.evaluation.models import run, save
 
-from didi_instruct.api import quality
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.preflight import check_models, check_needs
-from didi_instruct.api.quality import evaluate_quality
-from didi_instruct.api.reference import Like, open_reference
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
+from didi_instruct.evaluation import evaluate as module
+from didi_instruct.evaluation import metrics as registry
 from didi_instruct.evaluation.diversity import self_bleu, unigram_entropy
-from didi_instruct.evaluation.judges import CausalJudge, OracleJudge, open_judge
+from didi_instruct.evaluation.judges import CausalJudge, OracleJudge
+from didi_instruct.evaluation.reference import Wanted, open_reference
 from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.evaluation.text_likelihood import evaluate_likelihood, likelihood_row
 from didi_instruct.model import load
 
 LETTERS = Tokenizer.load("bytes")
-READING = ReadOptions()
+
+
+@pytest.fixture
+def no_drawing(monkeypatch):
+    """No model is loaded, so nothing is drawn."""
+    monkeypatch.setattr(module, "load", None)
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +37,16 @@ def shelf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shelf")
     save(folder / "letters", LETTERS, 258)
     save(folder / "words", OracleLanguage.default().tokenizer, 65)
-    for name, model, plan in (
-        ("few", "letters", Plan(steps=(2,), num=5)),
-        ("many", "letters", Plan(steps=(8,), num=9, seed=1)),
-        ("short", "letters", Plan(steps=(2,), num=5, length=16)),
-        ("ended", "letters", Plan(steps=(2,), num=5, until_eot=True)),
-        ("words-few", "words", Plan(steps=(2,), num=5)),
-        ("words-many", "words", Plan(steps=(32,), num=5, seed=1)),
+    for name, model, settings in (
+        ("few", "letters", {"steps": (2,), "num": 5}),
+        ("many", "letters", {"steps": (8,), "num": 9, "seed": 1}),
+        ("short", "letters", {"steps": (2,), "num": 5, "length": 16}),
+        ("ended", "letters", {"steps": (2,), "num": 5, "until_eot": True}),
+        ("words-few", "words", {"steps": (2,), "num": 5}),
+        ("words-many", "words", {"steps": (32,), "num": 5, "seed": 1}),
     ):
         source = str(folder / model)
-        evaluate_quality([source], plan, ["entropy"], out=folder / name, device="cpu")
+        run(source, folder / name, **settings)
         (path,) = (folder / name / "samples").iterdir()
         path.rename(folder / f"{name}.jsonl")
     (folder / "text.txt").write_text("".join(chr(97 + n % 26) for n in range(32 * 3)))
@@ -51,13 +54,15 @@ def shelf(tmp_path_factory):
 
 
 def measure(shelf, tmp_path, reference, metrics=("entropy", "self-bleu"), name="few", **options):
-    return evaluate_quality(
-        [], Plan(steps=(2,)), metrics, out=tmp_path, samples=[shelf / f"{name}.jsonl"],
-        reference=str(shelf / reference), device="cpu", **options,
+    return run(
+        [], tmp_path, metrics=tuple(metrics), samples=[shelf / f"{name}.jsonl"],
+        reference=str(shelf / reference), **options,
     )  # fmt: skip
 
 
-def test_samples_are_compared_with_samples_without_any_model(shelf, tmp_path, monkeypatch):
+def test_samples_are_compared_with_samples_without_any_model(
+    shelf, tmp_path, monkeypatch, no_drawing
+):
     """As many as there are on the other side, and every number is of those."""
     seen = {}
 
@@ -65,8 +70,7 @@ def test_samples_are_compared_with_samples_without_any_model(shelf, tmp_path, mo
         seen.update(a=a, b=b, num_tokens=num_tokens)
         return SimpleNamespace(auc=0.5, auc_ci95=(0.4, 0.6), held_out=4)
 
-    monkeypatch.setattr("didi_instruct.evaluation.rows.two_sample", two_sample)
-    monkeypatch.setattr(quality, "load", None)
+    monkeypatch.setattr(registry, "two_sample", two_sample)
     ask = ("entropy", "self-bleu", "c2st")
     found = measure(shelf, tmp_path, "many.jsonl", ask)
     ours, theirs = (read_samples(shelf / f"{name}.jsonl") for name in ("few", "many"))
@@ -98,15 +102,13 @@ def test_a_teacher_with_all_its_steps_has_a_path_too(shelf, tmp_path):
         ("text.txt", "text.txt is text, and there is no tokenizer to read it with: .*--tokenizer"),
     ],
 )
-def test_a_reference_that_does_not_fit_is_refused(shelf, tmp_path, reference, message):
+def test_a_reference_that_does_not_fit_is_refused(shelf, tmp_path, reference, message, no_drawing):
     with pytest.raises(UserError, match=message):
         measure(shelf, tmp_path, reference)
     if reference == "text.txt":
         return
     with pytest.raises(UserError, match=message):
-        check_models(
-            [str(shelf / "letters")], None, Plan(steps=(2,)), str(shelf / reference), READING
-        )
+        run(str(shelf / "letters"), tmp_path, reference=str(shelf / reference))
 
 
 def test_a_shorter_reference_says_so_and_is_not_compared_by_what_counts_texts(shelf, tmp_path):
@@ -125,45 +127,48 @@ def test_text_of_other_tokens_is_refused(shelf, tmp_path):
     with pytest.raises(UserError, match="text.txt has other tokens than the samples"):
         measure(shelf, tmp_path, "text.txt", name="words-few", tokenizer="bytes")
     with pytest.raises(UserError, match="oracle has other tokens than the samples"):
-        evaluate_quality(
-            [], Plan(steps=(2,)), ["entropy"], out=tmp_path, samples=[shelf / "few.jsonl"],
-            reference="oracle",
-        )  # fmt: skip
+        run([], tmp_path, samples=[shelf / "few.jsonl"], reference="oracle")
 
 
 @pytest.mark.parametrize(("metric", "needed"), [("c2st", 64), ("mauve", 20)])
 @pytest.mark.parametrize(("name", "texts"), [("many.jsonl", 9), ("text.txt", 3)])
-def test_too_few_texts_are_refused_before_drawing(shelf, metric, needed, name, texts):
+def test_too_few_texts_are_refused_before_drawing(
+    shelf, tmp_path, metric, needed, name, texts, no_drawing
+):
     reference = str(shelf / name)
+    judge = object.__new__(CausalJudge)
+    judge.name, judge.end = "a judge of texts", None
     message = f"{name} has {texts} texts of 32 tokens, and the metric {metric} needs {needed}"
     with pytest.raises(UserError, match=message):
-        check_models(
-            [str(shelf / "letters")], None, Plan(steps=(2,), num=64), reference, READING, [metric]
-        )
+        run(
+            str(shelf / "letters"), tmp_path, num=64, reference=reference, metrics=(metric,),
+            judge=judge,
+        )  # fmt: skip
 
 
 def test_models_of_other_lengths_are_told_before_drawing(shelf, tmp_path):
     sources = [str(shelf / "letters"), save(tmp_path / "long", LETTERS, 258, length=48)]
     with pytest.raises(UserError, match="letters writes 32 tokens and .*long 48.*--length 32"):
-        check_models(sources, None, Plan(steps=(2,)), None, READING)
+        run(sources, tmp_path)
     with pytest.raises(UserError, match="--length 32"):
-        check_models(sources[1:], sources[0], Plan(steps=(2,)), None, READING)
-    assert len(check_models(sources, None, Plan(steps=(2,), length=16), None, READING)) == 2
+        run(sources[1:], tmp_path, baseline=sources[0])
+    assert len(run(sources, tmp_path, steps=(2,), num=2, length=16).rows) == 2
 
 
 def test_rows_of_text_are_as_long_as_the_samples(shelf):
     """Text is cut where samples end: six rows of 16 from what makes three of 32."""
-    like = Like(num=99, length=16, until_eot=False, hash=LETTERS.hash, tokenizer=LETTERS)
-    found = open_reference(str(shelf / "text.txt"), like, READING)
+    wanted = Wanted(
+        num=99, length=16, until_eot=False, tokenizer_hash=LETTERS.hash, tokenizer=LETTERS
+    )
+    found = open_reference(str(shelf / "text.txt"), wanted, ReadOptions())
     assert "".join(found.texts) == (shelf / "text.txt").read_text()
     assert found.tokens.shape == (6, 16)
 
 
-def test_rows_that_differ_in_number_are_refused_before_drawing(shelf, tmp_path, monkeypatch):
-    monkeypatch.setattr(quality, "load", None)
+def test_rows_that_differ_in_number_are_refused_before_drawing(shelf, tmp_path, no_drawing):
     with pytest.raises(UserError, match="5 samples in one row and 6 in another.*self-bleu"):
-        evaluate_quality(
-            [str(shelf / "letters")], Plan(steps=(2,), num=6), ["self-bleu"], out=tmp_path,
+        run(
+            str(shelf / "letters"), tmp_path, num=6, metrics=("self-bleu",),
             samples=[shelf / "few.jsonl"],
         )  # fmt: skip
 
@@ -194,9 +199,9 @@ LINES = ReadOptions(documents="line")
 
 @pytest.mark.parametrize("data", ["stories.txt", "document"])
 def test_each_text_of_a_reference_has_a_row_of_its_own(own, tmp_path, data):
-    found = evaluate_quality(
-        [str(own / "texts")], Plan(steps=(2,), num=31), ["entropy", "self-bleu"], out=tmp_path,
-        reference=str(own / data), reading=LINES, device="cpu",
+    found = run(
+        str(own / "texts"), tmp_path, steps=(2,), num=31, metrics=("entropy", "self-bleu"),
+        reference=str(own / data), reading=LINES,
     )  # fmt: skip
     row, real = found.rows[0], found.reference
     assert (real["num_samples"], real["mean_length"]) == (31, 16)
@@ -208,10 +213,6 @@ def test_each_text_of_a_reference_has_a_row_of_its_own(own, tmp_path, data):
         unigram_entropy(drawn.tokens, drawn.lengths).mean().item()
     )
     assert row["self_bleu"] == pytest.approx(self_bleu(drawn.tokens, lengths=drawn.lengths).mean)
-    read = check_models(
-        [str(own / "texts")], None, Plan(steps=(2,), num=31), str(own / data), LINES, ["c2st"]
-    )
-    assert [model.ends for model in read] == [True]
 
 
 @pytest.mark.parametrize("data", ["stories.txt", "document"])
@@ -236,7 +237,7 @@ def test_a_stream_is_no_text_of_its_own(own, tmp_path):
     with pytest.raises(UserError, match="rows of a stream.*prepare it again with --rows document"):
         evaluate_likelihood(texts, stream, **noise)
     with pytest.raises(UserError, match="rows of a stream"):
-        check_models([texts], None, Plan(steps=(2,)), stream, READING)
+        run(texts, tmp_path, reference=stream)
     model = load(texts, device="cpu")
     rows = open_data(own / "stream")
     with pytest.raises(UserError, match="texts reads one text a row, and the rows go on after"):
@@ -244,22 +245,21 @@ def test_a_stream_is_no_text_of_its_own(own, tmp_path):
     assert evaluate_likelihood(str(own / "letters"), stream, **noise).rows[0]["nelbo"] > 0
 
 
-def test_texts_and_windows_are_not_compared_before_drawing(own):
+def test_texts_and_windows_are_not_compared_before_drawing(own, tmp_path):
     sources = [str(own / "letters"), str(own / "texts")]
     with pytest.raises(UserError, match="texts writes texts that end and .*letters whole windows"):
-        check_models(sources, None, Plan(steps=(2,)), None, READING)
-    assert len(check_models(sources, None, Plan(steps=(2,), until_eot=True), None, READING)) == 2
+        run(sources, tmp_path)
+    assert len(run(sources, tmp_path, steps=(2,), num=2, until_eot=True).rows) == 2
 
 
-def test_a_judge_that_cannot_price_an_end_is_refused_before_drawing(own):
-    plan = Plan(steps=(2,))
-    models = check_models([str(own / "texts")], None, plan, None, READING)
-    windows = open_judge(own / "letters", device="cpu")
-    with pytest.raises(UserError, match="knows the probability of whole windows"):
-        check_needs(["path-kl"], plan, windows, models)
-    check_needs(["path-kl"], plan, open_judge(own / "texts", device="cpu"), models)
-    judge = object.__new__(CausalJudge)
-    judge.name, judge.end = "endless", None
-    with pytest.raises(UserError, match="the judge endless has no token for that.*--judge-end"):
-        check_needs(["path-kl"], plan, judge, models)
-    check_needs(["ppl", "entropy"], plan, judge, models)
+def test_a_judge_that_cannot_price_an_end_is_refused_before_drawing(own, tmp_path, monkeypatch):
+    texts, drawn = str(own / "texts"), {"steps": (2,), "num": 2}
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "load", None)
+        with pytest.raises(UserError, match="knows the probability of whole windows"):
+            run(texts, tmp_path, metrics=("path-kl",), judge=str(own / "letters"))
+        judge = object.__new__(CausalJudge)
+        judge.name, judge.end = "endless", None
+        with pytest.raises(UserError, match="the judge endless has no token for that.*--judge-end"):
+            run(texts, tmp_path, metrics=("path-kl",), judge=judge)
+    assert run(texts, tmp_path, metrics=("path-kl",), judge=texts, **drawn).rows[0]["path_kl"]

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from didi_instruct.api.lengths import evaluate_lengths, joined, mean_row
-from didi_instruct.api.plan import Plan
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.evaluate import EvalConfig, Evaluation, evaluate
+from didi_instruct.evaluation.lengths import joined, mean_row
 from didi_instruct.evaluation.report.summary import Summary
 
 
@@ -66,6 +65,4 @@ def test_tables_join_row_by_row_and_are_shown_by_length():
 
 def test_saved_samples_have_their_own_length(tmp_path):
     with pytest.raises(UserError, match="leave out --lengths"):
-        evaluate_lengths(
-            [], Plan(steps=(8,)), ["entropy"], [8, 16], out=tmp_path, samples=[tmp_path / "a"]
-        )
+        evaluate([], EvalConfig(lengths=(8, 16)), out=tmp_path, samples=[tmp_path / "a"])

@@ -2,33 +2,19 @@
 
 import pytest
 import torch
-from tests.random_models import add_noise
+from tests.evaluation.models import run, save
 
 import didi_instruct as didi
-from didi_instruct.api import studio
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import evaluate_quality
-from didi_instruct.api.studio import Studio
-from didi_instruct.config.model import ModelConfig, ScheduleConfig
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.evaluation import cache
+from didi_instruct.evaluation.drawing import draw_samples
 from didi_instruct.evaluation.judges import OracleJudge
+from didi_instruct.evaluation.samples import texts_of
 from didi_instruct.evaluation.text_likelihood import evaluate_likelihood
-from didi_instruct.models.checkpoint import save_model
-from didi_instruct.models.dit import build_model
+from didi_instruct.sampling.generate import Request
 
-PLAIN = {"steps": (4,), "num": 6}
-
-
-def save(folder, tokenizer, vocab_size, length=32, **changes):
-    torch.manual_seed(0)
-    config = ModelConfig(
-        layers=1, hidden=32, heads=2, cond_dim=16, vocab_size=vocab_size, length=length,
-        schedule=ScheduleConfig(eps=0.0), **changes,
-    )  # fmt: skip
-    network = add_noise(build_model(config), 0.2)
-    save_model(folder, network, config, tokenizer=tokenizer)
-    return str(folder)
+PLAIN = {"steps": 4, "num": 6}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +28,9 @@ def words(tmp_path_factory):
     return save(tmp_path_factory.mktemp("model") / "words", OracleLanguage.default().tokenizer, 65)
 
 
-def draw(folder, source, **changes):
-    model = didi.load(source, device="cpu")
-    (found,) = Studio(folder).draw(source, model, Plan(**PLAIN | changes))
+def draw(folder, source, until_eot=False, **changes):
+    model, request = didi.load(source, device="cpu"), Request(**PLAIN | changes)
+    (found,) = draw_samples(source, model, [request], folder=folder, until_eot=until_eot)
     return found
 
 
@@ -97,12 +83,12 @@ def test_batches_change_the_cost_and_not_the_texts(letters, tmp_path):
 
 def test_costs_of_different_batches_are_not_compared(words, tmp_path):
     """A model against itself: drawn alike it is on its frontier, drawn one by one nobody knows."""
-    judge, ask = OracleJudge(OracleLanguage.default()), ["ppl", "entropy"]
+    judge, ask = OracleJudge(OracleLanguage.default()), ("ppl", "entropy")
     draw(tmp_path, words, batch_size=1, num=12)
     (one_by_one,) = (tmp_path / "samples").iterdir()
-    found = evaluate_quality(
-        [words], Plan(steps=(4,), num=12), ask, out=tmp_path, judge=judge, against=words,
-        samples=[one_by_one], device="cpu",
+    found = run(
+        words, tmp_path, steps=(4,), num=12, metrics=ask, judge=judge, baseline=words,
+        samples=[one_by_one],
     )  # fmt: skip
     alone, together = found.rows
     assert (alone["batch_size"], together["batch_size"]) == (1, 64)
@@ -114,16 +100,16 @@ def test_costs_of_different_batches_are_not_compared(words, tmp_path):
 
 def test_what_an_older_version_kept_is_drawn_again(letters, tmp_path, monkeypatch):
     draw(tmp_path, letters)
-    monkeypatch.setattr(studio, "VERSION", 1)
+    monkeypatch.setattr(cache, "SAMPLES_VERSION", 1)
     draw(tmp_path, letters)
     assert len(list((tmp_path / "samples").iterdir())) == 2
 
 
 def test_progress_names_the_model_and_never_runs_backwards(words, tmp_path):
     told = []
-    evaluate_quality(
-        [words], Plan(steps=(2, 4), num=6), ["entropy", "self-bleu"], out=tmp_path, against=words,
-        device="cpu", progress=lambda *step: told.append(step),
+    run(
+        words, tmp_path, steps=(2, 4), num=6, metrics=("entropy", "self-bleu"), baseline=words,
+        progress=lambda *step: told.append(step),
     )  # fmt: skip
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
     assert stages == [f"Drawing {words}", f"Drawing {words}, the baseline", "Measuring 4 rows"]
@@ -137,10 +123,10 @@ def test_progress_names_the_model_and_never_runs_backwards(words, tmp_path):
 def test_a_path_is_measured_where_a_metric_needs_it(tmp_path):
     """It costs a model with several masks passes, whose time is not that of sampling."""
     source = save(tmp_path / "codes", OracleLanguage.default().tokenizer, 68, masks=4)
-    judge, plan = OracleJudge(OracleLanguage.default()), Plan(steps=(2,), num=6)
+    judge = OracleJudge(OracleLanguage.default())
     plain, measured = (
-        evaluate_quality([source], plan, metrics, out=tmp_path / "out", judge=judge, device="cpu")
-        for metrics in (["entropy"], ["entropy", "path-kl"])
+        run(source, tmp_path / "out", steps=(2,), num=6, metrics=metrics, judge=judge)
+        for metrics in (("entropy",), ("entropy", "path-kl"))
     )
     assert torch.equal(plain.samples[0].tokens, measured.samples[0].tokens)
     assert plain.samples[0].log_prob is None
@@ -152,15 +138,15 @@ def test_a_path_is_measured_where_a_metric_needs_it(tmp_path):
 
 
 def test_with_one_mask_a_path_is_free_and_nothing_is_drawn_for_it(words, tmp_path):
-    judge, plan = OracleJudge(OracleLanguage.default()), Plan(steps=(2,), num=6)
-    for metrics in (["entropy"], ["path-kl"]):
-        evaluate_quality([words], plan, metrics, out=tmp_path, judge=judge, device="cpu")
+    judge = OracleJudge(OracleLanguage.default())
+    for metrics in (("entropy",), ("path-kl",)):
+        run(words, tmp_path, steps=(2,), num=6, metrics=metrics, judge=judge)
     assert len(list((tmp_path / "samples").iterdir())) == 1
 
 
 def test_the_model_says_what_ends_a_text_without_a_tokenizer():
     tokens = torch.tensor([[5, 7, 9, 9], [9, 9, 9, 9]])
-    texts, lengths = studio.texts_of(None, tokens, until_eot=True, end_id=9)
+    texts, lengths = texts_of(None, tokens, until_eot=True, end_id=9)
     assert (texts, lengths.tolist()) == (("", ""), [2, 0])
 
 
@@ -168,9 +154,7 @@ def test_rounded_weights_are_another_model(words, tmp_path):
     """In the row, in the key of what is kept, and in the likelihood of a text."""
     rows = {}
     for dtype in (None, "bfloat16"):
-        found = evaluate_quality(
-            [words], Plan(**PLAIN), ["entropy"], out=tmp_path, device="cpu", dtype=dtype
-        )
+        found = run(words, tmp_path, steps=(4,), num=6, dtype=dtype)
         rows[dtype] = found.rows[0]
         assert found.rows[0]["dtype"] == dtype
     assert len({row["fingerprint"] for row in rows.values()}) == 2

@@ -1,62 +1,28 @@
-"""An evaluation at several lengths: a table for each, and the mean over them."""
+"""Evaluations at several lengths, joined into one with the means over lengths."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from didi_instruct.api.plan import Plan
-from didi_instruct.api.quality import evaluate_quality
-from didi_instruct.errors import UserError
-from didi_instruct.evaluation.evaluate import Evaluation
-from didi_instruct.evaluation.measuring import Progress, Row
-
-
-def evaluate_lengths(
-    sources: Sequence[str],
-    plan: Plan,
-    metrics: Sequence[str],
-    lengths: Sequence[int | None],
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> Evaluation:
-    """Evaluate at each length as `evaluate_quality` does, with rows of means over lengths.
-
-    Samples are drawn and compared at each length alone; a mean weighs all lengths equally.
-    """
-    if settings.get("samples") and len(lengths) > 1:
-        raise UserError("Saved samples have the length that they have: leave out --lengths.")
-
-    def told(length: int | None) -> Progress | None:
-        if progress is None or len(lengths) == 1:
-            return progress
-        tell = progress
-        return lambda stage, done, total: tell(f"{stage}, length {length}", done, total)
-
-    found = [
-        evaluate_quality(
-            sources, replace(plan, length=length), metrics, progress=told(length), **settings
-        )
-        for length in lengths
-    ]
-    return found[0] if len(found) == 1 else joined(found, [n for n in lengths if n is not None])
+from didi_instruct.evaluation.measuring import Evaluation, Row
 
 
 def joined(found: Sequence[Evaluation], lengths: Sequence[int]) -> Evaluation:
-    """One table of several, in the order of their rows: each row at all lengths, then its mean.
+    """One evaluation of several, in the order of their rows: each at all lengths, then its mean.
 
-    The `length` of a row is the one that was asked for, though its window may be longer.
+    The `length` of a row is the one that was asked for, though its window may be longer. A mean
+    weighs all lengths equally.
     """
-    reference = [quality.reference for quality in found if quality.reference]
+    reference = [each.reference for each in found if each.reference]
     return Evaluation(
-        rows=_with_means([quality.rows for quality in found], lengths),
-        baseline=_with_means([quality.baseline for quality in found], lengths),
+        model=found[0].model,
+        rows=_with_means([each.rows for each in found], lengths),
+        baseline=_with_means([each.baseline for each in found], lengths),
         judge=found[0].judge,
         reference=_with_means([[row] for row in reference], lengths)[-1] if reference else {},
-        samples=tuple(chain.from_iterable(quality.samples for quality in found)),
-        controls=tuple(_with_means([quality.controls for quality in found], lengths)),
+        samples=tuple(chain.from_iterable(each.samples for each in found)),
+        controls=tuple(_with_means([each.controls for each in found], lengths)),
     )
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from didi_instruct.errors import UserError
-from didi_instruct.evaluation import rows
-from didi_instruct.evaluation.describing import describe
+from didi_instruct.evaluation import metrics
+from didi_instruct.evaluation.checks import check_comparable
 from didi_instruct.evaluation.judges import CausalJudge, Scores
-from didi_instruct.evaluation.measuring import Measuring, Reference, Yardstick, plain
-from didi_instruct.evaluation.rows import METRICS, measure
+from didi_instruct.evaluation.measuring import KEYS, Context, Measuring, Reference, complete, plain
+from didi_instruct.evaluation.metrics import METRICS, describe, measure
 from didi_instruct.evaluation.samples import (
     Origin,
     SampleSet,
@@ -40,21 +40,25 @@ def sample_set(tokens, *, until_eot=False, log_prob=None, sampler="ancestral", o
 class CoinJudge:
     """Every token has probability 1/4, the forbidden one none."""
 
-    name, fingerprint, exact = "coin", "coin", True
+    name, fingerprint, exact, bound, reads_texts = "coin", "coin", True, False, False
+    ends, max_length = "apart", 9
 
     def __init__(self, forbidden=-1, cut=0):
         self.forbidden, self.asked, self.cut = forbidden, [], cut
 
-    def score(self, samples, progress=None, *, ending=False):
-        lengths = with_end(samples.tokens, samples.lengths) if ending else samples.lengths
-        self.asked.append(lengths.tolist())
+    def score(self, samples, progress=None):
+        self.asked.append(samples.lengths.tolist())
+        ended = self._scores(samples, with_end(samples.tokens, samples.lengths))
+        return self._scores(samples, samples.lengths.clone(), ended)
+
+    def _scores(self, samples, lengths, ended=None):
         nats = lengths.double() * math.log(4)
         nats[(samples.tokens == self.forbidden).any(1)] = math.inf
-        return Scores(nats, lengths.clone(), self.cut)
+        return Scores(nats, lengths, self.cut, ended)
 
 
-def row_of(samples, *names, judge=None, **yardstick):
-    measuring = Measuring(samples, Yardstick(judge=judge or CoinJudge(), **yardstick))
+def row_of(samples, *names, judge=None, **context):
+    measuring = Measuring(samples, Context(judge=judge or CoinJudge(), **context))
     found = {}
     for name in names:
         found |= measure(name, measuring).row
@@ -124,12 +128,14 @@ def test_what_a_judge_finds_impossible_is_said():
 def test_texts_that_a_judge_cut_have_no_path_kl():
     """Its cross-entropy is of their beginning, the entropy of the draws of all of them."""
     samples = sample_set(random_tokens(10), log_prob=torch.full((10,), -9.0).double())
-    measuring = Measuring(samples, Yardstick(judge=CoinJudge(cut=3)))
+    measuring = Measuring(samples, Context(judge=CoinJudge(cut=3)))
     found = measure("ppl", measuring) | measure("path-kl", measuring)
     row = found.row
     assert (row["ppl"], row["judge_cut"]) == (pytest.approx(4), 3)
     assert (row["path_kl"], row["path_kl_ci95"], row["path_entropy"]) == (None, None, 9)
-    assert "3 texts are longer than the context of the judge coin" in row["path_kl_note"]
+    assert (
+        "3 texts are longer than the context of 9 tokens of the judge coin" in row["path_kl_note"]
+    )
     assert "--length" in row["path_kl_note"]
     assert "--judge-beyond uniform" in row["path_kl_note"]
     assert "path_gap" not in found.values
@@ -165,8 +171,8 @@ def test_networks_see_texts_and_the_judge_scores_the_same(monkeypatch):
         seen["both"] = [counts.tolist() for counts in settings["counts"]]
         return type("Test", (), {"auc": 0.5, "auc_ci95": (0.4, 0.6), "held_out": 8})
 
-    monkeypatch.setattr(rows, "ar_kl", ar_kl)
-    monkeypatch.setattr(rows, "two_sample", two_sample)
+    monkeypatch.setattr(metrics, "ar_kl", ar_kl)
+    monkeypatch.setattr(metrics, "two_sample", two_sample)
     samples, judge = sample_set(ENDED, until_eot=True), CoinJudge()
     other = ENDED.flip(0)
     lengths = text_lengths(other, EOT, True)
@@ -178,7 +184,7 @@ def test_networks_see_texts_and_the_judge_scores_the_same(monkeypatch):
     assert torch.equal(seen["b"], constant.flip(0))
     assert (seen["read"], seen["both"]) == ([3, 6, 1], [[3, 6, 1], [1, 6, 3]])
     assert seen["nats"].tolist() == pytest.approx([3 * math.log(4), 6 * math.log(4), math.log(4)])
-    assert judge.asked == [[2, 6, 0], [3, 6, 1]]
+    assert judge.asked == [[2, 6, 0]], "once"
     assert row["judge_tokens"] == 8
     assert row["ar_kl_ci95"] == pytest.approx([2.02, 3.98])
     assert (row["ar_kl_samples"], row["c2st_samples"]) == (9, 8)
@@ -206,7 +212,7 @@ def test_a_path_that_drew_the_length_is_that_of_the_text_and_its_end():
     own = sample_set(ENDED, until_eot=True, log_prob=log_prob, own_window=True)
     judge = CoinJudge()
     row = row_of(own, "ppl", "path-kl", judge=judge)
-    assert judge.asked == [[2, 6, 0], [3, 6, 1]]
+    assert judge.asked == [[2, 6, 0]], "once"
     assert row["path_entropy"] == 5
     assert row["path_kl"] == pytest.approx((3 + 6 + 1) / 3 * math.log(4) - 5)
     assert row["judge_tokens"] == 8
@@ -232,19 +238,9 @@ def test_what_fills_a_window_is_not_counted_as_written():
     assert (windows["tokens_per_second"], texts["tokens_per_second"]) == (9, 4)
 
 
-def test_a_bound_needs_an_exact_judge_and_mauve_one_of_texts():
-    judge = CoinJudge()
-    judge.exact = False
-    with pytest.raises(UserError, match="leave out the metric ar-kl"):
-        row_of(sample_set(ENDED), "ar-kl", judge=judge)
-    with pytest.raises(UserError, match="leave out the metric mauve"):
-        row_of(sample_set(ENDED), "mauve", judge=judge)
-    assert METRICS["mauve"].reference
-
-
 def test_values_of_each_sample_come_with_the_row():
     samples = sample_set(random_tokens(6), log_prob=torch.arange(6).double())
-    measuring = Measuring(samples, Yardstick(judge=CoinJudge()))
+    measuring = Measuring(samples, Context(judge=CoinJudge()))
     found = (
         measure("ppl", measuring) | measure("entropy", measuring) | measure("path-kl", measuring)
     )
@@ -263,3 +259,45 @@ def test_self_bleu_of_words_reads_texts_and_that_of_tokens_does_not():
     assert row["self_bleu"] < 0.9
     alone = row_of(sample_set(random_tokens(1)), "self-bleu-words")
     assert alone["self_bleu_words"] is None
+
+
+def windows(num=4, length=6, **settings):
+    origin = Origin(
+        model="m", fingerprint="f", tokenizer="t", sampler="ancestral", steps=4, nfe=4, passes=4.0,
+        disc_calls=0, temperature=1.0, top_p=1.0, seed=0, length=length, **settings,
+    )  # fmt: skip
+    tokens = torch.zeros(num, length, dtype=torch.long)
+    return SampleSet(origin, tokens, ("",) * num, None, torch.full((num,), length))
+
+
+def test_tokens_lengths_and_ends_do_not_mix():
+    one = windows()
+    check_comparable([one, windows(5)], list(METRICS)[:2])
+    other = replace(one, origin=replace(one.origin, tokenizer="u"))
+    with pytest.raises(UserError, match="different tokenizers"):
+        check_comparable([one, other])
+    for other in (windows(length=5), windows(until_eot=True)):
+        with pytest.raises(UserError, match="entropy grows with length"):
+            check_comparable([one, other])
+
+
+@pytest.mark.parametrize("metric", ["self-bleu", "unique-4gram", "mauve", "c2st"])
+def test_numbers_that_depend_on_the_count_do_not_mix(metric):
+    message = f"4 samples in one row and 5 in another.*the metric {metric} depends: .*--num"
+    with pytest.raises(UserError, match=message):
+        check_comparable([windows(4), windows(5)], ["entropy", metric])
+    with pytest.raises(UserError, match=message):
+        check_comparable([windows(4)], [metric], num=5)
+    check_comparable([windows(4), windows(4)], [metric], num=4)
+    check_comparable([windows(4), windows(5)], ["ppl", "entropy", "path-kl"], num=6)
+
+
+def test_a_row_tells_settings_apart_and_has_every_key():
+    options = {"grid": "cosine", "greedy_tail": False}
+    row = describe(windows(options=options, batch_size=3, device="cpu"))
+    names = ("fingerprint", "options", "batch_size", "device")
+    assert [row[name] for name in names] == ["f", options, 3, "cpu"]
+    full = complete({**row, "ppl": 2.0})
+    assert full.keys() >= {*KEYS}
+    assert (full["ppl"], full["mauve"], full["nfe"]) == (2.0, None, 4)
+    assert "mauve" not in row

@@ -1,1 +1,0 @@
-"""What `import didi_instruct` offers: models by source, and runs as functions."""
