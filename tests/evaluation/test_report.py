@@ -599,7 +599,7 @@ def test_a_terminal_shows_what_fits_and_names_the_rest(width):
     assert {"ppl", "entropy"} <= set(head.split())
     assert "…" not in "".join(lines), "no number is cut"
     assert all(len(line) <= width for line in lines)
-    left = any(line.startswith("In the report, for want of room") for line in lines)
+    left = any(line.startswith("Only in the report") for line in lines)
     assert left == ("path KL" not in head or "Δ path KL" not in head)
     assert any("student is better than teacher at 4" in line for line in lines[:start])
     assert "why student" in lines

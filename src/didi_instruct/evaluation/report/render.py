@@ -92,9 +92,16 @@ class Report:
             table.add_row(Text(name), str(entry.nfe or ""), *cells)
         left_out = ", ".join(column.title for column in s.columns if column not in shown)
         return Group(
-            *(Text(clean(" ".join([f.head, *f.details]))) for f in s.findings),
+            *(
+                Text.assemble((clean(f.head), "bold"), *(f" {clean(d)}" for d in f.details))
+                for f in s.findings
+            ),
             table,
-            *([Text(f"In the report, for want of room here: {left_out}.")] if left_out else []),
+            *(
+                [Text(f"Only in the report, for lack of room here: {left_out}.")]
+                if left_out
+                else []
+            ),
             *(Text(clean(warning.head), "yellow") for warning in s.warnings),
             *(Text(clean(note)) for note in s.footnotes),
         )
