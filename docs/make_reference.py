@@ -67,7 +67,7 @@ def _samplers() -> Iterator[str]:
 
 def _recipes() -> Iterator[str]:
     yield "## Recipes"
-    yield "Files of `src/didi_instruct/recipes`; a recipe of your own may name any of them as `base`."
+    yield "A recipe of your own may name any of these as its `base`."
     rows = []
     for name in recipe_names():
         values = read_recipe(find_recipe(name))
