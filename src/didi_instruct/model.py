@@ -13,7 +13,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.hub import export
 from didi_instruct.hub.model_card import CardOptions
-from didi_instruct.hub.sources import LoadOptions, load_source
+from didi_instruct.hub.sources import LoadOptions, Source, load_source
 from didi_instruct.models.ar import ARModel
 from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.models.compile import warn_once
@@ -269,7 +269,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def load(
-    source: str | Path,
+    source: str | Path | Source,
     *,
     device: str | None = None,
     dtype: torch.dtype | str | None = None,

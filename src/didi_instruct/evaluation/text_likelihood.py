@@ -38,7 +38,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.cache import config_values, digest
 from didi_instruct.evaluation.corpora import CORPORA, open_corpora
 from didi_instruct.evaluation.measuring import Evaluation, Row, plain
-from didi_instruct.hub.sources import find_source, peek_models
+from didi_instruct.hub.sources import peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.process.masking import goes_on
 from didi_instruct.training.likelihood import check_data
@@ -120,13 +120,13 @@ def evaluate_zero_shot(
             packed[length][name] = pack(name, texts, words, length, sequences)
             report("Reading", number, len(documents))
     noise, rows = {"draws": draws, "seed": seed}, []
-    for found in models:
-        source, weights, model = found.source, find_source(found.source).fingerprint(), None
-        for name, corpus in packed[found.config.length].items():
-            key = (VERSION, weights, config_values(found.config), corpus.data.fingerprint, noise)
+    for info in models:
+        source, weights, model = info.source, info.found.fingerprint(), None
+        for name, corpus in packed[info.config.length].items():
+            key = (VERSION, weights, config_values(info.config), corpus.data.fingerprint, noise)
             path = out / "zero-shot" / f"{digest(*key)}.json"
             if not path.exists():
-                model = model or load(source, device=device, tokenizer=found.given)
+                model = model or load(info.found, device=device, tokenizer=info.given)
                 stage = partial(report, f"{source} on {name}")
                 _keep(path, _row_of(source, model, corpus, batch_size, noise, stage))
             where = {"corpus": name, "source": documents[name].source, "model": source}

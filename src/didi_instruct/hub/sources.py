@@ -93,11 +93,16 @@ class LoadOptions:
 class ModelInfo:
     """Settings and tokenizer of a model whose weights are not read."""
 
-    source: str
+    found: "Source"
     config: ModelConfig
     tokenizer: Tokenizer | None
     given: str | None = None
     """Source of the tokenizer, if it was given one because it brings none."""
+
+    @property
+    def source(self) -> str:
+        """Name of the model, as it was written."""
+        return self.found.name
 
     @property
     def ends(self) -> bool:
@@ -120,7 +125,7 @@ class DidiFolder:
     def peek(self, tokenizer: str | None = None) -> ModelInfo:
         manifest = read_manifest(self.path)
         own = Tokenizer.load(self.path) if TOKENIZER[0] in manifest.files else None
-        return _info(self.name, manifest.model, own, tokenizer)
+        return _info(self, manifest.model, own, tokenizer)
 
     def load(self, options: LoadOptions) -> LoadedModel:
         options.refuse_choices(self.name)
@@ -149,7 +154,7 @@ class PublicCheckpoint:
         config, folder = recognise(self.path).config, locate(self.path).tokenizer_folder
         own = None if folder is None else Tokenizer.load(folder)
         fits = own is not None and own.size <= config.num_tokens
-        return _info(self.name, config, own if fits else None, tokenizer)
+        return _info(self, config, own if fits else None, tokenizer)
 
     def load(self, options: LoadOptions) -> LoadedModel:
         self.refuse_causal()
@@ -194,7 +199,7 @@ class MaskedLMFolder:
 
     def peek(self, tokenizer: str | None = None) -> ModelInfo:
         own, _, config = read_tokenizer(self.found)
-        return _info(self.name, config, own, tokenizer)
+        return _info(self, config, own, tokenizer)
 
     def load(self, options: LoadOptions) -> LoadedModel:
         options.refuse_choices(self.name)
@@ -218,7 +223,7 @@ class AdapterFolder:
 
     def peek(self, tokenizer: str | None = None) -> ModelInfo:
         base = find_source(base_of(self.path)).peek(tokenizer)
-        return ModelInfo(self.name, read_manifest(self.path).model, base.tokenizer, base.given)
+        return ModelInfo(self, read_manifest(self.path).model, base.tokenizer, base.given)
 
     def load(self, options: LoadOptions) -> LoadedModel:
         options.refuse_choices(self.name)
@@ -239,8 +244,10 @@ Source = DidiFolder | PublicCheckpoint | MaskedLMFolder | AdapterFolder
 """A model that was found, in one of four forms."""
 
 
-def find_source(source: str | Path) -> Source:
-    """Resolve a SOURCE, fetching it from the hub if that is where it is."""
+def find_source(source: str | Path | Source) -> Source:
+    """Resolve a SOURCE, unless it is already, fetching it from the hub if that is where it is."""
+    if isinstance(source, Source):
+        return source
     name = str(source)
     if (folder := find_shipped(source)) is not None:
         return DidiFolder(name, folder)
@@ -276,7 +283,7 @@ def find_source(source: str | Path) -> Source:
     return _classify(name, path, match[1])
 
 
-def load_source(source: str | Path, options: LoadOptions | None = None) -> LoadedModel:
+def load_source(source: str | Path | Source, options: LoadOptions | None = None) -> LoadedModel:
     """Load the networks, tokenizer and provenance of any SOURCE."""
     options = options or LoadOptions()  # refuses words that mean nothing before anything is read
     return find_source(source).load(options)
@@ -394,10 +401,12 @@ def _with_tokenizer(name: str, loaded: LoadedModel, tokenizer: str | Path | None
     return loaded
 
 
-def _info(name: str, config: ModelConfig, own: Tokenizer | None, given: str | None) -> ModelInfo:
+def _info(
+    found: Source, config: ModelConfig, own: Tokenizer | None, given: str | None
+) -> ModelInfo:
     if own is not None or given is None:
-        return ModelInfo(name, config, own)
-    return ModelInfo(name, config, _fitting(name, config, given), given)
+        return ModelInfo(found, config, own)
+    return ModelInfo(found, config, _fitting(found.name, config, given), given)
 
 
 def _fitting(name: str, config: ModelConfig, source: str | Path) -> Tokenizer:
