@@ -1,9 +1,9 @@
-"""Rows beside a baseline: place on its frontier, difference of path KL, share of its gap closed.
+"""Compare rows with those of a baseline: vsF, difference of path KL, share of the gap closed.
 
 Every number is computed in columns (1 + R,): the data, then R bootstrap resamples of all samples,
-those of the row and of the baseline alike. What a number chooses from the baseline (its lowest
-curve, its best setting) is chosen anew in each. Without per-sample numbers there is one column, and
-no interval.
+those of the row and of the baseline alike. What a number chooses from the baseline (the lowest
+curve, the best setting) is chosen anew in each column. Where per-sample numbers are missing there
+is one column, and no interval.
 """
 
 import math
@@ -42,7 +42,7 @@ def compare(
     most_steps: int | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Rows with what sets them apart from the baseline; where nothing does, null and a note.
+    """Add to each row its comparison with the baseline; null and a note where there is none.
 
     `vsf` is at equal NFE, `vsf_passes` at equal forward passes. `path_kl_vs_baseline` is against
     the baseline's best setting of equal NFE, below 0 a gain; `gap_closed` is the share of what few
@@ -54,14 +54,14 @@ def compare(
     ours, theirs = ([_Entry.of(m, resampling) for m in side] for side in (rows, baseline))
     found = []
     for entry in ours:
-        row = entry.row | _vsf_of(entry, theirs)
+        row = entry.row | _on_frontier(entry, theirs)
         if theirs and len(entry.path_kl):
             kin = _kin(entry, ours)
             row |= _number("path_kl_best", _lowest(kin)) | {"path_kl_best_at": _at(_best(kin))}
-            row |= _against(entry, theirs)
+            row |= _path_kl_difference(entry, theirs)
             if most_steps is not None:
-                row |= _share("gap_closed", entry, [entry], theirs, most_steps)
-                row |= _share("gap_closed_best", entry, kin, theirs, most_steps)
+                row |= _gap_share("gap_closed", entry, [entry], theirs, most_steps)
+                row |= _gap_share("gap_closed_best", entry, kin, theirs, most_steps)
         elif theirs and row.get("path_kl_note"):
             shares = () if most_steps is None else ("gap_closed", "gap_closed_best")
             for name in ("path_kl_vs_baseline", *shares):
@@ -71,11 +71,12 @@ def compare(
 
 
 def best_by_vsf(rows: Sequence[Measured], baseline: Sequence[Measured], seed: int = 0) -> list[Row]:
-    """`vsf_best` of every row: of its sampler at its best temperature and top-p, `vsf_best_at`.
+    """Compute `vsf_best` of each row: its sampler's vsF at the best temperature and top-p.
 
-    For samplers without a path KL. The lowest of many ratios, on the samples that chose it, is low
-    by luck. So every second sample chooses, and the others give the number and its interval. Null
-    where no setting has a vsF on the first half, or the chosen one has none on the second.
+    For samplers without a path KL. The lowest of many ratios is biased low on the samples that
+    selected it. So one half of the samples selects the setting (`vsf_best_at`), and the other half
+    gives the number and its interval. Null where no setting has a vsF on the first half, or the
+    selected one has none on the second.
     """
     usable = [number for number, each in enumerate(rows) if _can_be_halved(each)]
     choosing, telling = (
@@ -103,10 +104,10 @@ def best_by_vsf(rows: Sequence[Measured], baseline: Sequence[Measured], seed: in
 
 
 def gap_closed(few: Numbers, own: Numbers, many: Numbers) -> Numbers:
-    """Part of the path KL that few steps cost the teacher, and that a student wins back.
+    """Fraction of the path KL lost by taking few steps that a student recovers.
 
     (KL[teacher@N] - KL[student@N]) / (KL[teacher@N] - KL[teacher@max]): 0 is the teacher, 1 is as
-    good as all its steps. NaN where few steps cost the teacher nothing. Shapes: all (1 + R,).
+    good as all its steps. NaN where the teacher loses nothing. Shapes: all (1 + R,).
     """
     gap = few - many
     share: Numbers = (few - own) / np.where(gap > 0, gap, math.nan)
@@ -152,7 +153,7 @@ class _Entry:
         return cls(row, noise, point, path_kl, values.get("path_gap"))
 
 
-def _vsf_of(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
+def _on_frontier(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
     """VsF at equal NFE and at equal passes.
 
     Texts that are drawn together share passes: those of other batches do not compare.
@@ -191,7 +192,7 @@ def _vsf(name: str, point: Point, baseline: Sequence[Point]) -> Row:
     return row
 
 
-def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
+def _path_kl_difference(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
     """Difference to the baseline's best setting of equal NFE, and its error for that setting."""
     few, name = _with_path(baseline, "nfe", entry.row["nfe"]), "path_kl_vs_baseline"
     if not few:
@@ -204,12 +205,12 @@ def _against(entry: _Entry, baseline: Sequence[_Entry]) -> Row:
     return row
 
 
-def _share(
+def _gap_share(
     name: str, entry: _Entry, own: Sequence[_Entry], baseline: Sequence[_Entry], most_steps: int
 ) -> Row:
     """Share of the baseline's gap that the best of the sampler's `own` settings closes.
 
-    A best of several seeds, or of other options, would be the luckiest draw of another sampler.
+    These differ in temperature and top-p alone: the best of several seeds would be the luckiest.
     """
     few = _with_path(baseline, "nfe", entry.row["nfe"])
     many = _with_path(baseline, "steps", most_steps)

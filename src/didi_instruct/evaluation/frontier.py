@@ -92,7 +92,7 @@ def curves(points: Iterable[Point]) -> list[list[Point]]:
 def equal_passes(points: Iterable[Point], passes: float) -> list[Point]:
     """Points of the largest budget that costs no more than `passes`; none if all cost more.
 
-    A budget is a number of scheduled steps, and costs what its dearest point cost.
+    A budget is a number of scheduled steps; its cost is that of its most expensive point.
     """
     budgets: dict[int, list[Point]] = defaultdict(list)
     for point in points:
@@ -103,7 +103,7 @@ def equal_passes(points: Iterable[Point], passes: float) -> list[Point]:
 
 
 def cost(points: Sequence[Point]) -> float:
-    """Passes of the dearest point."""
+    """Passes of the most expensive point."""
     return max(point.passes for point in points)
 
 
@@ -126,7 +126,7 @@ def log_vsf(point: Point, baseline: Sequence[Point]) -> Numbers:
 
 
 def why_not(entropy: float, baseline: Sequence[Point]) -> str:
-    """Say where the baseline's curves are, for an entropy that none of them reaches."""
+    """Explain why an entropy has no place on the frontier."""
     covered: list[list[float]] = []
     for low, high in sorted(sorted(p.entropy for p in pair) for pair in _segments(baseline)):
         if covered and low <= covered[-1][1]:

@@ -1,4 +1,4 @@
-"""Small networks that learn from some samples and say something of others.
+"""Probes: small networks trained on some samples and evaluated on others.
 
 `ar_kl` bounds how far a sampler's law is from a judge's: whatever a left-to-right model learned,
 its cross-entropy on samples that it never saw is at least their entropy, so
@@ -9,7 +9,7 @@ up to the standard error over the held-out samples. A model that learned little 
 never wrong. It needs the judge's exact -log p: with an upper bound of that (a NELBO) the difference
 proves nothing.
 
-`two_sample` asks whether two sets can be told apart, which needs no likelihood. Two classifiers
+`two_sample` tests if two sets can be told apart, which needs no likelihood. Two classifiers
 learn from the same samples: a bidirectional network that is trained to tell the sets apart, and the
 log-ratio of two left-to-right models, one of each set. (The ratio learns from every token, not from
 one label per text, so it finds with a thousand samples what the other needs ten thousand for.) The
@@ -169,7 +169,7 @@ def fit(
     at_once: int,
     progress: Progress | None,
 ) -> int:
-    """Train a network while its validation loss falls; leave it as it validated best; return when.
+    """Train until the validation loss turns, restore the best weights, and return their step.
 
     At most `at_once` rows go through `loss` together.
     """
