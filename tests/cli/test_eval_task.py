@@ -70,7 +70,7 @@ REFUSED = {
     "nowhere": (["one", "--task", "mmlu", "--data", "nowhere"], "nowhere: no such file or folder"),
     "option": (["one", "--task", "qa", "--data", "data", "--shots", 1], "`shots` is not a setting"),
     "range": (["one", "--task", "mmlu", "--data", "data", "--shots", 9], "shots is 9: use 0 to 5"),
-    "steps": (["one", "--task", "qa", "--data", "data", "--steps", "2,4"], "takes one number"),
+    "steps": (["one", "--task", "qa", "--data", "data", "--steps", "2,x"], "give numbers"),
     "pair": (
         ["one", "--task", "mmlu", "--data", "data", "--option", "x=1"],
         "`x` is not a setting",

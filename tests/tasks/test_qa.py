@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from tests.tasks.tiny_models import LENGTH, V, tiny
@@ -12,6 +13,7 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.tasks import qa
 from didi_instruct.tasks.qa import QaOptions
 from didi_instruct.tasks.task import NamedModel
+from didi_instruct.tasks.written_answers import final, variety
 
 WORDS = [f"w{n}" for n in range(V)]
 
@@ -75,10 +77,10 @@ def test_greedy_answers_are_matched_exactly(kind, tmp_path):
     *begin, last = rows[0]["answer"].split()
     wrong = WORDS[WORDS.index(last) % (V - 1) + 1]
     rows[0]["answer"] = f" {' '.join([*begin, wrong])}"
-    _, found = report(model, write(tmp_path, rows), steps=1, draws=1)
+    _, found = report(model, write(tmp_path, rows), steps=(1,), draws=1)
     assert found["mine"]["accuracy"] == pytest.approx(15 / 16)
     assert found["mine"]["measure"] == "exact match"
-    _, few = report(model, write(tmp_path, rows), steps=1, draws=1, batch_tokens=1)
+    _, few = report(model, write(tmp_path, rows), steps=(1,), draws=1, batch_tokens=1)
     assert few["mine"]["accuracy"] == pytest.approx(15 / 16)
 
 
@@ -150,3 +152,60 @@ def test_answers_that_a_model_never_writes_are_refused(tmp_path):
     path = write(tmp_path, [{"prompt": "w1", "answer": " w0"}])
     with pytest.raises(ValueError, match="has the token `w0`, which mine never writes"):
         report(model_of("windows"), path)
+
+
+def test_answers_over_steps_are_rows_of_their_own(tmp_path):
+    """Each with its steps, passes and tokens a pass; the untrained network has one."""
+    rows = [{"prompt": "w1 w2", "answer": " w3 w1"}, {"prompt": "w2", "answer": " w1 w1"}]
+    found, named = report(model_of("masked"), write(tmp_path, rows), steps=(1, 2), draws=1)
+    assert {"mine, 1 steps", "mine, 2 steps", "untrained mine"} <= named.keys()
+    for steps in (1, 2):
+        row = named[f"mine, {steps} steps"]
+        assert (row["nfe"], row["steps"]) == (steps, steps)
+        assert row["tokens_per_pass"] == pytest.approx(2 / row["passes"])
+    assert found.settings["steps"] == (1, 2)
+
+
+def test_a_pattern_says_what_counts_of_an_answer():
+    """The group of the last match; the true answer may be that alone."""
+    assert final("1 + 2 = 3. So 4 = 4.", r"= (\d+)\.") == "4"
+    assert final("so it is w2", "w\\d") == "w2"
+    assert final("nothing", r"= (\d+)") is None
+    assert final(" w1 ", None) == "w1"
+
+
+def test_right_answers_are_told_apart(tmp_path):
+    """Variety is that of the right ones: enumerated on a table."""
+    texts = np.array([["a", "a", "b", "x"], ["x", "x", "x", "x"], ["c", "c", "c", "c"]])
+    found = variety(texts, texts != "x")
+    assert found["distinct_right"] == pytest.approx((2 / 3 + 1 / 4) / 2)
+    entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    assert found["right_entropy"] == pytest.approx(entropy / 2)
+    assert variety(texts[1:2], texts[1:2] != "x")["distinct_right"] is None
+
+
+def test_several_answers_are_drawn_and_accuracy_is_their_share(tmp_path):
+    """By the law of the network: one token, by chance as often as it says."""
+    model = model_of("masked")
+    law = model.denoiser(torch.tensor([[1, 2, model.mask_id]]), 1.0)[0, -1].softmax(-1)
+    path = write(tmp_path, [{"prompt": "w1 w2", "answer": " w3"}] * 2)
+    _, found = report(model, path, samples=400, draws=1, steps=(1,))
+    chance, error = float(law[3]), float((law[3] * (1 - law[3]) / 800) ** 0.5)
+    assert found["mine"]["accuracy"] == pytest.approx(chance, abs=5 * error)
+    assert found["mine"]["distinct_right"] < 0.1
+
+
+def test_threshold_decoding_counts_the_passes_that_it_took(tmp_path):
+    """All at once where every token passes, one by one where none does."""
+    rows = [{"prompt": "w1 w2", "answer": " w3 w1 w2"}]
+    for threshold, passes in ((0.0, 1), (1.0, 3)):
+        options = {"sampler": "confidence", "sampler_options": {"threshold": threshold}}
+        _, found = report(model_of("masked"), write(tmp_path, rows), steps=(8,), draws=1, **options)
+        assert found["mine"]["passes"] == passes
+        assert found["mine"]["tokens_per_pass"] == pytest.approx(3 / passes)
+
+
+@pytest.mark.parametrize("bad", [{"steps": ()}, {"samples": 0}, {"regex": "("}, {"length": 0}])
+def test_options_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ValueError, match="1 or more|no pattern"):
+        QaOptions(**bad)

@@ -120,9 +120,10 @@ def task_settings(
 
     settings = {name: values[name] for name in SETTINGS if name in given}
     if "steps" in given:
-        if not values["steps"].isdecimal():
-            raise UserError(f"--steps {values['steps']}: a task takes one number.")
-        settings["steps"] = int(values["steps"])
+        parts = values["steps"].split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise UserError(f"--steps {values['steps']}: give numbers, as 4,8,16.")
+        settings["steps"] = [int(part) for part in parts]
     return apply_overrides(settings, options or (), flag="--option")
 
 

@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from didi_instruct.data.readers import read_records
 from didi_instruct.data.sources import Meter, find_sources, readable
 from didi_instruct.errors import UserError
-from didi_instruct.sampling.state import Snapshot
 from didi_instruct.seeding import mix
 from didi_instruct.tasks.baselines import untrained_of
 from didi_instruct.tasks.encoding import Encoded, encode_pairs, fit
@@ -23,15 +22,13 @@ from didi_instruct.tasks.prompts import checked_text, text_of
 from didi_instruct.tasks.scoring import TOKENS, Scorer, shares
 from didi_instruct.tasks.statistics import against_chance, compare_all, mean_interval, wilson
 from didi_instruct.tasks.task import Column, NamedModel, Progress, Row, Task, TaskReport
-from didi_instruct.tasks.writing import GREEDY_SAMPLERS, write
+from didi_instruct.tasks.written_answers import WritingOptions, measure_written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QaOptions:
-    """Options of the task `qa`."""
+class QaOptions(WritingOptions):
+    """Options of the task `qa`; those of writing are for rows without choices."""
 
-    steps: int = 16
-    """Of writing an answer, where there are no choices."""
     limit: int | None = None
     """Questions at most: those with the smallest hashes."""
     draws: int = 32
@@ -43,8 +40,9 @@ class QaOptions:
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
-        if min(self.steps, self.draws, self.batch_tokens) < 1 or self.seed < 0:
-            raise UserError("steps, draws and batch_tokens are 1 or more, seed 0 or more.")
+        WritingOptions.__post_init__(self)
+        if min(self.draws, self.batch_tokens) < 1 or self.seed < 0:
+            raise UserError("draws and batch_tokens are 1 or more, seed 0 or more.")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit is {self.limit}: use 1 or more.")
 
@@ -114,11 +112,14 @@ def evaluate(
     untrained = untrained_of(models, options.seed)
     rows, right, notes = [], {}, []
     for number, entry in enumerate([*models, *untrained]):
-        begun = time.perf_counter()
-        row, right[entry.name] = measure(entry, items, options, progress)
-        row["questions_per_second"] = len(items) / (time.perf_counter() - begun)
-        row["baseline"] = "untrained" if number >= len(models) else None
-        rows.append(_common(entry.name, right[entry.name]) | row)
+        begun, baseline = time.perf_counter(), "untrained" if number >= len(models) else None
+        own = options if baseline is None else replace(options, steps=options.steps[:1])
+        for row, share in measure(entry, items, own, progress):
+            several = baseline is None and len(own.steps) > 1 and row.get("steps") is not None
+            name = f"{entry.name}, {row['steps']} steps" if several else entry.name
+            row["questions_per_second"] = len(items) / (time.perf_counter() - begun)
+            begun, right[name] = time.perf_counter(), share
+            rows.append(_common(name, share) | row | {"baseline": baseline})
     if chance is not None:
         notes += against_chance(rows, chance)
         row = {"model": "chance", "num": len(items), "accuracy": chance, "baseline": "chance"}
@@ -169,7 +170,7 @@ def _scorer(entry: NamedModel, options: QaOptions) -> Scorer:
 
 def _among_choices(
     entry: NamedModel, items: Sequence[Item], options: QaOptions, progress: Progress
-) -> tuple[Row, NDArray[np.float64]]:
+) -> Iterator[tuple[Row, NDArray[np.float64]]]:
     """Accuracy of the likeliest choice, by the whole answer and by the byte."""
     spread = [item for item in items for _ in item.choices]
     pairs, cut = _encode(entry, spread, [choice for item in items for choice in item.choices])
@@ -195,7 +196,7 @@ def _among_choices(
         "nll_choices": float(np.mean(among)),
         "truncated": cut,
     }
-    return row, _right(found, gold)
+    yield row, _right(found, gold)
 
 
 def _right(found: Sequence[Tensor], gold: Sequence[int]) -> NDArray[np.float64]:
@@ -204,9 +205,17 @@ def _right(found: Sequence[Tensor], gold: Sequence[int]) -> NDArray[np.float64]:
 
 def _written(
     entry: NamedModel, items: Sequence[Item], options: QaOptions, progress: Progress
-) -> tuple[Row, NDArray[np.float64]]:
-    """Exact match of greedy answers, whose number of tokens is given, and NLL of the true ones."""
-    pairs, cut = _encode(entry, items, [item.answer for item in items])
+) -> Iterator[tuple[Row, NDArray[np.float64]]]:
+    """Right answers of those that a model writes, and NLL of the true ones."""
+    answers = [item.answer for item in items]
+    pairs, cut = _encode(entry, items, answers)
+    if options.length is not None:
+        room = entry.model.config.length - options.length
+        if room < max(len(pair.prompt) for pair in pairs):
+            raise UserError(
+                f"length is {options.length}, and {entry.name} reads {entry.model.config.length} "
+                "tokens: no room is left for the longest prompt."
+            )
     nats = (
         -_scorer(entry, options)
         .answers(
@@ -216,57 +225,36 @@ def _written(
         )
         .numpy()
     )
-    tokenizer = entry.model.tokenizer
-    assert tokenizer is not None
-    wrote = _write(entry, pairs, options, progress)
-    right = np.array(
-        [
-            float(tokenizer.decode(ids).strip() == item.answer.strip())
-            for ids, item in zip(wrote, items, strict=True)
-        ]
-    )
-    row: Row = {
-        "measure": "exact match",
+    common: Row = {
         "nll": float(nats.mean()),
         "nll_ci95": mean_interval(nats),
         "nll_per_token": float(nats.sum() / sum(len(pair.answer) for pair in pairs)),
-        "steps": options.steps,
         "truncated": cut,
     }
-    return row, right
-
-
-def _write(
-    entry: NamedModel, pairs: Sequence[Encoded], options: QaOptions, progress: Progress
-) -> list[list[int]]:
-    """Greedy answers, each of as many tokens as the true one has."""
-    done = 0
-
-    def report(step: Snapshot) -> None:
-        nonlocal done
-        done += len(step.tokens) * (step.index + 1 == step.steps)
-        progress(f"{entry.name}: writing", done, len(pairs))
-
-    return write(
-        entry.model,
-        [pair.prompt for pair in pairs],
-        [len(pair.answer) for pair in pairs],
-        batch_tokens=options.batch_tokens,
-        callback=report,
-        steps=options.steps,
-        sampler=GREEDY_SAMPLERS[entry.model.config.kind],
-        temperature=0.0,
+    written = measure_written(
+        entry,
+        pairs,
+        answers,
+        options,
+        progress,
         seed=options.seed,
+        batch_tokens=options.batch_tokens,
     )
+    for row, right in written:
+        yield common | row, right
 
 
 TASK = Task(
     name="qa",
-    help="prompts with answers (.jsonl): likeliest choice, or exact match of greedy answers",
+    help="prompts with answers (.jsonl): likeliest choice, or match of written answers",
     options=QaOptions,
     evaluate=evaluate,
     columns=(
         Column("accuracy", "accuracy", "percent"),
+        Column("nfe", "NFE", "count"),
+        Column("tokens_per_pass", "tokens a pass"),
+        Column("distinct_right", "distinct", "percent"),
+        Column("right_entropy", "entropy"),
         Column("accuracy_per_byte", "per byte", "percent"),
         Column("nll_choices", "NLL of choices"),
         Column("nll", "NLL of answer"),

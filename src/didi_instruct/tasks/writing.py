@@ -7,7 +7,7 @@ import torch
 
 from didi_instruct.model import Model
 from didi_instruct.sampling.generate import Request
-from didi_instruct.sampling.state import PAD, Callback
+from didi_instruct.sampling.state import PAD, Callback, Samples
 
 GREEDY_SAMPLERS = {"mdlm": "confidence", "duo": "uniform-state", "ar": None}
 """Samplers that write the likeliest tokens at temperature 0, by kind of model."""
@@ -22,6 +22,21 @@ def write(
     callback: Callback | None = None,
     **settings: Any,
 ) -> list[list[int]]:
+    """Tokens of `write_samples`."""
+    return write_samples(
+        model, prompts, counts, batch_tokens=batch_tokens, callback=callback, **settings
+    )[0]
+
+
+def write_samples(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    *,
+    batch_tokens: int,
+    callback: Callback | None = None,
+    **settings: Any,
+) -> tuple[list[list[int]], Samples]:
     """Write `counts` tokens behind each prompt; settings are those of `Request`.
 
     All are rows of one request, so that their noise does not depend on batches. Nothing follows
@@ -40,5 +55,6 @@ def write(
     if config.kind == "ar":
         settings = settings | {"steps": None}  # it takes one for each token
     request = Request(tokens=table, batch_size=max(1, batch_tokens // width), **settings)
-    tokens = model.request(request, callback=callback).tokens.tolist()
-    return [row[span] for row, span in zip(tokens, spans, strict=True)]
+    samples = model.request(request, callback=callback)
+    rows = zip(samples.tokens.tolist(), spans, strict=True)
+    return [row[span] for row, span in rows], samples
