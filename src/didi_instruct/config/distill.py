@@ -1,4 +1,4 @@
-"""Settings of a distillation run: the sections of a recipe for `didi distill`."""
+"""Settings of a distillation run, a recipe for `didi distill`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
@@ -31,19 +31,19 @@ Method = Literal["didi", "token-matching", "mixture", "sdtt", "dimo", "duo"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchConfig:
-    """Quick evaluations on the way, and when to give up."""
+    """Quick evaluations during the run, and when to stop it."""
 
     budgets: StepCounts = (4, 8)
     """Step counts of the quick evaluation, every `train.eval_every` iterations and at the end."""
     samples: Annotated[int, at_least(2)] = 256
     min_entropy: Fraction = 0.5
-    """Stop when the entropy of the student's draws falls below this share of its start; 0: never.
-    For DiMO, whose chance is in what it starts from, that of distinct 4-grams in its place."""
+    """Stop when the entropy of the student's draws falls below this share of its initial value; 0
+    never stops. For DiMO, whose randomness is in its start, the share of distinct 4-grams."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudentOptimConfig(OptimConfig):
-    """The student's optimizer; the paper's by default."""
+    """The student's optimizer, by default the paper's."""
 
     lr: Positive = 1e-6
     beta2: Fraction = 0.999
@@ -56,15 +56,15 @@ class DistillConfig:
     """One distillation run."""
 
     reproduces: str = ""
-    """What this recipe reproduces, and where that is published."""
+    """Published result that the recipe reproduces."""
     expect: str = ""
-    """The number to expect."""
+    """Number to expect."""
     method: Method = "didi"
     order: Order = "random"
-    """Of didi, token-matching and mixture: the order in which the student reveals positions, here
-    and when it is sampled (`process.masking`)."""
+    """Order in which the student reveals positions, in training and when it is sampled
+    (`process.masking`); for the methods didi, token-matching and mixture."""
     student: str | None = None
-    """A model to start from; by default a copy of the teacher."""
+    """Model to start from; by default a copy of the teacher."""
     lengths: str = ""
     """Lengths of texts that have windows of their own, drawn evenly: `100-500`, `100,200,300`, or
     `data`, those of the texts of `data`. Empty: the teacher's own law. Masked LMs of transformers
@@ -74,8 +74,8 @@ class DistillConfig:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """Prompts of any length, each with an answer of its own to write."""
     warmup_on_top: bool = False
-    """`train.steps` counts updates of the student, as in the paper: the warm-up of the second
-    network comes on top. false: its iterations are among `train.steps`."""
+    """Count the warm-up of the second network on top of `train.steps`, as in the paper; by default
+    it is among them."""
     didi: DidiConfig = field(default_factory=DidiConfig)
     discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)

@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run: the sections of a recipe."""
+"""Settings of a fine-tuning run, a recipe for `didi finetune`."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

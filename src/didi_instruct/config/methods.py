@@ -1,4 +1,4 @@
-"""Settings of the methods of distillation, a section of a recipe each."""
+"""Settings of the methods of distillation, one section of a recipe each."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -21,25 +21,25 @@ from didi_instruct.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Iterations shared among rounds, evenly: none has more than one iteration above another."""
+    """Rounds of a training whose numbers of iterations differ by one at most."""
 
     count: int
     iterations: int
-    """Of all rounds."""
+    """Iterations of all rounds."""
 
     def of(self, step: int) -> int:
-        """Which round an iteration belongs to, from 0."""
+        """Round of an iteration, from 0."""
         return step * self.count // self.iterations
 
     def begins(self, step: int) -> bool:
-        """Whether an iteration is the first of a round that follows another."""
+        """True for the first iteration of every round but the first."""
         return step > 0 and self.of(step) != self.of(step - 1)
 
 
 def share(section: str, total: int, iterations: int | None, usual: int, most: int) -> Rounds:
-    """Whole rounds of so many iterations; where nobody says how many, the `usual` rounds.
+    """Divide `total` iterations into rounds of `iterations`, or into the `usual` number of rounds.
 
-    Those are fewer where there are fewer iterations, or where no more than `most` are possible.
+    There are fewer than usual if there are fewer iterations, or if only `most` are possible.
     """
     if iterations is None:
         return Rounds(min(usual, most, total), total)
@@ -65,49 +65,49 @@ GAMMA = Bound(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DidiConfig:
-    """Algorithm 1 of the paper and its variants: the student's side."""
+    """DiDi-Instruct (Algorithm 1) and its variants: the student's side."""
 
     pi: Annotated[tuple[int, int], BETA] = (1, 1)
-    """Parameters of the Beta law of τ; (2, 5) prefers small times, (5, 2) large ones."""
+    """Parameters of the Beta distribution of τ: (2, 5) prefers small times, (5, 2) large ones."""
     omega: Literal["constant", "schedule"] = "constant"
-    """Weight of a time: 1, or -α'/(1 - α), which is 1/τ for the log-linear schedule."""
+    """Weight ω of a time: 1, or -α'/(1 - α), which is 1/τ for the log-linear schedule."""
     omega_min_time: Inside = 0.05
-    """Times below it weigh no more than it does: 1/τ has no bound."""
+    """Smaller times get the weight of this one, since 1/τ is unbounded."""
     importance_weighting: bool = False
-    """Divide the weight by the density of τ, so that `pi` changes the noise alone. It has no bound
-    where `pi` falls to 0."""
+    """Divide the weight by the density of τ, so that `pi` changes only the variance. Unbounded
+    where the density falls to 0."""
     score_decomposition: bool = True
-    """Go through z_τ; without it, one step from all masks to text."""
+    """Generate by way of z_τ; otherwise in one step from all masks to text."""
     coupled_time: bool = True
-    """Compare texts at the τ the student passed through; without it, at a time of their own."""
+    """Compare texts at the τ of the student's path; otherwise at an independent time."""
     rollout_steps: Count = 1
-    """Student steps from all masks to z_τ; K = 1 in the paper. In `order=streams`, those of the
-    whole path, on which z_τ is the last stop before τ."""
+    """K, the student's steps from all masks to z_τ; 1 in the paper. With `order=streams`, the steps
+    of the whole path, of which z_τ is the last state before τ."""
     score_steps: Literal["all", "last"] = "all"
-    """Steps whose log-probability is trained: all, or only the jump from z_τ to text."""
+    """Steps whose log-probability is trained: all, or only the one from z_τ to text."""
     log_prob: Literal["mean", "sum"] = "mean"
-    """Log-probability of a text as a mean over its scored tokens, or as their sum."""
+    """Log-probability of a text: mean over its scored tokens, or their sum."""
     grouping: Grouping = "batch"
-    """Texts that share a baseline: the batch, each with a τ of its own (the paper); `group_size`
-    with the same τ; `group_size` with the same z_τ and the same corruption mask."""
+    """Texts that share a baseline: the batch, each with its own τ (the paper); `group_size` texts
+    with the same τ; or `group_size` texts with the same z_τ and the same corruption mask."""
     group_size: int = 4
-    """G of the groupings `tau` and `state`, and texts per prompt."""
+    """G, texts per group of the groupings `tau` and `state`, and per prompt."""
     baseline: Literal["mean", "leave-one-out"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
-    """Whose standard deviation divides the centred rewards."""
+    """Rewards whose standard deviation divides the centred rewards."""
     advantage_eps: Positive = 1e-6
     advantage_clip: NonNegative = 5.0
     """Largest advantage; 0 does not clip."""
     regularisation: bool = True
-    """The two terms below."""
+    """Add the KL and entropy terms."""
     kl: KL = "forward"
     """KL(teacher ‖ student), KL(student ‖ teacher), or their mean."""
     kl_weight: NonNegative = 0.05
-    """Of the KL per masked position, summed over the scored steps."""
+    """Weight of the KL per masked position, summed over the scored steps."""
     entropy_weight: NonNegative = 0.0005
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Refuse settings that contradict each other."""
         if self.group_size < 2:
             raise UserError(
                 f"didi.group_size is {self.group_size}, but an advantage compares rollouts within "
@@ -133,34 +133,34 @@ class DidiConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscriminatorConfig:
-    """The network that tells the teacher's text from the student's."""
+    """The discriminator between the teacher's and the student's texts."""
 
     lr: Positive = 1e-6
     lr_warmup: Natural = 0
-    """Updates in which its learning rate rises to `lr`."""
+    """Updates of linear warm-up."""
     weight_decay: NonNegative | None = None
-    """Of its matrices; null: `optim.weight_decay`, the student's."""
+    """Weight decay of its matrices; null takes the student's, `optim.weight_decay`."""
     dropout: Fraction = 0.0
-    """Share of the head's hidden units that its updates leave out; rewards see all of them."""
+    """Dropout of the head's hidden units in updates; rewards use all of them."""
     trainable_blocks: Natural | None = 4
-    """Last blocks that train beside the head; null: the whole network."""
+    """Last blocks that are trained with the head; null trains the whole network."""
     label_smoothing: Annotated[float, SMOOTHING] = 0.1
-    """Targets are 1 - this and this."""
+    """ε of the targets 1 - ε and ε."""
     positions: Literal["all", "masked"] = "all"
-    """Where the cross-entropy is taken; re-ranking by `sum` needs all."""
+    """Positions of the cross-entropy; re-ranking by `sum` needs all."""
     steps: Count = 1
-    """Updates per iteration, each on fresh text."""
+    """Updates per iteration, each on new texts."""
     warmup: Natural = 0
-    """Iterations before the student begins to learn: among `train.steps`, or `warmup_on_top`."""
+    """Iterations before the student learns: among `train.steps`, or added (`warmup_on_top`)."""
     chance: float | None = 0.52
-    """Share of texts told apart below which the student waits: its reward is noise. null: it never
+    """Accuracy on texts below which the student waits, as its reward is noise. With null it never
     waits, as in the paper."""
     saturation: float | None = 0.95
-    """Share of positions told apart above which the discriminator waits for the student. null: it
+    """Accuracy on positions above which the discriminator waits for the student. With null it
     never waits, as in the paper."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
+        """Refuse gates that leave no room between them."""
         low = 0.0 if self.chance is None else self.chance
         high = 1.0 if self.saturation is None else self.saturation
         if not 0 <= low < high <= 1:
@@ -176,62 +176,55 @@ class PromptsConfig:
 
     source: str | None = None
     """JSON lines with `prompt`, and for `reference.source=data` an `answer`."""
-    length: int = 128
+    length: Count = 128
     """Tokens that are written after each prompt. An answer that ends earlier is filled with ends of
     text, as far as the teacher has learnt that."""
-    longest: int | None = None
+    longest: Count | None = None
     """Tokens of a prompt at most: longer ones are left out. By default as many as fit the teacher
     with `length`."""
     chat: bool = True
     """Write each prompt as a message of a user, where the teacher's tokenizer has a template."""
 
-    def __post_init__(self) -> None:
-        """Refuse sizes below the least."""
-        for name in ("length", "longest"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"prompts.{name} is {value}: use 1 or more.")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
-    """Where the teacher's text comes from."""
+    """Source of the teacher's texts."""
 
     source: Literal["bank", "online", "data"] = "bank"
-    """Teacher samples drawn once and kept; drawn for every iteration; or training text."""
+    """The teacher's samples, drawn once (`bank`) or in every iteration (`online`), or real text."""
     steps: Count = 128
-    """Steps of the teacher's sampler; with `online` 1 is the paper's literal algorithm."""
+    """Steps of the teacher's sampler; 1 with `online` is the paper's algorithm to the letter."""
     rows: Count = 8192
     """Texts of a bank."""
     bank: str | None = None
-    """Folder of the bank, to share it between runs; by default inside the run's own."""
+    """Folder of the bank, to share it between runs; by default in the run's folder."""
     seed: int = 0
-    """Of the bank's texts; `train.seed` decides their order."""
+    """Seed of the bank's texts; `train.seed` decides their order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMatchingConfig:
-    """Token-level matching: an auxiliary denoiser learns what the student would write."""
+    """Token-level matching: an auxiliary denoiser learns the student's distribution."""
 
     budgets: SomeStepCounts = (4, 8)
-    """Step counts N whose paths the student learns on."""
+    """Step counts N of the paths that the student learns on."""
     contexts: Count = 1
-    """Draws of the next tokens that share a state."""
+    """Draws of the next tokens from each state."""
     aux_lr: Positive = 5e-4
     aux_steps: Count = 2
     """Updates of the auxiliary denoiser per iteration, each on fresh text."""
     warmup: Natural = 100
-    """Iterations in which the auxiliary denoiser alone learns."""
+    """Iterations in which only the auxiliary denoiser learns."""
     ratio_clip: NonNegative = 5.0
     """Largest log-ratio of auxiliary over teacher; 0 does not clip."""
     anchor: NonNegative = 0.0
-    """Weight of the KL to the teacher at the states the student sees."""
+    """Weight of the KL to the teacher at the student's states."""
     kl: KL = "forward"
     completion: NonNegative = 0.0
-    """Weight of the REINFORCE term for what shown tokens do to the hidden ones."""
+    """Weight of the REINFORCE term: the effect of revealed tokens on hidden ones."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot train."""
+        """Refuse a completion term without draws to compare."""
         if self.completion and self.contexts < 2:
             raise UserError(
                 f"token_matching.contexts is {self.contexts}, but the completion term compares "
@@ -241,44 +234,44 @@ class TokenMatchingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureConfig:
-    """Mixture steps: a code that all tokens of a step share, learnt by likelihood."""
+    """Mixture steps: all tokens of a step share a code, learnt by likelihood."""
 
     codes: Count = 16
-    """K: the masks of the student. A step may gain up to log K nats; 1 is plain likelihood of what
+    """K, the student's masks. A step gains log K nats at most; 1 is the plain likelihood of what
     each step reveals."""
     budgets: SomeStepCounts = (4, 8)
-    """Step counts N whose steps the student learns."""
+    """Step counts N of the paths whose steps the student learns."""
     random: Share = 0.0
-    """Share of the texts that are revealed in random order whatever `order` is, as in pretraining:
-    keeps the likelihood of a student that learns another order."""
+    """Share of the texts that are revealed in random order whatever `order` is: keeps the
+    likelihood of a student that learns another order."""
     learning: Count = 2
     """Codes of each text that learn, drawn from their posterior."""
     spread: NonNegative = 3.0
-    """How far apart the new masks begin, in standard deviations of the embeddings."""
+    """Initial distance of the new masks, in standard deviations of the embeddings."""
 
 
 SDTT_ROUNDS = 7
-"""The published number: from 1,024 steps to 8."""
+"""Published number of rounds, from 1,024 steps to 8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SdttConfig:
-    """Self-distillation through time: rounds in which one step learns to be worth two."""
+    """Self-distillation through time: in each round one step learns to be worth two."""
 
     steps: Annotated[int, at_least(2)] = 1024
     """Steps of the teacher in the first round; half as many in each that follows."""
     iterations: Count | None = None
-    """Of a round, after which the student is the teacher; `train.steps` are whole rounds. None:
-    `train.steps` are shared evenly among the published 7 rounds."""
+    """Iterations of a round, after which the student becomes the teacher; `train.steps` are whole
+    rounds. By default `train.steps` are divided evenly into the published 7 rounds."""
     divergence: Literal["backward", "forward", "mse", "tv"] = "backward"
     """KL(student ‖ target), KL(target ‖ student), the mean squared difference of log-probabilities,
     or the total variation."""
     grid: Literal["even", "published"] = "even"
-    """Times of the teacher's two steps: t and t - dt, as the paper describes them, or those of the
-    released code, where a slip makes the first step reveal less."""
+    """Times of the teacher's two steps: t and t - dt as in the paper, or those of the released
+    code, where a slip makes the first step reveal less."""
 
     def rounds(self, total: int) -> Rounds:
-        """The rounds of so many iterations; refuses what is not whole rounds, or too many."""
+        """Return the rounds of `total` iterations; refuse broken rounds, or too many."""
         most = self.steps.bit_length() - 1
         rounds = share("sdtt", total, self.iterations, SDTT_ROUNDS, most)
         if rounds.count > most:
@@ -290,59 +283,58 @@ class SdttConfig:
 
 
 DIMO_RANDOM, DIMO_NOISE = 0.4, 0.1
-"""The published start."""
+"""Published start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DimoConfig:
-    """DiMO, adapted to text: a generator of few steps from a start that is partly random."""
+    """DiMO, adapted to text: a few-step generator from a partly random start."""
 
     random: Fraction = DIMO_RANDOM
-    """Share of the start's masks that are random tokens instead."""
+    """Share of the start's masks that are replaced by random tokens."""
     noise: Fraction = DIMO_NOISE
     """Share of Gaussian noise in the embeddings of the start, by standard deviation."""
     budgets: SomeStepCounts = (1,)
     """Step counts that the student learns."""
     beta: Annotated[float, FINITE] = 0.0
-    """Weight of the reverse KL in the token gradient, 1 - beta that of the forward KL: 0 is the
-    difference of both predictions, 1 seeks modes, below 0 spreads."""
+    """Weight of the reverse KL in the token gradient; that of the forward KL is 1 - beta. 0 is the
+    difference of the two predictions, 1 seeks modes, negative values spread."""
     remask: Literal["arccos", "uniform"] = "arccos"
-    """Law of the share of a text that is hidden again: `arccos` hides much (the published one)."""
+    """Distribution of the share that is masked again; `arccos` (published) masks much."""
     aux_lr: Positive = 1e-5
     aux_steps: Count = 1
     """Updates of the auxiliary denoiser per iteration, each on fresh text."""
     warmup: Natural = 0
-    """Iterations in which the auxiliary denoiser alone learns."""
+    """Iterations in which only the auxiliary denoiser learns."""
 
 
 DUO_ROUNDS = 5
-"""The published number."""
+"""Published number of rounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DuoConfig:
-    """Rounds in which a uniform-state student learns to say at t what is said at t - Δ."""
+    """DUO: rounds in which a uniform-state student learns at t the prediction at t - Δ."""
 
     steps: Annotated[int, at_least(2)] = 512
-    """Δ of the first round is one over this; it doubles in each that follows."""
+    """1/Δ of the first round; Δ doubles in each round that follows."""
     iterations: Count | None = None
-    """Of a round, after which the student is its own target; `train.steps` are whole rounds. None:
-    `train.steps` are shared evenly among the published 5 rounds."""
+    """Iterations of a round, after which the student is its own target; `train.steps` are whole
+    rounds. By default `train.steps` are divided evenly into the published 5 rounds."""
     target: Literal["average", "student"] = "average"
-    """What the next round's target is: the average of the student's weights, or those themselves.
-    Without `train.ema` there is no average, and it is the student."""
+    """Target of the next round: the average of the student's weights, or the weights themselves
+    (always so without `train.ema`)."""
     kl: Literal["forward", "backward", "jeffreys"] = "backward"
     """KL(target ‖ student), KL(student ‖ target), or their mean."""
     clock: Literal["schedule", "gaussian"] = "schedule"
-    """What Δ is a difference of: the schedule's time, in which samplers take even steps, or the
-    log noise-to-signal ratio of the Gaussian latent between the bounds `gamma` (the published one).
-    """
+    """Clock that Δ is measured by: the schedule's time, in which samplers take even steps, or the
+    log noise-to-signal ratio of the Gaussian latent between the bounds `gamma` (published)."""
     gamma: Annotated[tuple[float, float], GAMMA] = (-4.0, -1.0)
-    """Of the clock `gaussian`: the ratio at times 0 and 1. The bounds that leave nothing out depend
-    on the vocabulary; these are for some 50,000 tokens."""
+    """Log ratio of the clock `gaussian` at times 0 and 1. Bounds that leave nothing out depend on
+    the vocabulary; these are for about 50,000 tokens."""
 
     def rounds(self, total: int) -> Rounds:
-        """The rounds of so many iterations; refuses what is not whole rounds, or too many."""
+        """Return the rounds of `total` iterations; refuse broken rounds, or too many."""
         most = self.steps.bit_length()
         rounds = share("duo", total, self.iterations, DUO_ROUNDS, most)
         if rounds.count > most:

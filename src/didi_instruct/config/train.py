@@ -1,8 +1,8 @@
-"""Settings of a pretraining run: the sections of a recipe."""
+"""Settings of training: the model, the data, the optimizer and the loop of a recipe."""
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from didi_instruct.config.model import Kind, ModelConfig, ScheduleConfig, architecture
 from didi_instruct.config.schema import (
@@ -19,6 +19,11 @@ from didi_instruct.errors import UserError
 
 Family = Literal["dit", "esm"]
 Compile = Literal["auto", "on", "off", "graphs"]
+SHAPE = (
+    "layers", "hidden", "heads", "cond_dim", "length", "dropout", "time_conditioning",
+    "learned_positions",
+)  # fmt: skip
+"""Settings of `ModelConfig` that a recipe may leave to its architecture."""
 TEMPERATURES = Bound(
     lambda v: len(v) == 2 and all(0 < t < math.inf for t in v), "two finite numbers above 0"
 )
@@ -26,27 +31,30 @@ TEMPERATURES = Bound(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRecipe:
-    """The model a recipe asks for: a named architecture, some fields of it, or both."""
+    """Model of a recipe: a named architecture and changes to it.
+
+    What is null comes from the architecture, so that a recipe keeps what it says.
+    """
 
     family: Family = "dit"
-    """`esm`: the shape of ESM-2 and DPLM, a masked LM of transformers (`kind: mdlm`)."""
+    """`esm`: a masked LM of transformers with the shape of ESM-2 and DPLM (`kind: mdlm`)."""
     arch: str | None = None
-    """A named architecture to start from (`small`, `medium`)."""
+    """Architecture to start from (`small`, `medium`); by default `small`."""
     kind: Kind = "mdlm"
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
     cond_dim: int | None = None
     vocab_size: int | None = None
-    """Ids of the embedding, the mask included; by default what the tokenizer needs."""
+    """Rows of the embedding, the mask's included; by default what the tokenizer needs."""
     length: int | None = None
     dropout: float | None = None
     time_conditioning: bool | None = None
     """By default false for `mdlm` and true for `duo`, as the reference checkpoints."""
     learned_positions: bool | None = None
     own_window: bool = False
-    """Each text has a window of its own (`data.rows: document`): its end and what follows are
-    given, not learnt, and a masked model draws a text's length first."""
+    """Give each text a window of its own (`data.rows: document`): its end and the fill behind it
+    are given, not learnt, and a masked model draws a text's length first."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
@@ -64,26 +72,21 @@ class ModelRecipe:
 
     @property
     def reads_fill(self) -> bool:
-        """True where the network reads what fills a window behind its text."""
+        """True if the network reads the fill of a window behind its text."""
         return self.family == "dit" and self.kind != "ar"
 
     @property
     def base(self) -> ModelConfig:
-        """The architecture that the fields given here change."""
+        """The architecture that these settings change."""
         return architecture(self.arch) if self.arch else ModelConfig()
 
     @property
     def row_length(self) -> int:
-        """Tokens that the model will read at once."""
+        """Tokens of a row, the model's window."""
         return self.base.length if self.length is None else self.length
 
     def resolve(self, num_tokens: int) -> ModelConfig:
-        """Return the model for a tokenizer of `num_tokens` ids."""
-        base = self.base
-        own = ("family", "arch", "kind", "vocab_size", "schedule", "own_window")
-        names = [f.name for f in fields(self) if f.name not in own]
-        given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        given.setdefault("time_conditioning", self.kind == "duo")
+        """Return the model's shape for a tokenizer of `num_tokens` ids."""
         needed = num_tokens if self.kind == "duo" else num_tokens + 1
         vocab_size = needed if self.vocab_size is None else self.vocab_size
         if vocab_size < needed:
@@ -92,26 +95,28 @@ class ModelRecipe:
                 f"model.vocab_size is {vocab_size}, but the tokenizer has {num_tokens} ids: "
                 f"no room for all of them{extra}. Use {needed} or more, or leave it out."
             )
-        shape = {n: given.get(n, getattr(base, n)) for n in names}
-        return ModelConfig(kind=self.kind, vocab_size=vocab_size, schedule=self.schedule, **shape)
+        given: dict[str, Any] = {"time_conditioning": self.kind == "duo"}
+        given |= {name: value for name in SHAPE if (value := getattr(self, name)) is not None}
+        given |= {"kind": self.kind, "vocab_size": vocab_size, "schedule": self.schedule}
+        return replace(self.base, **given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What to train on."""
+    """Text to train on."""
 
     source: str | None = None
     """A prepared folder, a text file or folder, `hf:NAME[:split]`, or `oracle`."""
     tokenizer: str = "bpe:8192"
-    """For a source that is not prepared yet: as `didi data prepare --tokenizer`."""
+    """Tokenizer of a source that is not prepared yet, as `didi data prepare --tokenizer`."""
     field: str = "text"
-    """For records: the field that holds the text."""
+    """Field that holds the text of a record."""
     documents: Literal["file", "line", "paragraph"] = "file"
-    """For plain text: what one document is."""
+    """Unit of plain text that is one document."""
     rows: Literal["stream", "document"] = "stream"
-    """What a row holds: a stretch of all documents joined, or one document and its end."""
+    """Content of a row: a stretch of all documents joined, or one document and its end."""
     long: Literal["drop", "cut", "split"] = "drop"
-    """For rows of one document: one that does not fit is left out, cut, or split into several."""
+    """A document too long for a row of its own is left out, cut, or split into several."""
     valid: int | None = None
     """Documents held out from the end; by default 1% of them."""
 
@@ -136,7 +141,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """The loop: how long, how many at once, where, and how often it reports and saves."""
+    """The training loop: length, batches, precision, and intervals of logs and checkpoints."""
 
     steps: Count = 1000
     batch_size: Count = 64
@@ -147,22 +152,22 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 autocast on a GPU, fp32 elsewhere."""
     compile: Compile = "auto"
-    """torch.compile; `auto`: on a GPU only. `graphs`: there, and a distillation on one GPU launches
-    a pass as a whole, which `auto` does where the passes of an iteration are few and always of the
-    same sizes (method didi with a bank or data, a batch of one pass, one step to τ, no windows): a
-    graph is recorded for each."""
+    """torch.compile: `auto` on a GPU only. With `graphs` a distillation on one GPU also launches
+    each pass as one CUDA graph. `auto` does so where the passes of an iteration are few and always
+    of the same sizes (method didi with a bank or data, a batch of one pass, one step to τ, no
+    windows)."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """For several processes: replicate the model, or shard it (FSDP2)."""
+    """With several processes: replicate the model (`ddp`) or shard it (`fsdp`, FSDP2)."""
     checkpoints: Literal["full", "sharded"] = "full"
-    """`sharded`: every process writes its own part."""
+    """`sharded`: each process writes its own part."""
     ema: Fraction = 0.9999
     """Decay of the averaged weights; 0 keeps no average."""
     ema_warmup: bool = True
-    """The decay of update n is (1 + n) / (10 + n) until that passes `ema`; false: `ema` from the
-    first update on, with 0.9999 a third of the start after 10,000 updates."""
+    """The decay of update n is (1 + n) / (10 + n) until that exceeds `ema`. If false it is `ema`
+    throughout: with 0.9999, a third of the average is still the start after 10,000 updates."""
     log_every: Count = 10
     eval_every: Natural = 0
-    """Steps between evaluations on held-out data; 0: only at the end."""
+    """Steps between evaluations on held-out data; 0 evaluates at the end alone."""
     eval_sequences: Count = 512
     save_every: Count = 1000
     keep: Count = 2
@@ -171,11 +176,11 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainTrainConfig(TrainConfig):
-    """The loop of a pretraining, which can put rows of similar length together."""
+    """The training loop of a pretraining, which can batch rows of similar length."""
 
     pass_tokens: Count | None = None
-    """Tokens of a forward pass of one process at most: rows of similar length together, cropped to
-    the longest. For `model.own_window` and a network that does not read what fills a window."""
+    """Most tokens of a forward pass of one process: rows of similar length together, cropped to
+    the longest. For `model.own_window` and a network that does not read the fill of a window."""
 
     def __post_init__(self) -> None:
         """Refuse two sizes of a pass."""
@@ -188,14 +193,14 @@ class PretrainTrainConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurriculumConfig:
-    """DUO's curriculum: a uniform-state model begins with softened tokens."""
+    """DUO's curriculum: a uniform-state model first learns from softened tokens."""
 
     steps: Natural = 0
-    """First steps of training that it takes; 0: none."""
+    """Training steps of the curriculum, from the first; 0 for none."""
     temperature: Annotated[tuple[float, float], TEMPERATURES] = (1e-3, 1e-3)
-    """Of the softmax of the Gaussian latent, at the beginning and at the end of the curriculum."""
+    """Temperature of the softmax of the Gaussian latent, at its beginning and its end."""
     tokens: Annotated[int, at_least(2)] = 16
-    """Tokens that a softened one mixes at most: the clean one, and those of most weight."""
+    """Most tokens in a mixture: the clean one and those of the largest weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,9 +208,9 @@ class PretrainConfig:
     """One pretraining run."""
 
     reproduces: str = ""
-    """What this recipe reproduces, and where that is published."""
+    """Published result that the recipe reproduces."""
     expect: str = ""
-    """The number to expect."""
+    """Number to expect."""
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -217,7 +222,7 @@ class PretrainConfig:
 
     @property
     def iterations(self) -> int:
-        """Turns of the training loop."""
+        """Iterations of the training loop."""
         return self.train.steps
 
     def __post_init__(self) -> None:
@@ -248,17 +253,17 @@ class LoraConfig:
     """Low-rank adapters (LoRA) on the blocks of a frozen network, in place of its weights."""
 
     rank: Natural = 0
-    """Of each adapter; 0: no adapters, all weights learn."""
+    """Rank of each adapter; 0 for none, so that all weights learn."""
     alpha: Positive | None = None
-    """An adapter's output is multiplied by alpha / rank; by default alpha is twice the rank."""
+    """Adapters' outputs are multiplied by alpha / rank; by default alpha is twice the rank."""
     targets: tuple[str, ...] = ()
-    """Linear layers of each block that have an adapter, by the last part of their names (`q_proj`);
-    by default all."""
+    """Linear layers of each block that get an adapter, by the last part of their names
+    (`q_proj`); by default all."""
     checkpointing: bool = True
-    """For gradients, keep only what enters each block, and compute the rest again."""
+    """Keep only the inputs of blocks for the backward pass and recompute the rest."""
 
     def __post_init__(self) -> None:
-        """Refuse ranks and weights that mean nothing."""
+        """Refuse targets without a rank."""
         if self.targets and not self.rank:
             raise UserError("lora.targets are set, but lora.rank is 0: give a rank.")
 
