@@ -23,4 +23,4 @@ def test_the_reference_is_that_of_the_package():
     kept = (DOCS / "reference.md").read_text(encoding="utf-8")
     assert made == kept, "run: python docs/make_reference.py"
     assert all(f"| `{name}` |" in made for name in (*SAMPLERS, *recipe_names()))
-    assert "| `didi.rollout_steps` | integer: 1 or more | `1` | Student steps" in made
+    assert "| `didi.rollout_steps` | integer: 1 or more | `1` | K, the student's steps" in made
