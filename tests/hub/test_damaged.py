@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+from tests.adapters.test_files import saved
 from tests.models import causal_folders, masked_folders
 from tests.models.foreign.folders import FOLDERS, WORDS
 
@@ -29,6 +30,7 @@ def models(tmp_path_factory):
         write(home / name)
     convert(home / "didi-instruct", home / "ours", "didi", storage="int8")
     convert(home / "esm", home / "ours-esm", "didi")
+    saved(home / "adapters", home / "llada")
     return sorted(home.iterdir())
 
 
@@ -43,7 +45,7 @@ def places(value, place=()):
 
 def damage(folder, chance):
     """Damage one file; return what was done to it."""
-    file = chance.choice(sorted(folder.iterdir()))
+    file = chance.choice(files := sorted(p for p in folder.iterdir() if p.is_file()))
     data, kind = file.read_bytes(), chance.choice(["cut", "flip", "gone", "swap", "folder", "json"])
     if kind == "json":
         file = chance.choice(sorted(folder.glob("*.json")))
@@ -61,7 +63,7 @@ def damage(folder, chance):
             damaged[chance.randrange(min(len(data), 2000))] ^= 1 << chance.randrange(8)
         file.write_bytes(bytes(damaged))
     elif kind == "swap":
-        file.write_bytes(chance.choice(sorted(folder.iterdir())).read_bytes())
+        file.write_bytes(chance.choice(files).read_bytes())
     else:
         file.unlink()
         if kind == "folder":

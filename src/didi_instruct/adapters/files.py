@@ -179,6 +179,8 @@ def _read(folder: Path, base: MaskedLM, config: ModelConfig) -> Adapted:
     rank = whole_number(folder / SETTINGS, settings, "r")
     lora = LoraConfig(rank=rank, alpha=alpha, checkpointing=False)
     tensors = _tensors(path)
+    if not any(rank in tensor.shape for tensor in tensors.values()):  # before it is allocated
+        raise UserError(f"{path}: {first_few(tensors)} fit no layer of its base. Fetch it again.")
     known = [layers(block) for block in base.blocks]
     blocks = [dict[str, Lora]() for _ in known]
     odd = []

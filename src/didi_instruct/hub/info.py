@@ -24,12 +24,13 @@ from didi_instruct.hub.sources import (
     find_source,
 )
 from didi_instruct.models.causal_lm import CAUSAL, is_causal
-from didi_instruct.models.checkpoint import ADAPTER, CONFIG, load_model, read_manifest, read_object
+from didi_instruct.models.checkpoint import ADAPTER, CONFIG, read_manifest, read_object
 from didi_instruct.models.discriminator import build_discriminator
 from didi_instruct.models.dit import count_parameters, parameters_of
 from didi_instruct.models.foreign.layouts import FIRST, WeightSet, clean, find_discriminator
 from didi_instruct.models.foreign.places import locate
 from didi_instruct.models.foreign.reading import recognise
+from didi_instruct.models.foreign.settings import whole_number
 from didi_instruct.models.foreign.shapes import Family
 from didi_instruct.models.foreign.stores import Header, Store, open_store
 from didi_instruct.models.masked_lm import open_weights, read_tokenizer
@@ -74,7 +75,7 @@ def describe_source(source: str, weights: WeightSet = "ema", family: Family | No
 
 def _of_folder(found: DidiFolder) -> Facts:
     """Facts about a folder that didi wrote, its files verified."""
-    loaded = load_model(found.path)
+    loaded = found.load(LoadOptions())
     network, critic = loaded.model, loaded.discriminator
     parameters = parameters_of(network)
     facts = {
@@ -96,11 +97,11 @@ def _of_adapters(found: AdapterFolder) -> Facts:
     base, manifest = base_of(found.path), read_manifest(found.path)
     facts = describe_source(base)
     numbers = sum(prod(shape) for _, shape in read_headers(found.path / ADAPTER).values())
-    rank = read_object(found.path / SETTINGS)["r"]
+    settings = found.path / SETTINGS
     return facts | {
         "layout": "didi-adapters",
         "base": base,
-        "rank": rank,
+        "rank": whole_number(settings, read_object(settings), "r"),
         "trainable_parameters": numbers,
         "provenance": manifest.provenance,
     }

@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from didi_instruct.adapters.files import base_of, is_adapter, load_adapters
+from didi_instruct.adapters.files import SETTINGS, base_of, is_adapter, load_adapters
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.schema import nearest
 from didi_instruct.data.files import sha256_file
@@ -32,6 +32,7 @@ from didi_instruct.models.checkpoint import (
     MODEL,
     TOKENIZER,
     LoadedModel,
+    Manifest,
     is_ours,
     load_model,
     read_manifest,
@@ -122,19 +123,29 @@ class DidiFolder:
     name: str
     path: Path
 
-    def peek(self, tokenizer: str | None = None) -> ModelInfo:
+    def _manifest(self) -> Manifest:
         manifest = read_manifest(self.path)
+        if manifest.base is not None:
+            raise UserError(
+                f"{self.path} holds adapters and no {SETTINGS}, which names their base. Fetch it "
+                "again."
+            )
+        return manifest
+
+    def peek(self, tokenizer: str | None = None) -> ModelInfo:
+        manifest = self._manifest()
         own = Tokenizer.load(self.path) if TOKENIZER[0] in manifest.files else None
         return _info(self, manifest.model, own, tokenizer)
 
     def load(self, options: LoadOptions) -> LoadedModel:
         options.refuse_choices(self.name)
+        self._manifest()
         loaded = load_model(self.path, options.device, options.dtype)
         return _with_tokenizer(self.name, loaded, options.tokenizer)
 
     def digests(self) -> dict[str, str]:
-        """Of what config.json lists; no file is read."""
-        return {n: record.sha256 for n, record in read_manifest(self.path).files.items()}
+        """Return those that config.json lists; no file is read."""
+        return {name: record.sha256 for name, record in self._manifest().files.items()}
 
     def fingerprint(self) -> str:
         return self.digests()[MODEL]
@@ -427,7 +438,10 @@ def _transformers_files(folder: Path) -> list[Path]:
 
 
 def _sha256(files: Iterable[Path]) -> dict[str, str]:
-    return {path.name: sha256_file(path) for path in files}
+    try:
+        return {path.name: sha256_file(path) for path in files}
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}).") from error
 
 
 def _joint(digests: dict[str, str]) -> str:
