@@ -18,7 +18,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import exclusive, no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.samples import VERSION as SAMPLES_VERSION
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.hub.sources import DidiFolder, find_source
+from didi_instruct.hub.sources import DidiFolder, Source, find_source
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.sampling.generate import Request
 
@@ -64,7 +64,7 @@ def config_values(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def model_key(source: str, dtype: str | None = None) -> str:
+def model_key(source: str | Source, dtype: str | None = None) -> str:
     """Key of all that samples of a SOURCE depend on: weights, settings, tokenizer, discriminator.
 
     `dtype` is what its weights are rounded to, if they are.

@@ -41,8 +41,9 @@ from didi_instruct.evaluation.reference import (
 from didi_instruct.evaluation.samples import OF_TEXT, REAL, SampleSet, read_samples
 from didi_instruct.evaluation.scores import Judge
 from didi_instruct.hub.sources import (
+    LoadOptions,
     ModelInfo,
-    load_source,
+    find_source,
     peek_models,
     shared_ids,
     shared_tokenizer,
@@ -193,13 +194,14 @@ def _open_inputs(
 
 def _open_start(source: str, tokenizer: str | None) -> Start:
     """Load a left-to-right model to start from, if its tokens are those of the samples."""
-    loaded = load_source(source)
+    found = find_source(source)
+    loaded = found.load(LoadOptions())
     if not isinstance(loaded.model, ARModel):
         raise UserError(f"{source} is no left-to-right model of didi: train one (stories-ar).")
     own = loaded.tokenizer.hash if loaded.tokenizer else None
     if own != tokenizer:
         raise UserError(f"{source} and the samples have different tokenizers: train one on theirs.")
-    return Start(loaded.model, model_key(source))
+    return Start(loaded.model, model_key(found))
 
 
 def open_predictor(source: str, cache: Path, device: str | None = None) -> Predictor:
@@ -276,7 +278,7 @@ def _draw(tables: Sequence[_Table], inputs: _Inputs, progress: Progress | None) 
         source, config = info.source, tables[0].config
         if source not in used:
             continue
-        model = load(source, device=config.device, dtype=config.dtype, tokenizer=info.given)
+        model = load(info.found, device=config.device, dtype=config.dtype, tokenizer=info.given)
         for table in tables:
             tell = _at_length(progress, table, tables)
             own = {n: v.config for n, v in enumerate(table.variants) if v.source == source}
