@@ -20,8 +20,8 @@ from tests.training.test_processes import TORCHRUN
 import didi_instruct as didi
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.config.train import PretrainConfig
-from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.dataset import open_data
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.hub.export import convert
 from didi_instruct.pretrain import pretrain

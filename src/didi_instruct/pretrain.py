@@ -11,8 +11,8 @@ import torch
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.config.train import PretrainConfig
-from didi_instruct.data.alphabet import amino_ids, is_protein
 from didi_instruct.data.dataset import TokenSource
+from didi_instruct.data.tokenizer import amino_ids, is_protein
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.quick_eval import held_out_likelihood
 from didi_instruct.models.masked_lm import new_esm

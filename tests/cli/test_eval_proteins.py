@@ -11,9 +11,8 @@ from tests.models.masked_folders import esm
 from tests.random_models import add_noise, save_random
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import AMINO_ACIDS, Tokenizer
 from didi_instruct.evaluation import metrics, protein_metrics
 from didi_instruct.evaluation.samples import read_samples
 from didi_instruct.models.checkpoint import save_model

@@ -9,18 +9,18 @@ import pytest
 import transformers
 
 from didi_instruct.data import packing, readers
-from didi_instruct.data.alphabet import (
+from didi_instruct.data.dataset import open_data
+from didi_instruct.data.oracle import OracleLanguage
+from didi_instruct.data.prepare import PrepareSettings, prepare
+from didi_instruct.data.readers import LONGEST_CHAIN
+from didi_instruct.data.tokenizer import (
     AMINO_ACIDS,
     ESM_VOCABULARY,
-    LONGEST_CHAIN,
+    Tokenizer,
     amino_ids,
     is_protein,
     residues_of,
 )
-from didi_instruct.data.dataset import open_data
-from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.data.prepare import PrepareSettings, prepare
-from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("fast_disk")

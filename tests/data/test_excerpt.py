@@ -1,7 +1,6 @@
 import pytest
 
-from didi_instruct.data.dataset import open_data
-from didi_instruct.data.excerpt import excerpt
+from didi_instruct.data.dataset import excerpt, open_data
 from didi_instruct.data.manifest import Layout, Manifest
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare

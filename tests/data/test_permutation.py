@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from didi_instruct.data.permutation import permute
+from didi_instruct.data.dataset import permute
 
 SIZES = [1, 2, 3, 4, 5, 7, 64, 65, 1000, 4097]
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import AMINO_ACIDS, Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation import protein_metrics
 from didi_instruct.evaluation.measuring import Context, Measuring

@@ -14,8 +14,7 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import AMINO_ACIDS, Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.model import Model
 from didi_instruct.models.masked_lm import load_masked_lm, recognise_masked_lm

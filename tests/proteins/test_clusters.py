@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.proteins import clusters, mmseqs
 from didi_instruct.proteins.clusters import cluster, entropy, entropy_interval, joined

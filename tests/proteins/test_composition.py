@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.proteins.chains import read_chains
 from didi_instruct.proteins.composition import counts, divergence, floor, jensen_shannon

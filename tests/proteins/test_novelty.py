@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.proteins.chains import read_chains
 from didi_instruct.proteins.novelty import novelty

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.proteins.repeats import (
     commonest_share,
     is_low_complexity,

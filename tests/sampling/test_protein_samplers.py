@@ -11,9 +11,8 @@ from tests.sampling.enumeration import FALSE_ALARM, p_value
 
 import didi_instruct as didi
 from didi_instruct.config.model import ModelConfig, ScheduleConfig
-from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import Tokenizer, is_protein
 from didi_instruct.errors import UserError
 from didi_instruct.models.discriminator import Discriminator
 from didi_instruct.models.dit import build_model

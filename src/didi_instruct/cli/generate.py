@@ -94,7 +94,7 @@ def command(
     from didi_instruct.cli.progress import StepsBar
     from didi_instruct.cli.stream import TerminalStream
     from didi_instruct.config.schema import apply_overrides
-    from didi_instruct.data.alphabet import is_protein
+    from didi_instruct.data.tokenizer import is_protein
     from didi_instruct.hub.sources import DEFAULT
     from didi_instruct.model import load
     from didi_instruct.sampling.generate import Request

@@ -1,7 +1,7 @@
 """What training reads: rows of tokens, in an endless shuffled order that is a pure function."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,11 +9,16 @@ import numpy as np
 import torch
 
 from didi_instruct.data.files import sha256_file
-from didi_instruct.data.manifest import MANIFEST_FILE, Manifest, Shard
-from didi_instruct.data.permutation import shuffled
+from didi_instruct.data.manifest import MANIFEST_FILE, Layout, Manifest, Shard
+from didi_instruct.data.packing import arrange
+from didi_instruct.data.readers import Piece, ReadOptions, read_pieces
 from didi_instruct.data.resume import PROGRESS_FILE
+from didi_instruct.data.sources import Meter, find_sources
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import Argument, UserError
+
+_PIECES_AT_ONCE = 64
+_FEISTEL_ROUNDS = 8
 
 
 class TokenSource(Protocol):
@@ -172,3 +177,108 @@ def _not_prepared(folder: Path) -> str:
     if (folder / PROGRESS_FILE).is_file():
         return f"{folder}: is not finished: run its `didi data prepare` again, it will go on."
     return f"{folder}: has no {MANIFEST_FILE}: make prepared data with `didi data prepare`."
+
+
+def excerpt(
+    src: str,
+    tokenizer: Tokenizer,
+    length: int,
+    rows: int,
+    options: ReadOptions | None = None,
+    layout: Layout | None = None,
+) -> TokenDataset:
+    """Tokenise and pack as `didi data prepare` does, but only until `rows` rows are full.
+
+    `layout` is that of the data a model learned from (`Manifest.layout`), a stream by default.
+    """
+    if tokenizer.eot_id is None:
+        raise UserError(
+            "The tokenizer has no end-of-text token, so documents cannot be joined into rows: "
+            "give data prepared with a tokenizer that has one."
+        )
+    tokens: list[int] = []
+    placing = arrange(layout or Layout(), tokenizer.eot_id, length)
+    options = options or ReadOptions()
+    pieces = (p for source in find_sources(src) for p in read_pieces(source, options, Meter()))
+    for batch in _batches(pieces):
+        for piece, ids in zip(batch, tokenizer.encode([p.text for p in batch]), strict=True):
+            tokens += placing.place(ids, piece.last)
+        if len(tokens) >= rows * length:
+            break
+    full = min(rows, len(tokens) // length)
+    if full == 0 and placing.long:
+        raise UserError(
+            f"{src}: no document fits a row of {length} with its end-of-text: use shorter "
+            "documents, or rows that cut them."
+        )
+    if full == 0:
+        raise UserError(
+            f"{src}: {len(tokens)} tokens do not fill one row of {length}: use a shorter length "
+            "or more text."
+        )
+    table = np.array(tokens[: full * length]).reshape(full, length)
+    return TokenDataset([table], tokenizer, name=src)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    for piece in pieces:
+        batch.append(piece)
+        if len(batch) == _PIECES_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def permute(positions: np.ndarray, size: int, key: str) -> np.ndarray:
+    """Map positions in [0, size) one to one to [0, size), in an order that `key` decides.
+
+    A Feistel network is a bijection of numbers of an even number of bits, whatever its round
+    function. Where the image is `size` or more it is mapped again (cycle walking) until it is not:
+    the walk ends because it would come back to its start otherwise. At least a quarter of the
+    domain is in range, so a walk takes four steps on average at worst.
+    """
+    half = max(1, (size - 1).bit_length() + 1 >> 1)
+    keys = _round_keys(key)
+    values = positions.astype(np.uint64)
+    walking = np.arange(len(values))
+    while len(walking):
+        values[walking] = _feistel(values[walking], half, keys)
+        walking = walking[values[walking] >= size]
+    return values.astype(np.int64)
+
+
+def shuffled(start: int, count: int, size: int, seed: int) -> np.ndarray:
+    """Indices in [0, size) of rows start .. start + count - 1 of an endless shuffled stream.
+
+    Row i depends on (seed, i) alone; every epoch has another order.
+    """
+    epochs, positions = np.divmod(np.arange(start, start + count), size)
+    indices = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        now = epochs == epoch
+        indices[now] = permute(positions[now], size, f"{seed}:{epoch}")
+    return indices
+
+
+def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right, key) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Scramble 64 bits: the finaliser of SplitMix64 (Steele et al., 2014)."""
+    values = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def _round_keys(key: str) -> np.ndarray:
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
+    return np.frombuffer(digest, "<u8")

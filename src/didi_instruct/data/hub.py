@@ -1,7 +1,12 @@
-"""Datasets of the Hugging Face hub, record by record."""
+"""The Hugging Face hub: records of its datasets, and what loading from it needs."""
 
+import logging
+import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from didi_instruct.errors import MissingExtraError, UserError, first_line
 
@@ -34,3 +39,28 @@ def stream_of(
         raise UserError(
             f"{place}: loading {what} from Hugging Face failed ({first_line(error)}){or_else}."
         ) from error
+
+
+def require_network() -> None:
+    """Fail at once where the hub's name cannot be looked up, not after a minute of retries."""
+    from huggingface_hub.constants import ENDPOINT
+
+    host = urlsplit(ENDPOINT).hostname
+    if host is None or getproxies().get("https"):
+        return  # a proxy looks names up itself
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        raise ConnectionError("no network: its name cannot be looked up") from None
+
+
+@contextmanager
+def quiet(logger: str) -> Iterator[None]:
+    """Keep a library's retries out of the terminal: the error that ends them says it all."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 
 from didi_instruct.data import readers
-from didi_instruct.data.alphabet import residues_of
 from didi_instruct.data.corpus import Corpus, Cursor, SplitPlan, plan_split, scan_sources
 from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
 from didi_instruct.data.manifest import (
@@ -39,7 +38,7 @@ from didi_instruct.data.resume import (
     inspect_folder,
 )
 from didi_instruct.data.sources import Source, find_sources
-from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, residues_of, train_tokenizer
 from didi_instruct.errors import Argument, UserError
 
 _SHARD_BYTES = 64 << 20

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from shutil import copyfileobj
 from typing import IO, Any, Literal, get_args
 
-from didi_instruct.data.alphabet import checked_chains
 from didi_instruct.data.hub import stream_of
 from didi_instruct.data.sources import Meter, Source, open_decompressed, readable
 from didi_instruct.errors import Argument, MissingExtraError, UserError, first_line
@@ -34,6 +33,9 @@ Fragment = tuple[str, bool]
 
 PIECE_CHARACTERS = 1 << 14
 """Longest piece of a document that is tokenised at once."""
+
+LONGEST_CHAIN = 100_000
+"""Residues of a chain; the longest proteins known have about half as many."""
 
 _CHUNK_BYTES = 1 << 20
 # An unclosed quote would otherwise swallow the rest of a file of any size.
@@ -182,10 +184,39 @@ def _read_proteins(source: Source, options: ReadOptions, meter: Meter) -> Iterat
     if source.kind == "fasta":
         found = _fasta_lines(source, meter)
         lines = ((f"{source.name}:{number}", text, last) for number, text, last in found)
-        yield from checked_chains(lines, options.residues, refuse_empty=True)
+        yield from _checked_chains(lines, options.residues, refuse_empty=True)
         return
     named = _numbered(source, _READERS[source.kind](source, options, meter))
-    yield from checked_chains(named, options.residues, refuse_empty=False)
+    yield from _checked_chains(named, options.residues, refuse_empty=False)
+
+
+def _checked_chains(
+    fragments: Iterable[tuple[str, str, bool]], letters: str, *, refuse_empty: bool
+) -> Iterator[tuple[str, bool]]:
+    """Chains in upper case and without white space: (place, text, last) -> (text, last).
+
+    `place` is what an error calls the text. A letter that is not among `letters` is refused, and so
+    is a chain of more than `LONGEST_CHAIN` or, with `refuse_empty`, of no letters.
+    """
+    known, length = frozenset(letters), 0
+    for place, text, last in fragments:
+        chain = "".join(text.split()).upper()
+        if odd := set(chain) - known:
+            first = next(letter for letter in chain if letter in odd)
+            raise UserError(
+                f"{place}: {first!r} is no residue. Known are {letters}: write X for a residue "
+                "that is not known, and leave out gaps and stops."
+            )
+        length += len(chain)
+        if length > LONGEST_CHAIN:
+            raise UserError(
+                f"{place}: a chain of more than {LONGEST_CHAIN:,} residues, and no protein is as "
+                "long: remove it, or start each chain with a `>` header."
+            )
+        if last and not length and refuse_empty:
+            raise UserError(f"{place}: an empty chain: remove its header, or add its sequence.")
+        yield chain, last
+        length = 0 if last else length
 
 
 def _numbered(source: Source, fragments: Iterable[Fragment]) -> Iterator[tuple[str, str, bool]]:

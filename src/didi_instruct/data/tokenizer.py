@@ -3,22 +3,29 @@
 import functools
 import hashlib
 import json
-import logging
 import re
-import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from didi_instruct.data.alphabet import ESM_VOCABULARY
 from didi_instruct.data.files import write_atomic
+from didi_instruct.data.hub import quiet, require_network
 from didi_instruct.errors import UserError, first_line
+
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+"""The letters that a model of proteins draws."""
+
+ESM_VOCABULARY = (
+    *("<cls>", "<pad>", "<eos>", "<unk>"),
+    *"LAGVSERTIDPKQNFYMHWCXBUZO.-",
+    *("<null_1>", "<mask>"),
+)
+"""The 33 tokens of ESM-2 and DPLM, in the order of their ids. Beside the 20 amino acids stand
+selenocysteine (U), pyrrolysine (O), letters for residues that are not known (X any, B and Z one of
+two) and signs of alignments."""
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of GPT-2 and of the tokenizers made here."""
@@ -344,26 +351,33 @@ def _load_from_hub(name: str, eot: str | None) -> Tokenizer:
     return Tokenizer.from_transformers(loaded, name, eot)
 
 
-def require_network() -> None:
-    """Fail at once where the hub's name cannot be looked up, not after a minute of retries."""
-    from huggingface_hub.constants import ENDPOINT
-
-    host = urlsplit(ENDPOINT).hostname
-    if host is None or getproxies().get("https"):
-        return  # a proxy looks names up itself
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        raise ConnectionError("no network: its name cannot be looked up") from None
+def is_protein(vocabulary: Mapping[str, int]) -> bool:
+    """Return True if the texts of a vocabulary are chains of residues, a letter each."""
+    letters = {word for word in vocabulary if len(word) == 1}
+    pieces = any(len(word) > 1 and word[0] not in "<[" for word in vocabulary)
+    text = any(letter.islower() for letter in letters)
+    return letters >= set(AMINO_ACIDS) and not pieces and not text
 
 
-@contextmanager
-def quiet(logger: str) -> Iterator[None]:
-    """Keep a library's retries out of the terminal: the error that ends them says it all."""
-    log = logging.getLogger(logger)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+def amino_ids(vocabulary: Mapping[str, int]) -> set[int]:
+    """Ids of the 20 amino acids."""
+    return {vocabulary[letter] for letter in AMINO_ACIDS}
+
+
+def residues_of(vocabulary: Mapping[str, int]) -> str:
+    """Letters that a chain may have in a vocabulary of residues; nothing for any other."""
+    if not is_protein(vocabulary):
+        return ""
+    return "".join(sorted(word for word in vocabulary if len(word) == 1 and word.isalpha()))
+
+
+def check_residues(text: str, vocabulary: Mapping[str, int]) -> None:
+    """Refuse letters that are no residues: a tokenizer would take them for unknown ones."""
+    for number, letter in enumerate("".join(text.split()), 1):
+        if not (letter.isalpha() and letter in vocabulary):
+            given = text if len(text) <= 40 else f"{text[:40]}…"
+            capital = " Residues are capital letters." if letter.islower() else ""
+            raise UserError(
+                f"`{letter}`, letter {number} of the given `{given}`, is no residue: use the 20 "
+                f"amino acids, or X for any.{capital}"
+            )

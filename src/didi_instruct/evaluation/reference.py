@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from didi_instruct.data.alphabet import is_protein
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.readers import ReadOptions
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import Tokenizer, is_protein
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.samples import (
     SHUFFLED,

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from didi_instruct.data.dataset import TokenDataset, TokenSource, open_data
-from didi_instruct.data.excerpt import excerpt
+from didi_instruct.data.dataset import TokenDataset, TokenSource, excerpt, open_data
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.manifest import Layout, Manifest, is_prepared
 from didi_instruct.data.oracle import OracleLanguage, OracleSource

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from didi_instruct.config.schema import nearest
 from didi_instruct.data.files import no_space_as_user_error, require_space
-from didi_instruct.data.tokenizer import quiet, require_network
+from didi_instruct.data.hub import quiet, require_network
 from didi_instruct.errors import UserError, first_line
 from didi_instruct.hub.model_card import (
     README,

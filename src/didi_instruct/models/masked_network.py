@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from didi_instruct.config.model import ModelConfig
-from didi_instruct.data.alphabet import amino_ids, is_protein
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import Tokenizer, amino_ids, is_protein
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import read_object
 from didi_instruct.models.foreign.special_ids import BANNED

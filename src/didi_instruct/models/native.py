@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from didi_instruct.data.tokenizer import quiet
+from didi_instruct.data.hub import quiet
 from didi_instruct.errors import UserError
 from didi_instruct.models.causal_lm import CAUSAL, make_bidirectional
 from didi_instruct.models.checkpoint import CONFIG

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.readers import ReadOptions, read_pieces
 from didi_instruct.data.sources import Meter, Source, find_sources
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.seeding import mix
 

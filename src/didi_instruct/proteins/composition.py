@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.errors import UserError
 from didi_instruct.proteins.chains import Chains
 from didi_instruct.seeding import mix

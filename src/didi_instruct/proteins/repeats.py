@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 
 LOW = 0.93
 """Share of the highest 3-mer entropy of its length below which a chain is of low complexity: half a

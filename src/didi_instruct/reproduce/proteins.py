@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.data.alphabet import AMINO_ACIDS
 from didi_instruct.data.files import write_atomic
+from didi_instruct.data.tokenizer import AMINO_ACIDS
 from didi_instruct.evaluation.config import EvalConfig
 from didi_instruct.evaluation.evaluate import evaluate, open_predictor
 from didi_instruct.evaluation.measuring import Row

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from didi_instruct.config.model import ModelConfig, read_lengths
 from didi_instruct.config.schema import nearest
-from didi_instruct.data.alphabet import check_residues, is_protein
-from didi_instruct.data.tokenizer import Tokenizer
+from didi_instruct.data.tokenizer import Tokenizer, check_residues, is_protein
 from didi_instruct.errors import UserError
 from didi_instruct.process.masking import LengthLaw
 from didi_instruct.sampling.draw import DrawOptions, Purpose, uniforms

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from didi_instruct.data.permutation import shuffled
+from didi_instruct.data.dataset import shuffled
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.tasks.encoding import Encoded, fit

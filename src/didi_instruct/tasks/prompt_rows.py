@@ -15,7 +15,7 @@ import torch
 from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.methods import PromptsConfig
 from didi_instruct.data.chat import ChatTemplate, find_chat_template
-from didi_instruct.data.permutation import shuffled
+from didi_instruct.data.dataset import shuffled
 from didi_instruct.data.readers import read_records
 from didi_instruct.data.sources import Meter, find_sources, readable
 from didi_instruct.data.tokenizer import Tokenizer

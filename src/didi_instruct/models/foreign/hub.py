@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from didi_instruct.data.tokenizer import quiet, require_network
+from didi_instruct.data.hub import quiet, require_network
 from didi_instruct.errors import UserError, first_line
 from didi_instruct.models.foreign.places import SUFFIXES
 
