@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from didi_instruct.evaluation.quick import path_gaps
 from torch import nn
 
 from didi_instruct.config.model import ModelConfig
@@ -23,6 +22,7 @@ from didi_instruct.evaluation.probes import (
     split_both,
     two_sample,
 )
+from didi_instruct.evaluation.quick_eval import path_gaps
 from didi_instruct.evaluation.stats import mean_and_error
 from didi_instruct.models.ar import ARModel
 from didi_instruct.process.schedule import LogLinear
