@@ -337,7 +337,7 @@ def test_variants_of_a_model_are_rows_in_their_order(model, tmp_path, monkeypatc
     ]
     loaded, load = [], module.load
     monkeypatch.setattr(
-        module, "load", lambda s, **settings: (loaded.append(s), load(s, **settings))[1]
+        module, "load", lambda s, **settings: (loaded.append(s.name), load(s, **settings))[1]
     )
     found = didi.evaluate(ways, config, out=tmp_path / "out", judge="oracle")
     assert [(r["model"], r["steps"], r["sampler"], r["temperature"]) for r in found.rows] == [
