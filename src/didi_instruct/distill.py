@@ -11,14 +11,14 @@ from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import DATA_LENGTHS
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.manifest import is_prepared
-from didi_instruct.distillation.bank import BankBar, padded_rows, teacher_bank
+from didi_instruct.distillation.bank import BankBar, teacher_bank
 from didi_instruct.distillation.methods import check_fit, make_task
 from didi_instruct.distillation.networks import make_student, prepare_teacher, take_lengths
 from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.distillation.settings import check_rounds, settings_for
 from didi_instruct.distillation.watch import Watcher
 from didi_instruct.errors import Argument, UserError
-from didi_instruct.evaluation.quick_eval import QuickTest, evaluation_of_students, quick_test
+from didi_instruct.evaluation.quick_eval import evaluation_of_students, quick_test
 from didi_instruct.evaluation.training_curves import draw_curves
 from didi_instruct.hub.run_budget import RunBudget, budget_of
 from didi_instruct.hub.sources import LoadOptions, find_source, load_source
@@ -77,45 +77,39 @@ def distill(
         check_rounds(config, run)
         for note in notes:
             run.reporter.say(note)
-        if run.is_complete():
+        if run.is_complete:
             return _finished_before(run, config)
         source, found = str(teacher), find_source(teacher)
         loaded = found.load(LoadOptions(tokenizer=tokenizer))
         network = prepare_teacher(loaded, config, source)
-        other = None if config.student is None else load_source(config.student)
-        student = make_student(loaded, source, other, config)
-        window, processes = window_of(network), run.world.size
-        check_fit(config, loaded.config, window=window, processes=processes)
-        words = str(tokenizer or found.path)
-        data, valid = _open_texts(run, config, loaded, words, data_progress)
-        data = open_prompts(config, loaded, words, run.reporter.say) or data
-        if config.lengths == DATA_LENGTHS:
-            take_lengths(run, data, loaded, student, config.data.source)
-        length = window if data is None else data.length
-        if (budget := budget_of(config, network, run.world, length)) is not None:
-            budget.check()
-        loaded.model.to(run.world.device)
         taught = Teacher(
             network=network,
             tokenizer=loaded.tokenizer,
             fingerprint=found.fingerprint(),
             source=source,
         )
-        if resume:
-            _check_teacher(run.folder, taught.fingerprint)
-        rows, window = None if data is None else data.length, window_of(network)
-        check_fit(config, loaded.config, rows=rows, window=window, processes=processes)
+        other = None if config.student is None else load_source(config.student)
+        student = make_student(loaded, source, other, config)
+        check_fit(config, network, processes=run.world.size)
+        _check_teacher(run, taught.fingerprint)
+        data, valid = _open_texts(run, config, loaded, str(tokenizer or found.path), data_progress)
+        if config.lengths == DATA_LENGTHS:
+            take_lengths(run, data, loaded, student, config.data.source)
+        length = window_of(network) if data is None else data.length
+        if (budget := budget_of(config, network, run.world, length)) is not None:
+            budget.check()
+        loaded.model.to(run.world.device)
+        if data is not None:
+            check_fit(config, network, rows=data.length, processes=run.world.size)
         references = None
         if config.reads_bank:
-            drawn = teacher_bank(run, config, taught, data, bank_progress).rows
-            pad = loaded.config.num_tokens
-            references = padded_rows(drawn, pad) if config.prompts.source else drawn
+            references = teacher_bank(run, config, taught, data, bank_progress)
         task = make_task(config, taught, student, run.world, data=data, references=references)
-        return _train(run, config, taught, task, quick_test(task, valid, loaded), valid)
+        return _train(run, config, taught, task, valid)
 
 
 def plan(
-    recipe: str | Mapping[str, Any] | DistillConfig,
+    recipe: str | Path | Mapping[str, Any] | DistillConfig,
     *,
     teacher: str | Path,
     overrides: Sequence[str] = (),
@@ -133,7 +127,7 @@ def plan(
     network = prepare_teacher(loaded, config, source)
     with open_world(device) as world:
         length, prompts = window_of(network), config.prompts
-        check_fit(config, loaded.config, window=length, processes=world.size)
+        check_fit(config, network, processes=world.size)
         if prompts.longest and not prompts.source:
             length = min(length, prompts.longest + prompts.length)
         words = str(tokenizer or found.path)
@@ -147,11 +141,11 @@ def _train(
     config: DistillConfig,
     teacher: Teacher,
     task: DistillTask,
-    test: QuickTest,
     valid: TokenSource | None,
 ) -> DistillResult:
     """Train from the first step, or the last checkpoint, to the product."""
-    evaluate, latest = evaluation_of_students(task, test, valid), dict[str, float]()
+    test, latest = quick_test(task, valid, teacher), dict[str, float]()
+    evaluate = evaluation_of_students(task, test, valid)
 
     def evaluated(step: int, tick: Tick) -> Mapping[str, float]:
         latest.update(evaluate(step, tick))
@@ -190,7 +184,7 @@ def _train(
         curves = _draw(run, config)
         run.world.wait()
     return DistillResult(
-        **run.standing(outcome),
+        **run.end(outcome),
         teacher=before,
         student=latest,
         curves=curves,
@@ -203,7 +197,7 @@ def _finished_before(run: Run, config: DistillConfig) -> DistillResult:
     found = read_manifest(run.folder).provenance.get("quick_evaluation", {})
     drawn = (run.folder / CURVES).exists()
     return DistillResult(
-        **run.standing(),
+        **run.end(),
         teacher=found.get("teacher", {}),
         student=found.get("student", {}),
         curves=run.folder / CURVES if drawn else _draw(run, config),
@@ -220,33 +214,28 @@ def _draw(run: Run, config: DistillConfig) -> Path | None:
 
 
 def _open_texts(
-    run: Run,
-    config: DistillConfig,
-    teacher: LoadedModel,
-    tokenizer: str,
-    progress: PrepareBar,
+    run: Run, config: DistillConfig, teacher: LoadedModel, folder: str, progress: PrepareBar
 ) -> tuple[TokenSource | None, TokenSource | None]:
-    """Training text and held-out text, if the recipe names any, in the teacher's tokens.
+    """Text to learn from and held-out text, if the recipe names any, in the teacher's tokens.
 
-    `tokenizer` is where its tokenizer is.
+    In `folder` are the teacher's tokenizer and its chat template.
     """
+    prompts = open_prompts(config, teacher, folder, run.reporter.say)
+    if prompts is not None:
+        return prompts, None
     source, end_id = config.data.source, teacher.config.end_id
     if not source:
         return None, None
     stream = UserError(
-        "data.source is {}, whose rows go on after the end of a text, but each text of the teacher "
-        "has a window of its own: use data.rows=document (--rows document to prepare it).",
-        source,
+        f"data.source is {source}, whose rows go on after the end of a text, but each text of the "
+        "teacher has a window of its own: use data.rows=document (--rows document to prepare it)."
     )
     raw = source != "oracle" and not is_prepared(Path(source))
     if end_id is not None and raw and config.data.rows == "stream":
         raise stream  # before it is prepared
-    data, valid = open_run_data(
-        run,
-        replace(config.data, tokenizer=tokenizer),
-        length=window_of(cast("Network", teacher.model)),
-        progress=progress,
-    )
+    length = window_of(cast("Network", teacher.model))
+    given = replace(config.data, tokenizer=folder)
+    data, valid = open_run_data(run, given, length=length, progress=progress)
     check_data(teacher.config, teacher.tokenizer.hash if teacher.tokenizer else None, data)
     first = min(ROWS_LOOKED_AT, data.num_sequences or ROWS_LOOKED_AT)
     if end_id is not None and goes_on(data.ordered(0, first), end_id):
@@ -254,9 +243,9 @@ def _open_texts(
     return data, valid
 
 
-def _check_teacher(folder: Path, fingerprint: str) -> None:
+def _check_teacher(run: Run, fingerprint: str) -> None:
     """Refuse another teacher before its bank is asked for; the loop compares once more."""
-    for manifest in (folder / "checkpoints").glob("step-*/manifest.json"):
+    for manifest in run.folder.glob("checkpoints/step-*/manifest.json") if run.resume else ():
         try:
             began = json.loads(manifest.read_text())["info"]["teacher"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -265,7 +254,7 @@ def _check_teacher(folder: Path, fingerprint: str) -> None:
             raise UserError(
                 "{} was begun with another teacher ({}…, now {}…): resume with what it began with, "
                 "or choose another {}.",
-                folder,
+                run.folder,
                 began[:8],
                 fingerprint[:8],
                 Argument("out"),

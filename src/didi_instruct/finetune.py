@@ -62,9 +62,9 @@ def finetune(
         raise UserError(f"model is a {type(model).__name__}: give its folder or name.")
     source, config = str(model), load_recipe(FinetuneConfig, recipe, overrides)
     with open_run(out, config, resume=resume, device=device, reporter=reporter) as run:
-        if run.is_complete():
+        if run.is_complete:
             known = read_manifest(run.folder).provenance.get("held_out", {})
-            return FinetuneResult(**run.standing(), source=source, held_out=known)
+            return FinetuneResult(**run.end(), source=source, held_out=known)
         loaded = _open_model(source, tokenizer, config)
         data = open_finetune_data(run, config, loaded, source, data_progress)
         task = _make_task(run, config, loaded, source, data)
@@ -72,7 +72,7 @@ def finetune(
         loop = Loop(
             task, config.train, run.folder, run.world, reporter=run.reporter, evaluate=evaluate
         )
-        start, before = run.begin(loop, _notes(run, loaded, source, data)), None
+        start, before = run.begin(loop, _notes(loaded, source, data)), None
         if evaluate is not None and start == 0:
             run.reporter.say("Measuring held-out data before the first step")
             before = evaluate(0, lambda: None)
@@ -82,7 +82,7 @@ def finetune(
         if outcome.signal is None:
             task.write_model(run.folder, {"step": outcome.step, "held_out": found})
             run.world.wait()
-        return FinetuneResult(**run.standing(outcome), source=source, held_out=found)
+        return FinetuneResult(**run.end(outcome), source=source, held_out=found)
 
 
 def _open_model(source: str, tokenizer: str | Path | None, config: FinetuneConfig) -> LoadedModel:
@@ -140,13 +140,12 @@ def _evaluation(task: PretrainTask, data: FinetuneData) -> Evaluate | None:
     return held_out_answers(task, data.valid, data.measured)
 
 
-def _notes(run: Run, loaded: LoadedModel, source: str, data: FinetuneData) -> Iterator[str]:
+def _notes(loaded: LoadedModel, source: str, data: FinetuneData) -> Iterator[str]:
     yield from data.notes
     if loaded.discriminator is not None:
         yield f"The discriminator of {source} is left out: it knows the model as it was."
     if data.valid is None:
         yield "Nothing is held out (data.valid): no evaluations."
-    yield from run.strategy_notes()
 
 
 def _held_out(log: Path) -> dict[str, dict[str, float]]:

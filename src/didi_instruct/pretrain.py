@@ -1,6 +1,6 @@
 """Pretraining from a recipe to a folder that `didi.load` opens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +40,8 @@ def pretrain(
     vocab_size = config.model.vocab_size
     config.model.resolve(2 if vocab_size is None else max(1, vocab_size - 1))
     with open_run(out, config, resume=resume, device=device, reporter=reporter) as run:
-        if run.is_complete():
-            return RunResult(**run.standing())
+        if run.is_complete:
+            return RunResult(**run.end())
         length = config.model.row_length
         data, valid = open_run_data(run, config.data, length=length, progress=data_progress)
         model, network = _model_for(run, config, data), None
@@ -61,11 +61,17 @@ def pretrain(
         loop = Loop(
             task, config.train, run.folder, run.world, reporter=run.reporter, evaluate=evaluate
         )
-        outcome = loop.run(run.begin(loop, _notes(run, model, data)))
+        notes = []
+        if data.length < model.length:
+            notes.append(
+                f"The data has rows of {data.length} tokens and model.length is {model.length}: "
+                "longer texts will be new to the model."
+            )
+        outcome = loop.run(run.begin(loop, notes))
         if outcome.signal is None:
             task.write_model(run.folder, provenance(config, step=outcome.step))
             run.world.wait()
-        return RunResult(**run.standing(outcome))
+        return RunResult(**run.end(outcome))
 
 
 def _model_for(run: Run, config: PretrainConfig, data: TokenSource) -> ModelConfig:
@@ -95,12 +101,3 @@ def _model_for(run: Run, config: PretrainConfig, data: TokenSource) -> ModelConf
         drawn = amino_ids(data.tokenizer.vocabulary) | ({end_id} if model.kind == "ar" else set())
         model = replace(model, banned=tuple(sorted(set(range(model.num_tokens)) - drawn)))
     return with_lengths(run, model, data, end_id)
-
-
-def _notes(run: Run, model: ModelConfig, data: TokenSource) -> Iterator[str]:
-    if data.length < model.length:
-        yield (
-            f"The data has rows of {data.length} tokens and model.length is {model.length}: "
-            "longer texts will be new to the model."
-        )
-    yield from run.strategy_notes()

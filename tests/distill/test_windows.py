@@ -159,7 +159,7 @@ def quick(models, name="teacher", **changes):
     teacher = Teacher(network=loaded.model, tokenizer=TOKENIZER, fingerprint="x")
     student = make_student(loaded, "teacher", None, config)
     task = make_task(config, teacher, student, World(torch.device("cpu")))
-    return task, quick_test(task, None, loaded)
+    return task, quick_test(task, None, teacher)
 
 
 def test_one_step_has_no_path_kl_to_its_own_law_of_texts(models):

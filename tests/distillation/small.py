@@ -130,7 +130,7 @@ def make_task(method, changes=None, *, teacher=None, student=None, law=None, wor
     teacher = teacher or small_network(0, **shape)
     data = options.get("data")
     rows = None if data is None else data.length
-    methods.check_fit(config, teacher.config, rows=rows)
+    methods.check_fit(config, teacher, rows=rows)
     task = methods.make_task(
         config,
         Teacher(network=teacher, tokenizer=None, fingerprint="teacher"),

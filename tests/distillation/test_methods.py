@@ -336,8 +336,8 @@ def test_references_and_prompts_have_to_come_from_somewhere():
 )
 def test_settings_that_do_not_fit_a_teacher_are_refused(changes, rows, processes, message):
     with pytest.raises(UserError, match=message):
-        check_fit(settings("didi", changes), small_network().config, rows=rows, processes=processes)
-    check_fit(settings("didi", {}), small_network().config, rows=6)
+        check_fit(settings("didi", changes), small_network(), rows=rows, processes=processes)
+    check_fit(settings("didi", {}), small_network(), rows=6)
 
 
 @pytest.mark.parametrize(

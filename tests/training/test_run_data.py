@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from didi_instruct.config.train import DataConfig
+from didi_instruct.config.train import DataConfig, PretrainConfig
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
-from didi_instruct.training.run_data import open_training_data
+from didi_instruct.training.distributed import World
+from didi_instruct.training.reporting import Reporter
+from didi_instruct.training.run_data import open_run_data
+from didi_instruct.training.run_dir import Run
 
 
 @pytest.fixture
@@ -21,13 +25,20 @@ def settings(corpus: Path, **options) -> DataConfig:
     return DataConfig(source=str(corpus), tokenizer="bytes", documents="line", **options)
 
 
+def opened(config: DataConfig, length: int, folder: Path):
+    """The data of a run that is begun in a folder."""
+    world = World(torch.device("cpu"))
+    run = Run(folder, PretrainConfig(), world, Reporter(), resume=False, changes=())
+    return open_run_data(run, config, length=length)
+
+
 def test_rows_may_hold_one_document(corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, rows="document", valid=5)
-    train, valid = open_training_data(config, length=12, seed=0, prepared=tmp_path / "data")
+    train, valid = opened(config, 12, tmp_path / "run-data")
     assert (train.num_sequences, valid and valid.num_sequences) == (45, 5)
     assert train.ordered(3, 1).tolist() == [[*b"line 103", 256, 256, 256, 256]]
     cut = settings(corpus, rows="document", long="cut", valid=5)
-    train, _ = open_training_data(cut, length=6, seed=0, prepared=tmp_path / "cut")
+    train, _ = opened(cut, 6, tmp_path / "run-cut")
     assert train.ordered(3, 1).tolist() == [[*b"line 1"]]
 
 
@@ -39,8 +50,8 @@ def test_what_cannot_work_is_told_in_words_of_a_recipe(corpus: Path, tmp_path: P
     ):
         config = settings(corpus, **options)
         with pytest.raises(UserError, match=message):
-            open_training_data(config, length=8, seed=0, prepared=tmp_path / "data")
-        assert not (tmp_path / "data").exists()
+            opened(config, 8, tmp_path / "run-data")
+        assert not (tmp_path / "run-data").exists()
 
 
 def test_a_prepared_stream_is_not_taken_for_rows_of_documents(corpus, tmp_path: Path) -> None:
@@ -52,8 +63,8 @@ def test_a_prepared_stream_is_not_taken_for_rows_of_documents(corpus, tmp_path: 
         prepare(options)
     stream = settings(tmp_path / "stream", rows="document")
     with pytest.raises(UserError, match=r"stream: its rows .*--rows document"):
-        open_training_data(stream, length=12, seed=0, prepared=tmp_path / "data")
+        opened(stream, 12, tmp_path / "run-data")
     for rows in ("stream", "document"):  # the default asks for nothing
         config = settings(tmp_path / "document", rows=rows)
-        train, _ = open_training_data(config, length=12, seed=0, prepared=tmp_path / "data")
+        train, _ = opened(config, 12, tmp_path / "run-data")
         assert train.num_sequences == 45

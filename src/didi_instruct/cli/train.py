@@ -25,16 +25,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last chec
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")]
 
 SHOWN = (
-    "loss",
-    "reward_student",
-    "disc_accuracy",
-    "student_steps",
-    "aux_kl",
-    "code_information",
-    "path_entropy",
-    "unique_4gram",
-    "iterations_per_second",
-)
+    "loss", "reward_student", "disc_accuracy", "student_steps", "aux_kl", "code_information",
+    "path_entropy", "unique_4gram", "iterations_per_second",
+)  # fmt: skip
 """Numbers on the progress bar of a distillation; log.jsonl has them all."""
 MEASURES = {
     "path_kl": ("path KL", ".2f"),
@@ -46,18 +39,9 @@ MEASURES = {
 }
 """What an evaluation of samples measures at each budget: its name for people, and its format."""
 WRITTEN = (
-    "model.safetensors",
-    "adapter_model.safetensors",
-    "discriminator.safetensors",
-    "config.json",
-    "tokenizer.json",
-    "recipe.yaml",
-    "log.jsonl",
-    "curves.png",
-    "data/",
-    "bank/",
-    "checkpoints/",
-)
+    "model.safetensors", "adapter_model.safetensors", "discriminator.safetensors", "config.json",
+    "tokenizer.json", "recipe.yaml", "log.jsonl", "curves.png", "data/", "bank/", "checkpoints/",
+)  # fmt: skip
 """Files of a finished run, where it has them."""
 HELD_OUT = {"valid_nats_per_token": "nats per token", "valid_answer_nats": "nats per answer token"}
 """Measures of held-out data, in words."""

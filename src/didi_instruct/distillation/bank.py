@@ -252,8 +252,8 @@ def teacher_bank(
     teacher: Teacher,
     data: TokenSource | None,
     progress: BankBar = nullcontext,
-) -> TokenDataset:
-    """The bank of a run, in its folder or that of the settings; what is missing is drawn."""
+) -> References:
+    """Rows of a run's bank, in its folder or that of the settings; what is missing is drawn."""
     model, reference, device = teacher.network.config, config.reference, run.world.device
     length = window_of(teacher.network) if data is None else data.length
     padded = bool(config.prompts.source)  # which the file has as an id behind all others
@@ -290,7 +290,7 @@ def teacher_bank(
         return torch.where(drawn.tokens == PAD, model.num_tokens, drawn.tokens).cpu()
 
     with progress() as bar:
-        return open_bank(
+        rows = open_bank(
             Path(reference.bank) if reference.bank else run.folder / "bank",
             settings,
             draw,
@@ -298,17 +298,13 @@ def teacher_bank(
             world=run.world,
             seed=config.train.seed,
             progress=bar if run.world.is_main else None,
-        )
+        ).rows
 
-
-def padded_rows(rows: References, pad: int) -> References:
-    """Rows of a bank with padding where they have the id `pad`, behind all tokens."""
-
-    def read(first: int, count: int) -> Tensor:
+    def with_padding(first: int, count: int) -> Tensor:
         found = rows(first, count)
-        return torch.where(found == pad, PAD, found)
+        return torch.where(found == model.num_tokens, PAD, found)
 
-    return read
+    return with_padding if padded else rows
 
 
 def _law_of(model: ModelConfig) -> str:

@@ -4,13 +4,12 @@ from typing import Any
 
 from didi_instruct.adapters.lora import adapt
 from didi_instruct.config.distill import DistillConfig
-from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.distillation import didi, dimo, duo, mixture, sdtt, token_matching
 from didi_instruct.distillation.rollout import References
 from didi_instruct.distillation.run import Distillation, DistillTask, MethodEntry, Teacher
 from didi_instruct.errors import UserError
-from didi_instruct.models.network import Network
+from didi_instruct.models.network import Network, window_of
 from didi_instruct.training.distributed import World
 
 METHODS: dict[str, MethodEntry] = {
@@ -64,27 +63,21 @@ def make_task(
 
 
 def check_fit(
-    config: DistillConfig,
-    teacher: ModelConfig,
-    *,
-    rows: int | None = None,
-    window: int | None = None,
-    processes: int = 1,
+    config: DistillConfig, teacher: Network, *, rows: int | None = None, processes: int = 1
 ) -> None:
     """Refuse settings that do not fit a teacher, before anything is drawn from it.
 
-    `rows` is the length of the data's rows, where there is data; `window` that of windows
-    (`window_of`), by default all that the teacher reads.
+    `rows` is the length of the data's rows, where there is data.
     """
-    window = teacher.length if window is None else window
-    METHODS[config.method].check(config, teacher)
-    if rows is not None and rows > teacher.length:
+    model, window = teacher.config, window_of(teacher)
+    METHODS[config.method].check(config, model)
+    if rows is not None and rows > model.length:
         raise UserError(
-            f"The data has rows of {rows} tokens, but the teacher reads at most {teacher.length}: "
-            f"prepare it with --length {teacher.length}."
+            f"The data has rows of {rows} tokens, but the teacher reads at most {model.length}: "
+            f"prepare it with --length {model.length}."
         )
     length = window if rows is None else rows
-    if teacher.end_id is not None and length != window:
+    if model.end_id is not None and length != window:
         raise UserError(
             f"The data has rows of {rows} tokens, but the teacher's windows, one for each text, "
             f"have {window}: prepare it with --length {window}."

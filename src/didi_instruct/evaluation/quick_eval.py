@@ -16,11 +16,10 @@ from torch import Tensor
 from didi_instruct.config.model import ModelConfig, Order
 from didi_instruct.data.dataset import TokenSource
 from didi_instruct.data.oracle import OracleLanguage
-from didi_instruct.distillation.run import DistillTask
+from didi_instruct.distillation.run import DistillTask, Teacher
 from didi_instruct.distillation.watch import unique_ngrams
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.stats import Numbers, mean_and_error
-from didi_instruct.models.checkpoint import LoadedModel
 from didi_instruct.process.schedule import Schedule
 from didi_instruct.sampling.ancestral import ancestral
 from didi_instruct.sampling.denoiser import Logits, LogitsDenoiser
@@ -64,14 +63,17 @@ class QuickTest:
     seed: int = 0
     also: Facts | None = None
     """More that can be said of samples, where the truth is known."""
-    exact: bool = True
-    """True if the judge knows the likelihood, not a bound of it."""
     end_id: int | None = None
     """The id that fills windows behind their texts, where each has its own."""
     start_log_prob: Tensor | None = None
     """(N,) of drawing the starts, which a judge of whole texts counts too: of their lengths."""
     uniform: bool = False
     """True for uniform-state models."""
+
+    @property
+    def exact(self) -> bool:
+        """True if the judge knows the likelihood, not a bound of it."""
+        return self.also is not None
 
     def draw(
         self,
@@ -153,13 +155,13 @@ class QuickTest:
         return numbers | {"entropy": unigram_entropy(tokens.cpu()).mean().item()}
 
 
-def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel) -> QuickTest:
+def quick_test(task: DistillTask, valid: TokenSource | None, teacher: Teacher) -> QuickTest:
     """The quick evaluation of a run: exact on the oracle language, else by the teacher's NELBO."""
     d = task.distillation
     config, seed = d.config, mix(d.config.train.seed, "quick")
     indices, prompts = torch.arange(config.watch.samples), None
     judge: LogLikelihood | None = None
-    oracle = _oracle(loaded)
+    model, oracle = teacher.network.config, _oracle(teacher)
     if config.continues:
         source = valid or d.data
         assert source is not None
@@ -168,10 +170,9 @@ def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel
     elif oracle is not None:
         judge = oracle_judge(oracle)
     else:
-        loss = _loss_of(d.teacher, loaded.config)
-        judge = nelbo_judge(loss, loaded.config, device=d.world.device)
+        judge = nelbo_judge(_loss_of(d.teacher, model), model, device=d.world.device)
     start, which = d.starts(Noise(seed, indices), prompts)
-    start, uniform = start[which].to(d.world.device), loaded.config.kind == "duo"
+    start, uniform = start[which].to(d.world.device), model.kind == "duo"
     return QuickTest(
         d.schedule,
         start,
@@ -180,7 +181,6 @@ def quick_test(task: DistillTask, valid: TokenSource | None, loaded: LoadedModel
         judge,
         seed,
         also=None if oracle is None else oracle_facts,
-        exact=oracle is not None,
         end_id=None if uniform else d.starts.end_id,
         start_log_prob=None if uniform else d.starts.log_prob(start),
         uniform=uniform,
@@ -256,12 +256,12 @@ def _loss_of(replica: Replica, config: ModelConfig) -> Loss:
     return lambda batch: replica.run(lambda network: objective.loss(network, batch))
 
 
-def _oracle(loaded: LoadedModel) -> OracleLanguage | None:
+def _oracle(teacher: Teacher) -> OracleLanguage | None:
     """The built-in language, if that is what the model speaks: its texts fill their windows."""
     language = OracleLanguage.default()
-    if loaded.tokenizer is None or loaded.tokenizer.hash != language.tokenizer.hash:
+    if teacher.tokenizer is None or teacher.tokenizer.hash != language.tokenizer.hash:
         return None
-    config = loaded.config
+    config = teacher.network.config
     found = (config.num_tokens, config.length, config.end_id)
     return language if found == (language.num_tokens, language.length, None) else None
 

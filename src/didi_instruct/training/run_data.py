@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +36,7 @@ ROWS_AT_ONCE = 4096
 
 def open_run_data(
     run: Run,
-    data: DataConfig,
+    config: DataConfig,
     *,
     length: int,
     progress: PrepareBar = nullcontext,
@@ -45,71 +45,42 @@ def open_run_data(
 ) -> Splits:
     """Open the data of a run; what is not prepared yet is, by the main process.
 
-    `tokenizer` is the one that `data.tokenizer` names, where it is loaded already.
+    `tokenizer` is the one that `data.tokenizer` names, where it is loaded already;
+    `length_setting` is what errors call `length`.
     """
-    prepared, seed = run.folder / PREPARED, run.config.train.seed
-    if is_prepared(prepared) and is_begun(run.folder):
-        # A run that goes on needs its tokens, not the corpus they were made from.
-        data = replace(data, source=str(prepared))
-
-    def open_now(is_first: bool) -> Splits:
-        return open_training_data(
-            data,
-            length=length,
-            seed=seed,
-            prepared=prepared,
-            progress=progress if is_first else nullcontext,
-            tokenizer=tokenizer,
-            length_setting=length_setting,
-        )
-
-    return main_first(run.world, open_now)
-
-
-def open_training_data(
-    config: DataConfig,
-    *,
-    length: int,
-    seed: int,
-    prepared: Path,
-    progress: PrepareBar = nullcontext,
-    tokenizer: Tokenizer | None = None,
-    length_setting: str = "model.length",
-) -> Splits:
-    """Open a source, prepared into the folder `prepared` if it is not prepared already."""
     if not config.source:
         raise UserError(
             "data.source is not set: give a prepared folder, a text file or `oracle`, as {}.",
             Setting("data.source"),
         )
+    prepared, seed = run.folder / PREPARED, run.config.train.seed
     if config.source == "oracle":
         language = OracleLanguage.default()
         return OracleSource(language, seed=seed), OracleSource(language, seed=seed, split="valid")
-    folder = Path(config.source)
-    if not is_prepared(folder):
-        folder = prepared
+    # A run that goes on needs its tokens, not the corpus they were made from.
+    kept = is_prepared(prepared) and is_begun(run.folder)
+    source = prepared if kept else Path(config.source)
+
+    def open_now(is_first: bool) -> PreparedData:
+        if is_prepared(source):
+            return PreparedData(source)
+        given = asdict(config)
         try:
             settings = PrepareSettings(
-                src=config.source,
-                tokenizer=config.tokenizer,
-                length=length,
-                out=folder,
-                field=config.field,
-                documents=config.documents,
-                rows=config.rows,
-                long=config.long,
-                valid=config.valid,
+                src=given.pop("source"), length=length, out=prepared, **given
             )
-            with progress() as report:
+            with progress() if is_first else nullcontext() as report:
                 prepare(settings, report, tokenizer)
         except UserError as error:
-            names = functools.partial(_in_a_recipe, prepared=folder, length=length_setting)
+            names = functools.partial(_in_a_recipe, prepared=prepared, length=length_setting)
             raise error.reworded(names) from error
-    data = PreparedData(folder)
+        return PreparedData(prepared)
+
+    data = main_first(run.world, open_now)
     if config.rows == "document" and data.manifest.layout.rows == "stream":
         raise UserError(
-            f"{folder}: its rows are of a stream, but data.rows is document: prepare it again with "
-            "`didi data prepare --rows document`, or leave out data.rows."
+            f"{data.folder}: its rows are of a stream, but data.rows is document: prepare it again "
+            "with `didi data prepare --rows document`, or leave out data.rows."
         )
     valid = data.open("valid", seed=seed) if "valid" in data.splits else None
     return data.open("train", seed=seed), valid

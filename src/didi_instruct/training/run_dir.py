@@ -2,18 +2,20 @@
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 
 from didi_instruct import __version__
+from didi_instruct.config.distill import DistillConfig
+from didi_instruct.config.finetune import FinetuneConfig
 from didi_instruct.config.schema import parse, read_yaml
-from didi_instruct.config.train import OptimConfig, PretrainTrainConfig, TrainConfig
+from didi_instruct.config.train import OptimConfig, PretrainConfig, PretrainTrainConfig
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.errors import Argument, UserError
 from didi_instruct.models.checkpoint import CONFIG, read_manifest
@@ -47,21 +49,7 @@ FREE_TO_CHANGE = {
 }
 """Settings that a resumed run may change: they alter what is done next, not what has been done."""
 
-
-class RunConfig(Protocol):
-    """Settings of any run."""
-
-    @property
-    def train(self) -> TrainConfig:
-        """Settings of the loop."""
-
-    @property
-    def iterations(self) -> int:
-        """Turns of the training loop."""
-
-    @property
-    def unread(self) -> Collection[str]:
-        """Sections that have no effect."""
+RunConfig = PretrainConfig | DistillConfig | FinetuneConfig
 
 
 class Change(NamedTuple):
@@ -104,19 +92,13 @@ class Run:
     changes: Sequence[Change]
     """Settings that a resumed run changes."""
 
+    @property
     def is_complete(self) -> bool:
-        """Tell, once, if a resumed run has made all of its steps: it stays as it is."""
-        steps = self.config.iterations
-        if not self.resume or steps_made(self.folder) != steps:
-            return False
-        self.reporter.say(
-            f"{self.folder} has finished its {steps} steps: nothing to do (with a higher "
-            "train.steps it goes on)."
-        )
-        return True
+        """True if a resumed run has made all of its steps: it stays as it is."""
+        return self.resume and steps_made(self.folder) == self.config.iterations
 
     def begin(self, loop: Loop, notes: Iterable[str] = ()) -> int:
-        """Load the last checkpoint, keep the recipe and say the notes; return the first step."""
+        """Load the last checkpoint, write the recipe and say the notes; return the first step."""
         start = loop.resume() if self.resume else 0
         if start > loop.config.steps:
             raise _cannot_go_back(self.folder, start, loop.config.steps)
@@ -124,22 +106,27 @@ class Run:
             self.reporter.say(f"Changed: {change.name} {change.before} -> {change.now}")
         if self.world.is_main:
             write_recipe(self.folder, self.config)
-        for note in notes:
+        for note in (*notes, *self._ineffective()):
             self.reporter.say(note)
         return start
 
-    def standing(self, outcome: Outcome | None = None) -> dict[str, Any]:
-        """Fields of a `RunResult`; without an outcome, those of a run that had finished before."""
+    def end(self, outcome: Outcome | None = None) -> dict[str, Any]:
+        """Fields of a `RunResult`; without an outcome, of a run that had nothing left to do."""
+        steps = self.config.iterations
+        if outcome is None:
+            self.reporter.say(
+                f"{self.folder} has finished its {steps} steps: nothing to do (with a higher "
+                "train.steps it goes on)."
+            )
         return {
             "folder": self.folder,
             "config": self.config,
-            "outcome": outcome or Outcome(self.config.iterations, None, None),
+            "outcome": outcome or Outcome(steps, None, None),
             "is_main": self.world.is_main,
             "new": outcome is not None,
         }
 
-    def strategy_notes(self) -> Iterator[str]:
-        """Say which settings of several processes have no effect."""
+    def _ineffective(self) -> Iterator[str]:
         train = self.config.train
         if train.strategy == "fsdp" and self.world.size == 1:
             yield "train.strategy=fsdp shards over processes, and there is one: it has no effect."
@@ -180,12 +167,11 @@ def steps_made(folder: Path) -> int | None:
         return None
     try:
         manifest = read_manifest(folder)
-        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
-    except (UserError, OSError):
+    except UserError:
         return None
-    whole = all(sizes[name] == record.bytes for name, record in manifest.files.items())
-    step = manifest.provenance.get("step")
-    return step if whole and isinstance(step, int) else None
+    files, step = manifest.files.items(), manifest.provenance.get("step")
+    damaged = any(record.damage(folder / name, verify=False) for name, record in files)
+    return step if isinstance(step, int) and not damaged else None
 
 
 def write_recipe(folder: Path, config: Any) -> None:
@@ -237,7 +223,7 @@ def _check_resumed(folder: Path, config: RunConfig) -> list[Change]:
     if not recipe.exists():
         return []
     before = parse(type(config), read_yaml(recipe), where=str(recipe))
-    found = _differences(asdict(before), asdict(config))  # type: ignore[call-overload]
+    found = _differences(asdict(before), asdict(config))
     changes = [change for change in found if change.name.split(".")[0] not in config.unread]
     for change in changes:
         if not change.free:
