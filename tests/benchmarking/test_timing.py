@@ -38,7 +38,7 @@ def test_rounds_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
         [runs("a", [3.0, 1.0, 2.0]), runs("b", [5.0, 5.0, 6.0])],
         3,
         CPU,
-        lambda name, done, total: told.append((done, total)),
+        lambda done, total: told.append((done, total)),
     )
     assert [name for name, _ in seen] == ["a", "b"] * 4
     assert [seed for _, seed in seen] == [1, 1, 0, 0, 1, 1, 0, 0]

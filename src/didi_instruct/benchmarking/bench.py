@@ -1,7 +1,7 @@
 """`didi bench`: a model's sampler, or an iteration of distillation, beside its rivals."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Bench:
 
 def bench(config: BenchConfig, progress: Progress | None = None) -> Bench:
     """Time a model's sampler and its rivals."""
-    return _bench([(config, {})], [open_model(config)], open_others(config), lambda _: progress)
+    return _bench([(config, {})], [open_model(config)], open_others(config), progress)
 
 
 def sweep(
@@ -76,19 +76,10 @@ def sweep(
         own = {} if config.source is None else {config.source: models[0]}
         values = _readable(values, own | others)
 
-    def part(number: int) -> Progress | None:
-        """Report the runs of one value as a part of those of the sweep."""
-        if progress is None:
-            return None
-        stage, count = f"{name} {values[number]}", len(values)
-        return lambda case, done, total: progress(
-            f"{stage}, {case}", number * total + done, count * total
-        )
-
     points: list[tuple[BenchConfig, Row]] = [
         (config.at(name, value), {name: value} if name == "vocabulary" else {}) for value in values
     ]
-    return _bench(points, models, others, part)
+    return _bench(points, models, others, progress)
 
 
 def _checked(config: BenchConfig, name: str, values: Sequence[int]) -> list[int]:
@@ -119,9 +110,9 @@ def _bench(
     points: Sequence[tuple[BenchConfig, Row]],
     models: list[Model],
     others: Mapping[str, Model],
-    progress: Callable[[int], Progress | None],
+    progress: Progress | None,
 ) -> Bench:
-    """Time each point, whose rows get its further columns, until one does not fit into memory.
+    """Time points, settings and further columns of their rows, until one does not fit into memory.
 
     `models` holds one model and nothing else does: where an architecture has to grow, the old one
     is freed before the new one is built.
@@ -138,7 +129,7 @@ def _bench(
             config = point.architecture if point.arch is not None else models[0].config
             length, steps = point.length or config.length, point.wanted_steps
             cases = [Case.impossible(point.row, point.batch, length, steps, error)]
-        timings = time_cases(cases, point.repeat, device, progress(number))
+        timings = time_cases(cases, point.repeat, device, _part(progress, number, len(points)))
         rows += make_rows(cases, timings, **columns)
         failed = timings[0].failure is not None
         del cases
@@ -146,6 +137,13 @@ def _bench(
         if failed:
             break
     return Bench(first.name, add_ratios(rows), {**about, "remarks": list(remarks)})
+
+
+def _part(progress: Progress | None, number: int, count: int) -> Progress | None:
+    """Progress of one point as a part of that of all."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(number * total + done, count * total)
 
 
 def bench_distillation(config: BenchConfig, progress: Progress | None = None) -> Bench:

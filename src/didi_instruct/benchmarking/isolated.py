@@ -7,6 +7,7 @@ cases, timed by the same clock; in between its process sleeps.
 import multiprocessing
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -84,7 +85,8 @@ def _serve(
 ) -> None:
     """Answer each seed with (the error's first line or None, peak GPU memory in bytes)."""
     torch.set_num_threads(threads)
-    run: Run | None = None
+    cuda, run = device is not None and device.type == "cuda", None
+    place = torch.cuda.device(device) if cuda else nullcontext()
     while True:
         try:
             seed = pipe.recv()
@@ -94,19 +96,13 @@ def _serve(
         try:
             if run is None:
                 run = make(*arguments)
-            peak = _run(run, seed, device)
+            with place:
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                run(seed)
+                if cuda:
+                    torch.cuda.synchronize()
+                    peak = torch.cuda.max_memory_allocated()
         except Exception as error:
             failure = first_line(error)
         pipe.send((failure, peak))
-
-
-def _run(run: Run, seed: int, device: torch.device | None) -> int:
-    """Run to the end; return the peak GPU memory in bytes."""
-    if device is None or device.type != "cuda":
-        run(seed)
-        return 0
-    with torch.cuda.device(device):
-        torch.cuda.reset_peak_memory_stats()
-        run(seed)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()

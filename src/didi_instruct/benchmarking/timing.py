@@ -17,8 +17,8 @@ MEMORY_ERRORS = (RuntimeError, MemoryError)
 SEEDS = 2
 """Seeds that runs alternate between. The warm-up uses the same ones, since a seed decides shapes.
 """
-Progress = Callable[[str, int, int], None]
-"""Called before each run with the case's name, the runs done and the runs in all."""
+Progress = Callable[[int, int], None]
+"""Called before each run, and at the end, with the runs that are done and all there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ def time_cases(
     for turn in range(-warm_up, repeat):
         for case, timing in zip(cases, timings, strict=True):
             if progress is not None:
-                progress(case.name, done, total)
+                progress(done, total)
             done += 1
             if timing.failure is None:
                 _take_turn(case, timing, turn, device, measure_held)
@@ -114,7 +114,7 @@ def time_cases(
                 with suppress(*MEMORY_ERRORS):
                     timing.busy = _seconds_busy(case, timing)
     if progress is not None:
-        progress("done", total, total)
+        progress(total, total)
     return timings
 
 

@@ -86,7 +86,7 @@ def command(
         raise UserError("--distill times one size: leave out --sweep.")
     with ProgressBar() as bar:
 
-        def tell(stage: str, done: int, total: int) -> None:
+        def tell(done: int, total: int) -> None:
             bar.update("Timing", done, total, "runs")
 
         if distill:
