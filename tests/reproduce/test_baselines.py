@@ -344,7 +344,7 @@ def test_models_of_other_tokens_or_lengths_are_refused(models, tmp_path):
     letters = save_letters(tmp_path / "letters")
     short = save(tmp_path / "short", config_of(length=24))
     terms = Terms(out=tmp_path / "kept", judge=OracleJudge(LANGUAGE), metrics=METRICS, num=2)
-    for other, words in ((letters, "do not belong into one table"), (short, "24 tokens and")):
+    for other, words in ((letters, "do not belong in one table"), (short, "24 tokens and")):
         with pytest.raises(UserError, match=words):
             way_rows("SDTT", models | {"sdtt": other}, (2,), terms)
     assert not (tmp_path / "kept").exists(), "before anything is drawn"

@@ -67,14 +67,14 @@ def test_every_way_of_the_baselines_counts_with_its_own_passes():
     inputs = {"teacher": TEACHER, "didi": TEACHER, "judge": "oracle"}
     for method in {setting.method for setting in drawn}:
         options = {"method": method, "steps": [4], "num": 5, **sweep}
-        job = Job(name="b", does="m:f", inputs=inputs, options=options)
+        job = Job(name="b", does="way", inputs=inputs, options=options)
         mine = [setting for setting in drawn if setting.method == method]
         each = [(s.steps or 32) * ((5 + 4) / 2 if s.sampler == "rgas" else 1) for s in mine]
         assert cost_of(job).sampling / once / 5 == pytest.approx(sum(each))
 
 
 def test_what_is_timed_costs_next_to_nothing():
-    job = Job(name="s", does="m:f", inputs={"teacher": TEACHER}, options={"methods": ["x"]})
+    job = Job(name="s", does="speeds", inputs={"teacher": TEACHER}, options={"methods": ["x"]})
     assert cost_of(job) == Cost()
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.hub import sources
 from didi_instruct.reproduce import jobs
-from didi_instruct.reproduce.jobs import Job, content, in_order, spread, stored
+from didi_instruct.reproduce.jobs import TASKS, Job, content, in_order, spread, stored
 
 from .small_models import config_of, save
 
@@ -69,6 +70,39 @@ def test_options_and_version_are_part_of_a_key(monkeypatch):
     assert one.key != Job(**call, options={"num": 4}).key
     monkeypatch.setattr(jobs, "__version__", "9.9")
     assert one.key != Job(**call, options={"num": 3}).key
+
+
+KEYS = {
+    "quality": "6be7d47bcfb716d7",
+    "texts": "e9356b38c5a6f265",
+    "landscape": "44d3cc77b714f983",
+    "anova": "0423b571254e9aac",
+    "latency": "6a12c5ead53aa871",
+    "zero_shot": "b1a28713b2de6fe1",
+    "toy_zero_shot": "26fd52cee88da5ba",
+    "way": "507ed51ea42bf855",
+    "speeds": "17796a8c66bf76f8",
+    "task": "130e7d4cb1ea281b",
+    "adaptation": "cb20e1a5fc3c6db9",
+    "cells": "5255b75e333637c5",
+    "adopt": "913547c2976c704e",
+    "write_proteins": "0f6af642225e3af9",
+    "write_task_files": "395ff6cb8cd039e3",
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_keys_of_tasks_are_those_of_results_that_users_keep(name, monkeypatch):
+    monkeypatch.setattr(jobs, "__version__", "0.0")
+    assert (
+        Job(name="j", does=name, options={"num": 3}, inputs={"model": "oracle"}).key == KEYS[name]
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_a_function_of_the_package(name):
+    module, _, function = TASKS[name].function.partition(":")
+    assert callable(vars(import_module(module))[function])
 
 
 def test_data_counts_by_its_content_not_by_its_path(tmp_path):

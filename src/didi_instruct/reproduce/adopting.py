@@ -12,7 +12,7 @@ from didi_instruct.models.checkpoint import is_ours
 from didi_instruct.reproduce.jobs import Context, Job
 from didi_instruct.reproduce.running import RUN
 
-ADOPT = "didi_instruct.reproduce.adopting:adopt"
+ADOPT = "adopt"
 WORDS = "tokenizer"
 """Role of the tokenizer among the inputs."""
 

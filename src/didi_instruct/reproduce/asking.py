@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from didi_instruct.distillation.watch import MOSTLY
 from didi_instruct.reproduce.items import Results
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.measuring import QUALITY, quality_job
+from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.paper import Printed
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, Shown
@@ -54,7 +54,7 @@ def ask_method(
     *,
     steps: Sequence[int] | None = None,
     metrics: Sequence[str] = (),
-    does: str = QUALITY,
+    does: str = "quality",
     named: str = "measure",
     recipe: str = ALL_TRICKS,
 ) -> Iterator[Ask]:

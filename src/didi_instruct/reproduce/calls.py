@@ -24,7 +24,6 @@ from didi_instruct.reproduce.toy_corpora import toy_models, write_corpora
 from didi_instruct.reproduce.zeroshot import zero_shot_rows
 from didi_instruct.training.distributed import pick_device
 
-HERE = "didi_instruct.reproduce.calls"
 SWEEP = ("most_steps", "late_from", "few", "costly", "temperatures", "top_ps")
 """What is drawn of each way to sample, beside the budgets."""
 Rows = list[dict[str, Any]]

@@ -166,7 +166,7 @@ def _lent(scale: Scale) -> str:
 
 def _corpora(jobs: Sequence[Job], scale: Scale) -> set[str]:
     """What zero-shot likelihood reads from the hub where no folder was given."""
-    if scale.corpora is not None or not any(job.does.endswith(":zero_shot") for job in jobs):
+    if scale.corpora is not None or not any(job.does == "zero_shot" for job in jobs):
         return set()
     return {f"hf:{corpus.hub}" for corpus in CORPORA.values()}
 

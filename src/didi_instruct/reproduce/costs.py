@@ -20,7 +20,6 @@ from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.reading import recognise
 from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
 from didi_instruct.reproduce.baselines import WAYS, budgets_of, sweep_of
-from didi_instruct.reproduce.downstream import HERE as DOWNSTREAM
 from didi_instruct.reproduce.equal_terms import WHOLE
 from didi_instruct.reproduce.jobs import DATA, Job
 
@@ -33,6 +32,8 @@ FORWARD, LEARN = 1, 3
 GPT2_LARGE = 774e6
 CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
+CHEAP = ("speeds", "task", "adaptation")
+"""Tasks that take a few batches, or one pass over a task's texts, of each model."""
 NO_MODELS = ("judge", "reference", "corpora", "chains", "folding", DATA, WORDS)
 """Inputs that are not sampled."""
 PER_ITERATION = {
@@ -122,35 +123,34 @@ def _measuring(job: Job) -> Cost:
     known = {role: model for role, model in models.items() if model is not None}
     if len(known) < len(models):
         return Cost(None, None)
-    if "methods" in options:  # a few batches of each, timed
+    if job.does in CHEAP:
         return Cost()
-    if job.does.startswith(DOWNSTREAM):
-        return Cost()  # a pass over the task's texts for each model
-    if "lengths" in options:  # proteins; folding, which costs more, is not in it
+    if job.does == "cells":  # folding, which costs more, is not in it
         (model,) = known.values()
         chains = options["num"] * sum(options["steps"])
         parts = [
             replace(model, length=length, end_id=None, lengths=()) for length in options["lengths"]
         ]
         return Cost(sampling=sum(chains * forward_flops(part) for part in parts))
-    if "judge" not in job.inputs:
+    if job.does == "zero_shot":
         texts = CORPORA * options["sequences"] * DRAWS
         return Cost(sampling=sum(texts * forward_flops(model) for model in known.values()))
     total = 0.0
     for role, model in known.items():
-        passes, rows = _drawn(role, model, options)
+        passes, rows = _drawn(role, model, job)
         total += passes * forward_flops(model) + rows * _reading(job.inputs["judge"], model.length)
     return Cost(sampling=options["num"] * total)
 
 
-def _drawn(role: str, model: ModelConfig, options: Mapping[str, Any]) -> tuple[float, int]:
+def _drawn(role: str, model: ModelConfig, job: Job) -> tuple[float, int]:
     """Passes of one sample in all settings of a model, and how many settings there are."""
+    options = job.options
     steps = options["steps"]
     budgets = [steps[role]] if isinstance(steps, Mapping) else list(steps)
-    if "temperatures" in options:
+    if job.does == "way":
         return _swept(role, model, budgets, options)
     settings = 1.0
-    if "points" in options or "scales" in options:
+    if job.does in ("landscape", "anova"):
         candidates = options["candidates"]
         settings = options.get("points") or len(options["scales"]) * len(candidates)
         settings *= _guided(sum(candidates) / len(candidates))

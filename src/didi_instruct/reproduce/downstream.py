@@ -24,7 +24,6 @@ from didi_instruct.training.likelihood import check_data, nats_of_texts, perplex
 from didi_instruct.training.objectives import make_objective
 from didi_instruct.training.run_data import PREPARED
 
-HERE = "didi_instruct.reproduce.downstream"
 BEFORE, AFTER = "before", "after"
 """Stages of a model; the roles of a job's inputs begin with them, where it has both."""
 CACHE = "features"

@@ -32,7 +32,6 @@ from didi_instruct.reproduce.baselines_findings import (
     winners,
     without_vsf,
 )
-from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.items_measures import MAUVE, SELF_BLEU, about_mauve
 from didi_instruct.reproduce.jobs import Job
@@ -99,7 +98,7 @@ def _way_job(scale: Scale, way: Way, seed: int) -> Job:
         metrics.append("mauve")
     return Job(
         name=f"baselines-{_slug(way.method)}-seed{seed}",
-        does=f"{HERE}:way",
+        does="way",
         inputs=inputs,
         options={
             "method": way.method,
@@ -122,7 +121,7 @@ def _speed_jobs(scale: Scale) -> list[Job]:
     return [
         Job(
             name=f"speed-{role}",
-            does=f"{HERE}:speeds",
+            does="speeds",
             timed=True,
             inputs={
                 name: models[name] for name in (TEACHER, role, f"{role}{LATE}") if name in models

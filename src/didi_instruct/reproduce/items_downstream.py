@@ -7,7 +7,7 @@ from typing import Any
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS, METHODS
-from didi_instruct.reproduce.downstream import AFTER, BEFORE, HERE
+from didi_instruct.reproduce.downstream import AFTER, BEFORE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import DATA, Job
 from didi_instruct.reproduce.scale import Scale
@@ -79,7 +79,7 @@ def _measured(
     """The job that measures models by role; `labels` name them as the table does."""
     return Job(
         name=f"measure-{name}",
-        does=f"{HERE}:{does}",
+        does=does,
         inputs=dict(inputs),
         options={"labels": {role: _label(role) for role in inputs if role != DATA}, **options},
     )

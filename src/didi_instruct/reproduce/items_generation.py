@@ -18,7 +18,7 @@ from didi_instruct.reproduce.asking import (
 from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.measuring import TEXTS, quality_job
+from didi_instruct.reproduce.measuring import quality_job
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Row, Shown, Table
 
@@ -144,13 +144,13 @@ def _scaling_table(scale: Scale, results: Results) -> Table:
 
 def _samples(scale: Scale) -> Iterator[Ask]:
     """Texts of the students that the paper shows: from 16 NFE on the one without regularisation."""
-    yield from ask_method(scale, "teacher", steps=(scale.most_steps,), does=TEXTS, named="texts")
+    yield from ask_method(scale, "teacher", steps=(scale.most_steps,), does="texts", named="texts")
     few = [nfe for nfe in scale.budgets if nfe < UNREGULARISED_FROM]
     many = [nfe for nfe in scale.budgets if nfe >= UNREGULARISED_FROM]
     for recipe, budgets in ((ALL_TRICKS, few), (UNREGULARISED, many)):
         if budgets:
             yield from ask_method(
-                scale, "didi", steps=budgets, does=TEXTS, named="texts", recipe=recipe
+                scale, "didi", steps=budgets, does="texts", named="texts", recipe=recipe
             )
 
 

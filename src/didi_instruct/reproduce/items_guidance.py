@@ -8,7 +8,6 @@ from didi_instruct.evaluation.report.figures import as_png
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS
 from didi_instruct.reproduce.baselines import LATE
-from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job, spread
 from didi_instruct.reproduce.landscape import draw_landscape, sign_control
@@ -37,7 +36,7 @@ def _guided(scale: Scale, name: str, **options: Any) -> Job:
         options["guidance"] = dict(scale.guidance)
     job = Job(
         name=name,
-        does=f"{HERE}:{name.removeprefix('rgas-')}",
+        does=name.removeprefix("rgas-"),
         inputs=inputs,
         options={
             "steps": list(scale.guided_budgets),

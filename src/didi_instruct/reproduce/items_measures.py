@@ -7,7 +7,6 @@ from didi_instruct.data.manifest import is_prepared
 from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.asking import ALL_TRICKS, METHODS, Ask, answers, ask_method, learnt
-from didi_instruct.reproduce.calls import HERE
 from didi_instruct.reproduce.figures import draw_lines
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job
@@ -101,7 +100,7 @@ def _latency(scale: Scale) -> Job:
     others = {role: scale.model(role, seed) for role in roles if role not in models}
     return Job(
         name="latency",
-        does=f"{HERE}:latency",
+        does="latency",
         timed=True,
         inputs={**models, **others, "judge": scale.judge},
         options={
@@ -174,7 +173,7 @@ def _zero_shot(scale: Scale) -> Job:
         inputs |= {"corpora": scale.corpora} if scale.corpora else {}
     return Job(
         name="zero-shot",
-        does=f"{HERE}:{'toy_zero_shot' if toy else 'zero_shot'}",
+        does="toy_zero_shot" if toy else "zero_shot",
         inputs=inputs,
         options={
             "labels": {role: METHODS[role].label for role in roles} | {"didi": student},

@@ -10,7 +10,7 @@ from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.figures import draw_lines
 from didi_instruct.reproduce.items import Item, Results
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.proteins import HERE, STRUCTURES, Proteins
+from didi_instruct.reproduce.proteins import STRUCTURES, Proteins
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import PASSES, Row, Shown, Table
 
@@ -75,7 +75,7 @@ def _cell(
     model = proteins.teacher if way.role == "teacher" else proteins.distilled(seed)
     return Job(
         name=f"{name}-{way.role}-{way.sampler}-seed{seed}",
-        does=f"{HERE}:cells",
+        does="cells",
         inputs={"model": model, **more},
         options={
             "label": way.label if seed == scale.seeds[0] else f"{way.label}, seed {seed}",

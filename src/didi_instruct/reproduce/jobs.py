@@ -24,11 +24,10 @@ from didi_instruct.data.manifest import Manifest, is_prepared
 from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
 
-VERSION, TRAINED = 4, 4
-"""Raised where a function behind a job changes its numbers, so that old results are made again; and
-where trainings change theirs."""
+TRAINED = 4
+"""Version of trainings, raised when their numbers change, so that old results are made again."""
 Does = Literal["pretrain", "distill", "finetune"] | str
-"""What a job does: train a model, or call a function by name, `package.module:function`."""
+"""Training, a task of `TASKS`, or a function of the user's own (`package.module:function`)."""
 SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig, "finetune": FinetuneConfig}
 DATA = "data"
 """Role of what a training learns from, where it is given as an input."""
@@ -54,6 +53,43 @@ ADDED = {
 so that older results stay."""
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A registered function that jobs call as `function(context, **options)`."""
+
+    function: str
+    """`package.module:function`, imported when a job runs."""
+    identity: str
+    """Stands for the task in job keys. It must not change when the function moves."""
+    version: int = 4
+    """Raised when the function's numbers change, so that old results are made again."""
+
+
+_HERE = "didi_instruct.reproduce"
+TASKS: Mapping[str, Task] = {
+    "quality": Task(f"{_HERE}.measuring:quality", f"{_HERE}.measuring:quality"),
+    "texts": Task(f"{_HERE}.measuring:texts", f"{_HERE}.measuring:texts"),
+    "landscape": Task(f"{_HERE}.calls:landscape", f"{_HERE}.calls:landscape"),
+    "anova": Task(f"{_HERE}.calls:anova", f"{_HERE}.calls:anova"),
+    "latency": Task(f"{_HERE}.calls:latency", f"{_HERE}.calls:latency"),
+    "zero_shot": Task(f"{_HERE}.calls:zero_shot", f"{_HERE}.calls:zero_shot"),
+    "toy_zero_shot": Task(f"{_HERE}.calls:toy_zero_shot", f"{_HERE}.calls:toy_zero_shot"),
+    "way": Task(f"{_HERE}.calls:way", f"{_HERE}.calls:way"),
+    "speeds": Task(f"{_HERE}.calls:speeds", f"{_HERE}.calls:speeds"),
+    "task": Task(f"{_HERE}.downstream:task", f"{_HERE}.downstream:task"),
+    "adaptation": Task(f"{_HERE}.downstream:adaptation", f"{_HERE}.downstream:adaptation"),
+    "cells": Task(f"{_HERE}.proteins:cells", f"{_HERE}.proteins:cells"),
+    "adopt": Task(f"{_HERE}.adopting:adopt", f"{_HERE}.adopting:adopt"),
+    "write_proteins": Task(f"{_HERE}.proteins:write", f"{_HERE}.proteins:write"),
+    "write_task_files": Task(f"{_HERE}.task_files:write", f"{_HERE}.task_files:write"),
+}
+
+
+def find_task(does: str) -> Task:
+    """The registered task of that name, or a function of the user's own."""
+    return TASKS.get(does) or Task(does, does)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """A training run, or a call of a function, with all that its result depends on."""
@@ -77,7 +113,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Refuse jobs that nothing can run."""
-        assert self.does in SETTINGS or ":" in self.does, self.does
+        assert self.does in SETTINGS or self.does in TASKS or ":" in self.does, self.does
         assert bool(self.recipe) == (self.does in SETTINGS), self.name
         assert self.name.replace("-", "").replace(".", "").isalnum(), self.name
 
@@ -104,9 +140,12 @@ class Job:
             else (stored if role in TEXTS else content)(given)
             for role, given in self.inputs.items()
         }
-        settings = _deciding(asdict(self.settings())) if self.trains else {}
-        version = TRAINED if self.trains else VERSION
-        return digest(version, __version__, self.does, settings, dict(self.options), inputs)
+        if self.trains:
+            version, does, settings = TRAINED, self.does, _deciding(asdict(self.settings()))
+        else:
+            task = find_task(self.does)
+            version, does, settings = task.version, task.identity, {}
+        return digest(version, __version__, does, settings, dict(self.options), inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

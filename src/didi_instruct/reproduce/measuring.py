@@ -20,8 +20,6 @@ from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.training.likelihood import perplexity
 
-QUALITY = "didi_instruct.reproduce.measuring:quality"
-TEXTS = "didi_instruct.reproduce.measuring:texts"
 EVALS = "evals"
 """Folder of samples and of what was measured of them, in that of the grid."""
 SHOWN = 2
@@ -38,7 +36,7 @@ def quality_job(
     metrics: Sequence[str] = (),
     num: int | None = None,
     sampler: str | None = None,
-    does: str = QUALITY,
+    does: str = "quality",
 ) -> Job:
     """Ask for rows of a model at this scale; perplexity never goes without entropy."""
     usual = ("ppl", "entropy", "path-kl", "unique-4gram")

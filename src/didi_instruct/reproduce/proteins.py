@@ -27,7 +27,6 @@ from didi_instruct.reproduce.measuring import EVALS
 from didi_instruct.reproduce.running import RUN
 from didi_instruct.reproduce.scale import Given, Training
 
-HERE = "didi_instruct.reproduce.proteins"
 ITEMS = ("protein-plddt", "protein-diversity")
 """Items whose models are those of proteins."""
 DPLM, ESMFOLD = "airkingbd/dplm_150m", "facebook/esmfold_v1"
@@ -248,7 +247,7 @@ def _fasta(source: str | None) -> str | None:
 
 def _written(what: str) -> Job:
     """The job that writes `chains` or the `folding` model."""
-    return Job(name=f"toy-{what}", does=f"{HERE}:write", options={"what": what})
+    return Job(name=f"toy-{what}", does="write_proteins", options={"what": what})
 
 
 def write(context: Context, *, what: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.reproduce.jobs import DATA, Context, Job, content, digest
+from didi_instruct.reproduce.jobs import DATA, Context, Job, content, digest, find_task
 from didi_instruct.training.distributed import pick_device
 from didi_instruct.training.reporting import Reporter
 from didi_instruct.training.run_dir import RECIPE, is_begun, steps_made
@@ -142,7 +142,7 @@ def bank_of(job: Job, config: Any) -> str | None:
 
 
 def _call(job: Job, folder: Path, out: Path, device: str | None, tell: Tell) -> Any:
-    module, _, name = job.does.partition(":")
+    module, _, name = find_task(job.does).function.partition(":")
     results = {
         role: done.result
         for role, need in job.inputs.items()

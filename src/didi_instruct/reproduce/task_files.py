@@ -25,7 +25,6 @@ NAMES = ("mmlu", "pubmed", "mrpc")
 """Items of downstream tasks, and what the folder of each is called."""
 SHARE = 0.5
 """Of MMLU's test questions to learn from, where there is no training split."""
-WRITE = "didi_instruct.reproduce.task_files:write"
 SAYS = (
     "At toy scale the files of the tasks are made of sentences of the oracle language, and models "
     "are trained for seconds: the table shows that all of it runs."
@@ -79,7 +78,7 @@ def printed_split(tasks: Mapping[str, str]) -> dict[str, str]:
 
 def toy_data(name: str) -> Job:
     """The job that writes the data `name`: text, mmlu, pubmed or mrpc."""
-    return Job(name=f"toy-{name}", does=WRITE, options={"data": name})
+    return Job(name=f"toy-{name}", does="write_task_files", options={"data": name})
 
 
 def write(context: Context, *, data: str) -> dict[str, int]:
