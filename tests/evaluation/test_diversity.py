@@ -194,7 +194,7 @@ def test_padding_is_not_text():
         self_bleu([[1, 2], [3, -1]])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_interval_of_self_bleu_leaves_out_each_sample_and_counts_anew(seed):
     generator = np.random.default_rng(seed)
     number, length, words = (int(generator.integers(low, 12)) for low in (3, 1, 1))
