@@ -8,8 +8,9 @@ import torch
 
 from didi_instruct.benchmarking import rivals
 from didi_instruct.benchmarking.bench import sweep
-from didi_instruct.benchmarking.cases import BenchConfig, note
+from didi_instruct.benchmarking.cases import note
 from didi_instruct.benchmarking.naive_distillation import ITERATIONS
+from didi_instruct.config.bench import BenchConfig
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.errors import UserError
 from didi_instruct.model import Model

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from didi_instruct.benchmarking.cases import BenchConfig, make_cases, open_model, open_others
+from didi_instruct.benchmarking.cases import make_cases, open_model, open_others, steps_of
 from didi_instruct.benchmarking.naive_distillation import distill_case
 from didi_instruct.benchmarking.timing import (
     MEMORY_ERRORS,
@@ -18,11 +18,12 @@ from didi_instruct.benchmarking.timing import (
     empty,
     time_cases,
 )
+from didi_instruct.config.bench import BenchConfig
 from didi_instruct.config.train import Compile
 from didi_instruct.data.files import write_atomic
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.model import Model
+from didi_instruct.model import Model, dtype_of
 from didi_instruct.models.compile import remarks
 from didi_instruct.models.dit import DiT
 from didi_instruct.training.distributed import World, pick_device
@@ -127,7 +128,7 @@ def _bench(
             cases = make_cases(models[0], others, point)
         except MEMORY_ERRORS as error:
             config = point.architecture if point.arch is not None else models[0].config
-            length, steps = point.length or config.length, point.wanted_steps
+            length, steps = point.length or config.length, steps_of(point)
             cases = [Case.impossible(point.row, point.batch, length, steps, error)]
         timings = time_cases(cases, point.repeat, device, _part(progress, number, len(points)))
         rows += make_rows(cases, timings, **columns)
@@ -156,6 +157,8 @@ def bench_distillation(config: BenchConfig, progress: Progress | None = None) ->
         raise UserError("--distill compares with `on`, `plain` and `naive`: leave out the others.")
     if config.steps is not None or config.wanted_sampler is not None:
         raise UserError("--distill times iterations: leave out --steps, --guided and --sampler.")
+    if config.dtype is not None:
+        dtype_of(config.dtype)
     model = open_model(replace(config, dtype="float32", fast=False))
     network, length = model.network, model.config.length
     if not isinstance(network, DiT) or model.config.kind != "mdlm" or model.config.masks > 1:

@@ -1,9 +1,9 @@
-"""What `didi bench` times: settings, models, and the cases made of them."""
+"""What `didi bench` times: models, and the cases made of them."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from didi_instruct.benchmarking.rivals import (
     trunk_case,
 )
 from didi_instruct.benchmarking.timing import MEMORY_ERRORS, Case
-from didi_instruct.config.model import ModelConfig, architecture
-from didi_instruct.config.schema import parse
+from didi_instruct.config.bench import BenchConfig
 from didi_instruct.errors import UserError
 from didi_instruct.model import Model, dtype_of, load
 from didi_instruct.models.ar import ARModel
@@ -36,87 +35,9 @@ HOST_BYTES = 40
 """Host memory per token that every sampler needs: a list of ids, and a few 8-byte numbers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchConfig:
-    """Settings of `didi bench`."""
-
-    source: str | None = None
-    arch: str | None = None
-    """A named architecture with random weights, instead of a source."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Changed settings of the architecture."""
-    against: tuple[str, ...] = ()
-    """Further rows: `plain` (ours, neither compiled nor captured), `naive`, `ar`, `transformers`,
-    other sources."""
-    batch: int = 16
-    length: int | None = None
-    """Tokens per text; by default the model's window."""
-    steps: int | None = None
-    """Sampling steps; by default the usual number. Some samplers take one per token."""
-    sampler: str | None = None
-    guided: bool = False
-    """Sample by RGAS, with a discriminator of random weights for an architecture."""
-    repeat: int = 5
-    device: str | None = None
-    dtype: str | None = None
-    """Type of the weights; by default bfloat16 on a GPU and float32 on a CPU."""
-    fast: bool | None = None
-    """Compile and capture; by default wherever that is possible."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be timed."""
-        if (self.source is None) == (self.arch is None):
-            raise UserError("Give a model or --arch NAME, one of the two.")
-        if self.model and self.arch is None:
-            raise UserError("--set changes an architecture: use it with --arch.")
-        for name in ("batch", "length", "steps", "repeat"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name} is {value}: use 1 or more.")
-        if self.dtype is not None:
-            dtype_of(self.dtype)
-        if self.guided and self.sampler not in (None, "rgas"):
-            raise UserError(f"--guided samples by rgas: leave out --sampler {self.sampler}.")
-
-    @property
-    def row(self) -> str:
-        """Name of the first row."""
-        return self.source or str(self.arch)
-
-    @property
-    def name(self) -> str:
-        """Name of the model in a report."""
-        return self.source or f"{self.arch} with random weights"
-
-    @property
-    def wanted_sampler(self) -> str | None:
-        """Name of the sampler; None: each model's default."""
-        return "rgas" if self.guided else self.sampler
-
-    @property
-    def wanted_steps(self) -> int:
-        """Steps of samplers that do not count tokens."""
-        return USUAL_STEPS if self.steps is None else self.steps
-
-    @property
-    def architecture(self) -> ModelConfig:
-        """The architecture with its changed settings, and room for `length`."""
-        assert self.arch is not None
-        config = architecture(self.arch)
-        if self.model:
-            names = ("layers", "hidden", "heads", "vocab_size")
-            shape = {name: getattr(config, name) for name in names}
-            config = parse(ModelConfig, {**shape, **self.model}, where="--set")
-        if self.length is not None and self.length > config.length:
-            config = replace(config, length=self.length)
-        return config
-
-    def at(self, name: str, value: int) -> "BenchConfig":
-        """Return these settings at one point of a sweep."""
-        if name == "vocabulary":
-            return replace(self, model={**self.model, "vocab_size": value + 1})
-        changes: dict[str, Any] = {name: value}
-        return replace(self, **changes)
+def steps_of(config: BenchConfig) -> int:
+    """Return the steps of samplers that do not take one per token."""
+    return USUAL_STEPS if config.steps is None else config.steps
 
 
 def open_model(config: BenchConfig) -> Model:
@@ -209,14 +130,14 @@ class Sampling:
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         self.sampler, self.counts_tokens = sampler.name, sampler.counts_tokens
-        self.steps = length if sampler.counts_tokens else config.wanted_steps
+        self.steps = length if sampler.counts_tokens else steps_of(config)
         """Expected steps; after a run, those that it took."""
 
     def __call__(self, seed: int) -> int:
         """Sample one batch."""
         batch = self.config.batch
         samples = self.model.draw(
-            batch, steps=None if self.counts_tokens else self.config.wanted_steps,
+            batch, steps=None if self.counts_tokens else steps_of(self.config),
             length=self.length, sampler=self.sampler, seed=seed, batch_size=batch,
             measure_path=False,
         )  # fmt: skip
@@ -250,7 +171,7 @@ def _naive(model: Model, config: BenchConfig, start: Tensor) -> Case:
         raise UserError(f"`naive` is masked diffusion, and this model is {kind}.")
     if model.config.masks > 1 or sampler not in (None, "ancestral", "rgas"):
         raise UserError("`naive` knows models with one mask, and the samplers ancestral and rgas.")
-    return naive_case(model, start, config.wanted_steps, guided=sampler == "rgas")
+    return naive_case(model, start, steps_of(config), guided=sampler == "rgas")
 
 
 def _left_to_right(name: str, model: Model, config: BenchConfig, start: Tensor) -> Case:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from didi_instruct.cli.files import check_target
+from didi_instruct.cli.options import with_settings
+from didi_instruct.config.bench import BenchConfig
 from didi_instruct.errors import UserError
 
 TABLE_WIDTH = 120
@@ -18,34 +20,9 @@ if TYPE_CHECKING:
     from didi_instruct.benchmarking.bench import Bench, Row
 
 
+@with_settings(BenchConfig)
 def command(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="The model: a shipped name (`stories`), a folder, a foreign checkpoint, a Hugging "
-            "Face id."
-        ),
-    ] = None,
-    arch: Annotated[
-        str | None, typer.Option(help="A named architecture with random weights instead.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of --arch: layers=4."),
-    ] = None,
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Further rows: plain, naive, ar, transformers, other models; separated by commas."
-        ),
-    ] = "",
-    batch: Annotated[int, typer.Option(help="Texts at once.")] = 16,
-    length: Annotated[int | None, typer.Option(help="Tokens of a text; all if not said.")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps per text; if not said, as in didi generate.")
-    ] = None,
-    sampler: Annotated[str | None, typer.Option(help="As in didi generate.")] = None,
-    guided: Annotated[bool, typer.Option("--guided", help="Sample by RGAS.")] = False,
+    config: BenchConfig,
     distill: Annotated[
         bool, typer.Option("--distill", help="Time iterations of distillation instead.")
     ] = False,
@@ -56,32 +33,14 @@ def command(
             help="Time at several values: length, batch, steps or vocabulary.",
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Timed runs of each row.")] = 5,
-    fast: Annotated[
-        bool | None,
-        typer.Option("--fast/--no-fast", help="Compile and capture; on a GPU, if not said."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 or bfloat16; if not said, bfloat16 on a GPU."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
     """Latency and throughput beside bare passes of the trunk; compare ratios within a run."""
     from didi_instruct.benchmarking import bench as benchmarks
-    from didi_instruct.benchmarking.cases import BenchConfig
     from didi_instruct.cli.progress import ProgressBar
-    from didi_instruct.config.schema import apply_overrides
 
     if json_file is not None:
         check_target(json_file)
-    config = BenchConfig(
-        source=source, arch=arch, model=apply_overrides({}, overrides or ()),
-        against=tuple(name.strip() for name in against.split(",") if name.strip()),
-        batch=batch, length=length, steps=steps, sampler=sampler, guided=guided, repeat=repeat,
-        device=device, dtype=dtype, fast=fast,
-    )  # fmt: skip
     if distill and sweep is not None:
         raise UserError("--distill times one size: leave out --sweep.")
     with ProgressBar() as bar:

@@ -20,8 +20,6 @@ from typing import (
     get_type_hints,
 )
 
-import yaml
-
 from didi_instruct.errors import UserError
 
 T = TypeVar("T")
@@ -35,6 +33,16 @@ class Bound(NamedTuple):
 
     holds: Callable[[Any], bool]
     remedy: str
+
+
+class Help(NamedTuple):
+    """Description of a setting that the command line has an option for, as metadata of its type."""
+
+    text: str
+    flag: str | None = None
+    """By default made from the setting's name."""
+    metavar: str | None = None
+    positional: bool = False
 
 
 def at_least(least: float) -> Bound:
@@ -83,6 +91,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file whose top level is a section."""
+    import yaml  # here, since the command line imports settings when it starts
+
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,6 +112,8 @@ def apply_overrides(
     values: dict[str, Any], overrides: Sequence[str], flag: str = "--set"
 ) -> dict[str, Any]:
     """Return a copy of `values` with each `section.key=value` put in its place."""
+    import yaml
+
     if isinstance(overrides, str):
         raise UserError(f"overrides is the text {overrides!r}: give a list of them.")
     result = _copy(values)
@@ -166,9 +178,9 @@ def _choice(choices: Sequence[Any], value: Any, where: str, name: str) -> Any:
     return value
 
 
-def _within(bounds: Sequence[Bound], value: Any, where: str, name: str) -> Any:
-    for bound in bounds:
-        if not bound.holds(value):
+def _within(metadata: Sequence[Any], value: Any, where: str, name: str) -> Any:
+    for bound in metadata:
+        if isinstance(bound, Bound) and not bound.holds(value):
             shown = list(value) if isinstance(value, tuple) else value
             raise UserError(f"{where}: {name} is {shown}: {bound.remedy}.")
     return value
