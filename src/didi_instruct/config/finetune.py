@@ -11,14 +11,14 @@ from didi_instruct.config.schema import (
     NonNegative,
     Positive,
 )
-from didi_instruct.config.train import LoraConfig, OptimConfig, TrainConfig
+from didi_instruct.config.train import LoraConfig, OptimConfig, TextConfig, TrainConfig
 from didi_instruct.errors import UserError
 
 Task = Literal["text", "answers", "mmlu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneDataConfig:
+class FinetuneDataConfig(TextConfig):
     """Data to learn from, tokenised with the model's tokenizer."""
 
     source: str | None = None
@@ -29,14 +29,6 @@ class FinetuneDataConfig:
     1% of them."""
     length: Count | None = None
     """Tokens of a row of text; by default what the model reads at once."""
-    field: str = "text"
-    """Of text in records: the field that holds it."""
-    documents: Literal["file", "line", "paragraph"] = "file"
-    """Of plain text: what one document is."""
-    rows: Literal["stream", "document"] = "stream"
-    """Content of a row of text: a stretch of all documents joined, or one document and its end."""
-    long: Literal["drop", "cut", "split"] = "drop"
-    """For rows of one document: one that does not fit is left out, cut, or split into several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

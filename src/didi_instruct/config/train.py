@@ -102,13 +102,9 @@ class ModelRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Text to train on."""
+class TextConfig:
+    """How text becomes rows of tokens."""
 
-    source: str | None = None
-    """A prepared folder, a text file or folder, `hf:NAME[:split]`, or `oracle`."""
-    tokenizer: str = "bpe:8192"
-    """Tokenizer of a source that is not prepared yet, as `didi data prepare --tokenizer`."""
     field: str = "text"
     """Field that holds the text of a record."""
     documents: Literal["file", "line", "paragraph"] = "file"
@@ -117,6 +113,16 @@ class DataConfig:
     """Content of a row: a stretch of all documents joined, or one document and its end."""
     long: Literal["drop", "cut", "split"] = "drop"
     """A document too long for a row of its own is left out, cut, or split into several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(TextConfig):
+    """Text to train on."""
+
+    source: str | None = None
+    """A prepared folder, a text file or folder, `hf:NAME[:split]`, or `oracle`."""
+    tokenizer: str = "bpe:8192"
+    """Tokenizer of a source that is not prepared yet, as `didi data prepare --tokenizer`."""
     valid: int | None = None
     """Documents held out from the end; by default 1% of them."""
 
