@@ -16,10 +16,11 @@ from rich.console import Console
 
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.evaluate import Evaluation
+from didi_instruct.evaluation.metrics import TEXT_METRICS, known_columns
 from didi_instruct.evaluation.report import Report, figures, short_names
 from didi_instruct.evaluation.report.summary import HEAD, Summary, cut
 from didi_instruct.evaluation.samples import REAL, Origin, SampleSet
-from didi_instruct.evaluation.table import COLUMNS, INEXACT_PATH_KL, interval
+from didi_instruct.evaluation.table import INEXACT_PATH_KL, interval
 
 HOSTILE = (
     "</td></svg><script>alert(1)</script> | `x` **b** $a$ {{ s }} {% raw %} & \" ' [l](u) \\| _i_"
@@ -251,8 +252,8 @@ def test_a_column_is_there_where_it_has_numbers():
     assert [*summary([row(ppl=3.0, path_kl=None), row(entropy=4.0)]).meanings] == [
         "passes", "ppl", "entropy",
     ]  # fmt: skip
-    assert all(len(column.title) < 12 for column in COLUMNS)
-    assert len({column.field for column in COLUMNS}) == len(COLUMNS)
+    assert all(len(c.title) < 12 for metric in TEXT_METRICS for c in metric.columns)
+    assert len({column.field for column in known_columns()}) == len(known_columns())
 
 
 def test_an_interval_is_the_measured_one_where_it_is_finite():
@@ -265,7 +266,7 @@ def test_an_interval_is_the_measured_one_where_it_is_finite():
 
 
 def test_cells_have_the_digits_of_their_column():
-    (path_kl,) = (column for column in COLUMNS if column.field == "path_kl")
+    (path_kl,) = (column for column in known_columns() if column.field == "path_kl")
     known = {"path_kl": -1.23456, "path_kl_ci95": [-2.0, 0.00049], "path_kl_note": "why"}
     shown = (path_kl.value(known), path_kl.interval(known), path_kl.note(known))
     assert shown == ("-1.235", "[-2.000, 0.000]", "why")

@@ -38,7 +38,7 @@ def check_models(
     config: EvalConfig,
     length: int | None,
 ) -> None:
-    """Refuse models that do not belong into one table, or that cannot draw what is asked for.
+    """Refuse models that do not belong in one table, or that cannot draw what is asked for.
 
     A baseline that cannot be sampled as the others is sampled plainly: its sampler is not checked.
     """
@@ -122,7 +122,7 @@ def check_judge(config: EvalConfig, judge: Judge | None, models: Sequence[ModelI
 def check_comparable(
     sets: Sequence[SampleSet], metrics: Sequence[str] = (), num: int | None = None
 ) -> None:
-    """Refuse samples whose numbers do not belong into one table.
+    """Refuse samples whose numbers do not belong in one table.
 
     `num` is the number of samples that will be drawn beside them, if any will.
     """
@@ -133,7 +133,7 @@ def check_comparable(
         if other.tokenizer != first.tokenizer:
             raise UserError(
                 f"{first.model} and {other.model} have different tokenizers: entropy and n-grams "
-                "count tokens, so they do not belong into one table. Evaluate them one by one."
+                "count tokens, so they do not belong in one table. Evaluate them one by one."
             )
         if (other.length, other.until_eot) != (first.length, first.until_eot):
             raise UserError(

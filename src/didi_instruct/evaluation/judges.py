@@ -6,7 +6,6 @@ tokens scores sequences of its own tokens alone.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +65,10 @@ def open_judge(
     manifest = read_manifest(folder)
     is_causal = manifest.model.kind == "ar"
     _refuse_settings(name, config, has_temperature=is_causal)
-    config = replace(config, batch_size=config.batch_size or default_batch(chosen))
     loaded = load_model(folder, device=chosen)
     weights = digest(manifest.files[MODEL].sha256, config_values(loaded.config))
     kind = ARJudge if is_causal else DiffusionJudge
-    return kind(loaded, config, name=name, fingerprint=weights, device=chosen)
+    return kind(loaded, config, name, weights, chosen)
 
 
 def _refuse_settings(name: str, config: JudgeConfig, *, has_temperature: bool) -> None:
@@ -184,7 +182,24 @@ class OracleJudge(TokenJudge):
         return checked(self.name, Scores(torch.cat(parts), torch.full((count,), length)))
 
 
-class DiffusionJudge(TokenJudge):
+class ModelJudge(TokenJudge):
+    """A model of ours as a judge."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        judge: JudgeConfig,
+        name: str,
+        fingerprint: str,
+        device: torch.device,
+    ) -> None:
+        self.network, self.config, self.device = loaded.model, loaded.config, device
+        self.batch_size = judge.batch_size or default_batch(device)
+        tokenizer = loaded.tokenizer.hash if loaded.tokenizer else None
+        super().__init__(name, fingerprint, tokenizer, self.config.num_tokens, self.config.length)
+
+
+class DiffusionJudge(ModelJudge):
     """A diffusion model's NELBO, an upper bound of -log p, estimated from `draws` noise levels.
 
     The noise follows the row. A model of windows scores whole windows. One whose texts have windows
@@ -194,24 +209,11 @@ class DiffusionJudge(TokenJudge):
     exact, bound = False, True
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        judge: JudgeConfig,
-        *,
-        name: str,
-        fingerprint: str,
-        device: torch.device | str = "cpu",
+        self, loaded: LoadedModel, judge: JudgeConfig, name: str, weights: str, device: torch.device
     ) -> None:
-        self.network, self.config, self.device = loaded.model, loaded.config, device
         self.draws, self.seed = judge.draws, judge.seed
-        self.batch_size = judge.batch_size or default_batch(torch.device(device))
-        super().__init__(
-            f"{name} (upper bound)",
-            digest(fingerprint, judge.draws, judge.seed),
-            loaded.tokenizer.hash if loaded.tokenizer else None,
-            loaded.config.num_tokens,
-            loaded.config.length,
-        )
+        fingerprint = digest(weights, judge.draws, judge.seed)
+        super().__init__(loaded, judge, f"{name} (upper bound)", fingerprint, device)
 
     def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
         """Score whole windows, or texts with their ends."""
@@ -251,31 +253,18 @@ class DiffusionJudge(TokenJudge):
             )
 
 
-class ARJudge(TokenJudge):
+class ARJudge(ModelJudge):
     """A left-to-right model of ours: the exact log p of the tokens of a text, and of its end."""
 
     exact, bound = True, False
     ends = "apart"
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        judge: JudgeConfig,
-        *,
-        name: str,
-        fingerprint: str,
-        device: torch.device | str = "cpu",
+        self, loaded: LoadedModel, judge: JudgeConfig, name: str, weights: str, device: torch.device
     ) -> None:
-        self.network, self.config, self.device = loaded.model, loaded.config, torch.device(device)
         self.temperature = judge.temperature
-        self.batch_size = judge.batch_size or default_batch(self.device)
-        super().__init__(
-            display_name(name, temperature_setting(judge.temperature)),
-            digest(fingerprint, judge.temperature),
-            loaded.tokenizer.hash if loaded.tokenizer else None,
-            loaded.config.num_tokens,
-            loaded.config.length,
-        )
+        name = display_name(name, temperature_setting(judge.temperature))
+        super().__init__(loaded, judge, name, digest(weights, judge.temperature), device)
 
     def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
         """Score each text from the start symbol on, with and without its end, in one pass."""

@@ -224,7 +224,7 @@ class Metric:
     @property
     def fields(self) -> list[str]:
         """Entries of a row that are its numbers."""
-        return [column.field for column in self.columns] or [self.name.replace("-", "_")]
+        return [column.field for column in self.columns]
 
     def dependencies(self, context: Context) -> list[Any]:
         """Plain values that its value depends on beside the samples."""

@@ -52,7 +52,7 @@ from didi_instruct.evaluation.protein_metrics import PROTEIN_METRICS
 from didi_instruct.evaluation.samples import SampleSet, constant_after_end, with_end
 from didi_instruct.evaluation.scores import Judge
 from didi_instruct.evaluation.stats import around
-from didi_instruct.evaluation.table import COLUMNS, Column
+from didi_instruct.evaluation.table import BESIDE_VARIETY, PASSES, Column
 
 AR_STEPS, TEST_STEPS = 2000, 1000
 """Training steps of the networks behind the AR-entropy bound and the two-sample test."""
@@ -70,8 +70,8 @@ def check_metrics(names: Sequence[str]) -> None:
 
 
 def known_columns() -> list[Column]:
-    """Columns of tables: those of text, then those that metrics bring."""
-    return [*COLUMNS, *(column for metric in METRICS.values() for column in metric.columns)]
+    """Columns of tables, in their order."""
+    return [PASSES, *(column for metric in METRICS.values() for column in metric.columns)]
 
 
 def measure_row(
@@ -299,46 +299,125 @@ def _two_sample(m: Measuring) -> Measured:
     return Measured(row)
 
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric(name="ppl", compute=_perplexity, requires=("judge",)),
-        Metric(name="entropy", compute=_entropy),
-        Metric(name="unique-4gram", compute=_unique, depends_on=("count",)),
-        Metric(name="self-bleu", compute=_self_bleu, depends_on=("count",)),
-        Metric(name="self-bleu-words", compute=_self_bleu_of_words, depends_on=("count",)),
-        Metric(
-            name="mauve",
-            compute=_mauve,
-            requires=("judge", "causal judge", "reference"),
-            depends_on=("count",),
-            min_samples=FEWEST,
-            min_reference=FEWEST,
-            prepare=_require_mauve,
+TEXT_METRICS = (
+    Metric(
+        name="ppl", compute=_perplexity, requires=("judge",),
+        columns=(
+            Column(
+                "ppl", "ppl", "{:.2f}",
+                "Perplexity: how surprised the judge is by each token. Lower is better only at "
+                "equal entropy, since dull and repetitive texts surprise nobody.",
+            ),
         ),
-        Metric(
-            name="path-kl",
-            compute=_path_kl,
-            requires=("judge", "path"),
-            of_samplers=True,
+    ),
+    Metric(
+        name="entropy", compute=_entropy,
+        columns=(
+            Column(
+                "entropy", "entropy", "{:.3f}",
+                "Variety of the tokens within a text, in nats, mean over texts. Neither high nor "
+                "low is good: it should match that of real text.",
+            ),
+            Column(
+                "vsF", "vsf", "{:.3f}",
+                "Perplexity divided by the lowest that the baseline reaches at equal steps and "
+                "equal entropy with any temperature or top-p. Below 1 is a gain; lower is better.",
+                "lower",
+            ),
+            Column(
+                "vsF passes", "vsf_passes", "{:.3f}",
+                "As vsF, against the baseline at equal forward passes instead of equal steps.",
+                "lower",
+            ),
         ),
-        Metric(
-            name="ar-kl",
-            compute=_ar_bound,
-            requires=("judge", "likelihood"),
-            depends_on=("vocabulary", "start"),
-            min_samples=FEWEST_SAMPLES,
-            of_samplers=True,
+    ),
+    Metric(
+        name="path-kl", compute=_path_kl, requires=("judge", "path"), of_samplers=True,
+        columns=(
+            Column(
+                "path KL", "path_kl", "{:.3f}",
+                "Distance in nats per text from the sampler's distribution to the judge's: the "
+                "judge's cross-entropy minus the entropy of the draws, an upper bound of the KL "
+                "divergence. Lower is better at any temperature, but " + BESIDE_VARIETY, "lower",
+            ),
+            Column(
+                "Δ path KL", "path_kl_vs_baseline", "{:+.3f}",
+                "Path KL minus that of the baseline's best setting at equal steps. Below 0 is a "
+                "gain; lower is better.", "lower",
+            ),
+            Column(
+                "gap closed", "gap_closed", "{:.1%}",
+                "Share of the path KL that few steps cost the baseline and that this row "
+                "recovers: 0% is the baseline at equal steps, 100% the baseline at its most "
+                "steps, each at its best setting. Higher is better.", "higher",
+            ),
         ),
-        Metric(
-            name="c2st",
-            compute=_two_sample,
-            requires=("reference",),
-            depends_on=("count", "vocabulary"),
-            min_samples=FEWEST_SAMPLES,
-            min_reference=FEWEST_SAMPLES,
+    ),
+    Metric(
+        name="ar-kl", compute=_ar_bound, requires=("judge", "likelihood"),
+        depends_on=("vocabulary", "start"), min_samples=FEWEST_SAMPLES, of_samplers=True,
+        columns=(
+            Column(
+                "AR KL ≥", "ar_kl", "{:.3f}",
+                "A lower bound of the KL divergence in nats per text, from a left-to-right model "
+                "trained on the samples: the true distance is at least this, up to its interval. "
+                "A low value proves nothing; a high one is bad.",
+            ),
         ),
-        *PROTEIN_METRICS,
-    )
-}
-"""Metrics by name."""
+    ),
+    Metric(
+        name="c2st", compute=_two_sample, requires=("reference",),
+        depends_on=("count", "vocabulary"), min_samples=FEWEST_SAMPLES,
+        min_reference=FEWEST_SAMPLES,
+        columns=(
+            Column(
+                "AUC", "c2st_auc", "{:.3f}",
+                "How well a freshly trained classifier tells samples from the reference text: 0.5 "
+                "is chance, 1 is always. Lower is better.", "lower",
+            ),
+        ),
+    ),
+    Metric(
+        name="mauve", compute=_mauve, requires=("judge", "causal judge", "reference"),
+        depends_on=("count",), min_samples=FEWEST, min_reference=FEWEST, prepare=_require_mauve,
+        columns=(
+            Column(
+                "MAUVE", "mauve", "{:.3f}",
+                "Overlap of samples and reference text in the judge's features, from 0 to 1. "
+                "Higher is better.", "higher",
+            ),
+        ),
+    ),
+    Metric(
+        name="self-bleu", compute=_self_bleu, depends_on=("count",),
+        columns=(
+            Column(
+                "Self-BLEU", "self_bleu", "{:.3f}",
+                "How much the texts repeat each other. Lower is more varied; it should match that "
+                "of real text.",
+            ),
+        ),
+    ),
+    Metric(
+        name="self-bleu-words", compute=_self_bleu_of_words, depends_on=("count",),
+        columns=(
+            Column(
+                "BLEU, words", "self_bleu_words", "{:.3f}",
+                "Self-BLEU over words as NLTK splits them, not over the model's tokens: the one "
+                "that papers report.",
+            ),
+        ),
+    ),
+    Metric(
+        name="unique-4gram", compute=_unique, depends_on=("count",),
+        columns=(
+            Column(
+                "4-grams", "unique_4gram", "{:.3f}",
+                "Share of distinct runs of four tokens among all runs of all texts. Higher is "
+                "more varied; it should match that of real text.",
+            ),
+        ),
+    ),
+)  # fmt: skip
+METRICS: dict[str, Metric] = {m.name: m for m in (*TEXT_METRICS, *PROTEIN_METRICS)}
+"""Metrics by name, in the order of their columns."""

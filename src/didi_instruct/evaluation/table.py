@@ -40,87 +40,11 @@ BESIDE_VARIETY = (
     "on its own it can reward texts that are slightly too much alike: read it beside the measures "
     "of variety (entropy, 4-grams, Self-BLEU; latent entropy where the language is known)."
 )
-COLUMNS = (
-    Column(
-        "passes", "passes", "{:.1f}",
-        "Forward passes that ran per text; a backward pass counts as two.",
-    ),
-    Column(
-        "ppl", "ppl", "{:.2f}",
-        "Perplexity: how surprised the judge is by each token. Lower is better only at equal "
-        "entropy, since dull and repetitive texts surprise nobody.",
-    ),
-    Column(
-        "entropy", "entropy", "{:.3f}",
-        "Variety of the tokens within a text, in nats, mean over texts. Neither high nor low is "
-        "good: it should match that of real text.",
-    ),
-    Column(
-        "path KL", "path_kl", "{:.3f}",
-        "Distance in nats per text from the sampler's distribution to the judge's: the judge's "
-        "cross-entropy minus the entropy of the draws, an upper bound of the KL divergence. Lower "
-        "is better at any temperature, but " + BESIDE_VARIETY,
-        "lower",
-    ),
-    Column(
-        "Δ path KL", "path_kl_vs_baseline", "{:+.3f}",
-        "Path KL minus that of the baseline's best setting at equal steps. Below 0 is a gain; "
-        "lower is better.",
-        "lower",
-    ),
-    Column(
-        "gap closed", "gap_closed", "{:.1%}",
-        "Share of the path KL that few steps cost the baseline and that this row recovers: 0% is "
-        "the baseline at equal steps, 100% the baseline at its most steps, each at its best "
-        "setting. Higher is better.",
-        "higher",
-    ),
-    Column(
-        "vsF", "vsf", "{:.3f}",
-        "Perplexity divided by the lowest that the baseline reaches at equal steps and equal "
-        "entropy with any temperature or top-p. Below 1 is a gain; lower is better.",
-        "lower",
-    ),
-    Column(
-        "vsF passes", "vsf_passes", "{:.3f}",
-        "As vsF, against the baseline at equal forward passes instead of equal steps.",
-        "lower",
-    ),
-    Column(
-        "AR KL ≥", "ar_kl", "{:.3f}",
-        "A lower bound of the KL divergence in nats per text, from a left-to-right model trained "
-        "on the samples: the true distance is at least this, up to its interval. A low value "
-        "proves nothing; a high one is bad.",
-    ),
-    Column(
-        "AUC", "c2st_auc", "{:.3f}",
-        "How well a freshly trained classifier tells samples from the reference text: 0.5 is "
-        "chance, 1 is always. Lower is better.",
-        "lower",
-    ),
-    Column(
-        "MAUVE", "mauve", "{:.3f}",
-        "Overlap of samples and reference text in the judge's features, from 0 to 1. Higher is "
-        "better.",
-        "higher",
-    ),
-    Column(
-        "Self-BLEU", "self_bleu", "{:.3f}",
-        "How much the texts repeat each other. Lower is more varied; it should match that of real "
-        "text.",
-    ),
-    Column(
-        "BLEU, words", "self_bleu_words", "{:.3f}",
-        "Self-BLEU over words as NLTK splits them, not over the model's tokens: the one that "
-        "papers report.",
-    ),
-    Column(
-        "4-grams", "unique_4gram", "{:.3f}",
-        "Share of distinct runs of four tokens among all runs of all texts. Higher is more varied; "
-        "it should match that of real text.",
-    ),
+PASSES = Column(
+    "passes", "passes", "{:.1f}",
+    "Forward passes that ran per text; a backward pass counts as two.",
 )  # fmt: skip
-"""In the order in which they are shown."""
+"""Shown before the numbers of metrics."""
 MEAN_LENGTH = Column(
     "length", "mean_length", "{:.1f}",
     "Tokens of a text before its end, mean over texts. Neither high nor low is good: it should "
