@@ -6,12 +6,12 @@ tokens scores sequences of its own tokens alone.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
@@ -89,87 +89,97 @@ def _refuse_settings(name: str, config: JudgeConfig, *, has_temperature: bool) -
         raise UserError(f"The judge {name} has no logits to divide: leave its temperature at 1.")
 
 
-class TokenJudge:
-    """Checks and attributes that judges of tokens have in common."""
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The sequences of tokens that a judge reads."""
 
-    reads_texts = False
-    ends: Ends = "included"
+    judge: str
+    tokenizer: str | None
+    """Hash of its tokenizer."""
+    num_tokens: int
+    length: int
 
-    def __init__(
-        self, name: str, fingerprint: str, tokenizer: str | None, num_tokens: int, length: int
-    ) -> None:
-        self.name, self.fingerprint, self.tokenizer = name, fingerprint, tokenizer
-        self.num_tokens, self.max_length = num_tokens, length
+    @classmethod
+    def of(cls, judge: str, loaded: LoadedModel) -> "Windows":
+        """Windows of a model of ours."""
+        tokenizer = loaded.tokenizer.hash if loaded.tokenizer else None
+        return cls(judge, tokenizer, loaded.config.num_tokens, loaded.config.length)
 
-    def check(self, model: ModelInfo) -> None:
-        """Refuse a model that writes other tokens, or texts that end where windows are read."""
-        self._check_tokenizer(model.source, model.tokenizer_hash)
-        self._check_end(model.source, model.config.end_id)
-
-    def features(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Refuse: features are of texts."""
-        raise UserError(
-            "MAUVE compares features of a causal language model: give one as --judge, "
-            "or leave out the metric mauve."
-        )
-
-    def _check_tokenizer(self, model: str, theirs: str | None) -> None:
+    def check_tokenizer(self, model: str, theirs: str | None) -> None:
+        """Refuse other tokens."""
         if None not in (theirs, self.tokenizer) and theirs != self.tokenizer:
             raise UserError(
-                f"{model} and the judge {self.name} have different tokenizers, and this judge "
+                f"{model} and the judge {self.judge} have different tokenizers, and this judge "
                 "reads tokens: use a causal language model as the judge."
             )
 
-    def _check_end(self, model: str, end_id: int | None) -> None:
-        if end_id is not None:
+    def check_model(self, model: ModelInfo, end_id: int | None = None) -> None:
+        """Refuse other tokens, and texts that end at another token than `end_id`."""
+        self.check_tokenizer(model.source, model.tokenizer_hash)
+        if model.config.end_id not in (None, end_id):
             raise UserError(
-                f"{model} writes texts that end before their window, and the judge {self.name} "
-                "knows the probability of whole windows: use a left-to-right judge, or one whose "
-                "texts have windows of their own."
+                f"{model.source} writes texts that end before their window, and the judge "
+                f"{self.judge} knows the probability of whole windows: use a left-to-right judge, "
+                "or one whose texts have windows of their own."
             )
 
-    def _check_tokens(self, samples: SampleSet) -> None:
-        """Refuse samples that are not sequences of this judge's tokens."""
-        self._check_tokenizer(f"The samples of {samples.origin.model}", samples.origin.tokenizer)
+    def check(self, samples: SampleSet) -> None:
+        """Refuse samples that are not sequences of these tokens."""
+        self.check_tokenizer(f"The samples of {samples.origin.model}", samples.origin.tokenizer)
         tokens = samples.tokens
-        if tokens.shape[1] > self.max_length:
+        if tokens.shape[1] > self.length:
             raise UserError(
-                f"The samples have {tokens.shape[1]} tokens, but the judge {self.name} reads "
-                f"{self.max_length}: draw shorter ones."
+                f"The samples have {tokens.shape[1]} tokens, but the judge {self.judge} reads "
+                f"{self.length}: draw shorter ones."
             )
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_tokens:
             raise UserError(
                 f"A sample has a token outside 0..{self.num_tokens - 1}, which the judge "
-                f"{self.name} does not know."
+                f"{self.judge} does not know."
             )
 
-    def _check_windows(self, samples: SampleSet) -> None:
+    def check_whole(self, samples: SampleSet) -> None:
         """Refuse texts that end before their window: only the window has a probability here."""
-        self._check_tokens(samples)
+        self.check(samples)
         if bool((samples.lengths < samples.tokens.shape[1]).any()):
             raise UserError(
-                f"The judge {self.name} knows the probability of whole windows, but these texts "
+                f"The judge {self.judge} knows the probability of whole windows, but these texts "
                 "end before: draw them without until_eot, or use a left-to-right judge, or one "
                 "whose texts have windows of their own."
             )
 
 
-class OracleJudge(TokenJudge):
+def no_features(texts: Sequence[str]) -> NDArray[np.float32]:
+    """Refuse: features are of texts."""
+    raise UserError(
+        "MAUVE compares features of a causal language model: give one as --judge, "
+        "or leave out the metric mauve."
+    )
+
+
+class OracleJudge:
     """The oracle language's own log p."""
 
-    exact, bound = True, False
+    name = "oracle"
+    exact, bound, reads_texts = True, False, False
+    ends: Ends = "included"
+    features = staticmethod(no_features)
 
     def __init__(self, language: OracleLanguage, batch_size: int = 1024) -> None:
-        self.language, self.batch_size = language, batch_size
+        self.language, self.batch_size, self.max_length = language, batch_size, language.length
         tables = (language.prior, language.initial, language.transition, language.emission)
         content = [table.cpu().numpy().tobytes() for table in tables]
-        fingerprint = digest(language.words, language.sentences, *content)
+        self.fingerprint = digest(language.words, language.sentences, *content)
         hash_ = language.tokenizer.hash
-        super().__init__("oracle", fingerprint, hash_, language.num_tokens, language.length)
+        self.windows = Windows(self.name, hash_, language.num_tokens, language.length)
+
+    def check(self, model: ModelInfo) -> None:
+        """Refuse a model of other tokens, or whose texts end before their window."""
+        self.windows.check_model(model)
 
     def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
         """Score whole sequences, exactly; none ends before its window."""
-        self._check_windows(samples)
+        self.windows.check_whole(samples)
         count, length = samples.tokens.shape
         if length != self.max_length:
             raise UserError(f"The oracle's sequences have {self.max_length} tokens, not {length}.")
@@ -182,44 +192,36 @@ class OracleJudge(TokenJudge):
         return checked(self.name, Scores(torch.cat(parts), torch.full((count,), length)))
 
 
-class ModelJudge(TokenJudge):
-    """A model of ours as a judge."""
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        judge: JudgeConfig,
-        name: str,
-        fingerprint: str,
-        device: torch.device,
-    ) -> None:
-        self.network, self.config, self.device = loaded.model, loaded.config, device
-        self.batch_size = judge.batch_size or default_batch(device)
-        tokenizer = loaded.tokenizer.hash if loaded.tokenizer else None
-        super().__init__(name, fingerprint, tokenizer, self.config.num_tokens, self.config.length)
-
-
-class DiffusionJudge(ModelJudge):
+class DiffusionJudge:
     """A diffusion model's NELBO, an upper bound of -log p, estimated from `draws` noise levels.
 
     The noise follows the row. A model of windows scores whole windows. One whose texts have windows
     of their own scores texts that end as its own do; the cost of their length is always included.
     """
 
-    exact, bound = False, True
+    exact, bound, reads_texts = False, True, False
+    ends: Ends = "included"
+    features = staticmethod(no_features)
 
     def __init__(
         self, loaded: LoadedModel, judge: JudgeConfig, name: str, weights: str, device: torch.device
     ) -> None:
-        self.draws, self.seed = judge.draws, judge.seed
-        fingerprint = digest(weights, judge.draws, judge.seed)
-        super().__init__(loaded, judge, f"{name} (upper bound)", fingerprint, device)
+        self.network, self.config, self.device = loaded.model, loaded.config, device
+        self.max_length, self.draws, self.seed = loaded.config.length, judge.draws, judge.seed
+        self.batch_size = judge.batch_size or default_batch(device)
+        self.name = f"{name} (upper bound)"
+        self.fingerprint = digest(weights, judge.draws, judge.seed)
+        self.windows = Windows.of(self.name, loaded)
+
+    def check(self, model: ModelInfo) -> None:
+        """Refuse a model of other tokens, or whose texts end otherwise."""
+        self.windows.check_model(model, self.config.end_id)
 
     def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
         """Score whole windows, or texts with their ends."""
         end_id, objective = self.config.end_id, make_objective(self.config)
         if end_id is None:
-            self._check_windows(samples)
+            self.windows.check_whole(samples)
         else:
             self._check_texts(samples, end_id)
         count, tokens = len(samples), constant_after_end(samples.tokens, samples.lengths)
@@ -238,13 +240,9 @@ class DiffusionJudge(ModelJudge):
             nats[scored == 0] = math.inf  # no text is empty
         return checked(self.name, Scores(nats, scored.long()))
 
-    def _check_end(self, model: str, end_id: int | None) -> None:
-        if end_id != self.config.end_id:
-            super()._check_end(model, end_id)
-
     def _check_texts(self, samples: SampleSet, end_id: int) -> None:
         """Refuse texts that end elsewhere than at their first `end_id`."""
-        self._check_tokens(samples)
+        self.windows.check(samples)
         own = before_end(samples.tokens, end_id).sum(1)
         if not torch.equal(own, samples.lengths):
             raise UserError(
@@ -253,36 +251,41 @@ class DiffusionJudge(ModelJudge):
             )
 
 
-class ARJudge(ModelJudge):
+class ARJudge:
     """A left-to-right model of ours: the exact log p of the tokens of a text, and of its end."""
 
-    exact, bound = True, False
-    ends = "apart"
+    exact, bound, reads_texts = True, False, False
+    ends: Ends = "apart"
+    features = staticmethod(no_features)
 
     def __init__(
         self, loaded: LoadedModel, judge: JudgeConfig, name: str, weights: str, device: torch.device
     ) -> None:
-        self.temperature = judge.temperature
-        name = display_name(name, temperature_setting(judge.temperature))
-        super().__init__(loaded, judge, name, digest(weights, judge.temperature), device)
+        self.network, self.config, self.device = loaded.model, loaded.config, device
+        self.max_length, self.temperature = loaded.config.length, judge.temperature
+        self.batch_size = judge.batch_size or default_batch(device)
+        self.name = display_name(name, temperature_setting(judge.temperature))
+        self.fingerprint = digest(weights, judge.temperature)
+        self.windows = Windows.of(self.name, loaded)
+
+    def check(self, model: ModelInfo) -> None:
+        """Refuse a model of other tokens; an end is a token like others."""
+        self.windows.check_tokenizer(model.source, model.tokenizer_hash)
 
     def score(self, samples: SampleSet, progress: Progress | None = None) -> Scores:
         """Score each text from the start symbol on, with and without its end, in one pass."""
-        self._check_tokens(samples)
+        self.windows.check(samples)
         lengths, ended = samples.lengths.clone(), with_end(samples.tokens, samples.lengths)
         start = self.config.vocab_size - 1
         pairs = zip(samples.tokens.tolist(), ended.tolist(), strict=True)
         nats = causal_nats(
             lambda ids, _: self.network(ids),
             [[start, *row[:length]] for row, length in pairs],
-            num_tokens=self.num_tokens,
+            num_tokens=self.config.num_tokens,
             temperature=self.temperature,
             batch_size=self.batch_size,
             device=self.device,
             progress=progress,
         )
-        without: Tensor = torch.where(lengths < ended, nats.before, nats.total)
+        without = torch.where(lengths < ended, nats.before, nats.total)
         return checked(self.name, Scores(without, lengths, ended=Scores(nats.total, ended)))
-
-    def _check_end(self, model: str, end_id: int | None) -> None:
-        """Refuse nothing: an end is a token like others."""
