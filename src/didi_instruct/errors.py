@@ -54,6 +54,6 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, to stand in a sentence of ours; its name if it says nothing."""
+    """First line of an error, to stand in a sentence of ours; its name if it says nothing."""
     said, *_ = str(error).strip().splitlines() or [""]
     return said.rstrip(".: ") or type(error).__name__

@@ -37,7 +37,7 @@ MEASURES = {
     "unique_4gram": ("unique 4-grams", ".3f"),
     "latent_share": ("latent entropy", ".1%"),
 }
-"""What an evaluation of samples measures at each budget: its name for people, and its format."""
+"""Measures of samples at each budget: their names for people, and formats."""
 WRITTEN = (
     "model.safetensors", "adapter_model.safetensors", "discriminator.safetensors", "config.json",
     "tokenizer.json", "recipe.yaml", "log.jsonl", "curves.png", "data/", "bank/", "checkpoints/",

@@ -114,7 +114,7 @@ def with_lengths(run: Run, model: ModelConfig, data: TokenSource, end_id: int) -
 
 
 def count_lengths(model: ModelConfig, data: TokenSource, end_id: int) -> tuple[int, ...]:
-    """How many texts have each length, as `ModelConfig.lengths`; of an AR model nothing."""
+    """Number of texts of each length, as `ModelConfig.lengths`; empty for an AR model."""
     counts = torch.zeros(model.length + 1, dtype=torch.long)
     assert data.num_sequences is not None
     for first in range(0, data.num_sequences, ROWS_AT_ONCE):
