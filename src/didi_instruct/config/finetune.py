@@ -28,25 +28,25 @@ class FinetuneDataConfig(TextConfig):
     """Documents held out from the end, or rows with answers by a hash of their prompts; by default
     1% of them."""
     length: Count | None = None
-    """Tokens of a row of text; by default what the model reads at once."""
+    """Tokens per row of text; by default the model's window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig:
-    """Learning of answers from their prompts, which are never noise."""
+    """Training on answers to prompts, which are never masked."""
 
     masking: Literal["count", "random"] = "count"
-    """Of masked diffusion. `count`: how many tokens of an answer are masked is uniform, so an
-    answer of one token always is. `random`: each with the probability of a random time, as in the
-    paper: the same expectation, and for short answers far more variance."""
+    """Masks of an answer in masked diffusion. `count`: their number is uniform, so that an answer
+    of one token is always masked. `random`: each token with the probability of a random time, as in
+    the paper, which has the same expectation and far more variance for short answers."""
     end: bool = False
-    """Learn the end-of-text token as the last one of each answer, so that generation ends there."""
+    """Learn an end-of-text token after each answer, so that generation ends there."""
     long: Literal["cut", "refuse"] = "cut"
     """A prompt that does not fit the model's window with its answer is cut from the left, or
     refused."""
     share: Inside | None = None
-    """Of MMLU without a training split: the share of the test split to train on, by a hash of the
-    questions; `didi eval --task mmlu --sft-share` then scores the others."""
+    """Share of MMLU's test split to train on where it has no training split, chosen by a hash of
+    the questions; `didi eval --task mmlu --sft-share` scores the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +64,15 @@ class FinetuneConfig:
     """One fine-tuning run."""
 
     reproduces: str = ""
-    """The result that this recipe reproduces, and where that is published."""
+    """Published result that the recipe reproduces."""
     expect: str = ""
-    """The number to expect."""
+    """Number to expect."""
     task: Task = "text"
     """Kind of data: text, prompts with answers, or the questions of MMLU."""
     bidirectional: bool = False
-    """The model is a causal LM of transformers (llama, qwen2), which becomes a masked diffusion
-    model: its attention goes both ways, and a mask is added to its vocabulary. It reads
-    `data.length` tokens at once, 1024 by default."""
+    """Turn a causal LM of transformers (llama, qwen2) into a masked diffusion model: attention goes
+    both ways, and a mask is added to the vocabulary. Its window is `data.length`, by default 1024.
+    """
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -85,7 +85,7 @@ class FinetuneConfig:
 
     @property
     def iterations(self) -> int:
-        """Turns of the training loop."""
+        """Iterations of the training loop."""
         return self.train.steps
 
     def __post_init__(self) -> None:

@@ -172,18 +172,18 @@ class DiscriminatorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptsConfig:
-    """Prompts whose answers are distilled: they are given, and never compared."""
+    """Prompts whose answers are distilled; the prompts themselves are given."""
 
     source: str | None = None
     """JSON lines with `prompt`, and for `reference.source=data` an `answer`."""
     length: Count = 128
-    """Tokens that are written after each prompt. An answer that ends earlier is filled with ends of
-    text, as far as the teacher has learnt that."""
+    """Tokens written after each prompt. An answer that ends earlier is filled with end-of-text
+    tokens, if the teacher has learnt that."""
     longest: Count | None = None
-    """Tokens of a prompt at most: longer ones are left out. By default as many as fit the teacher
-    with `length`."""
+    """Most tokens of a prompt; longer prompts are left out. By default what fits the teacher's
+    window beside `length`."""
     chat: bool = True
-    """Write each prompt as a message of a user, where the teacher's tokenizer has a template."""
+    """Format prompts as user messages if the teacher's tokenizer has a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from didi_instruct.errors import UserError
 Kind = Literal["mdlm", "duo", "ar"]
 Order = Literal["random", "streams"]
 NEVER = -1
-"""In place of a count in `ModelConfig.lengths`: no text of that length is ever drawn."""
+"""Stands in `ModelConfig.lengths` for a length that is never drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +17,9 @@ class ScheduleConfig:
     """Noise schedule alpha_t, the probability that a token is still clean at time t."""
 
     name: Literal["log-linear", "cosine"] = "log-linear"
-    """Shape of alpha_t."""
+    """Form of alpha_t."""
     eps: float = 1e-3
-    """alpha_1: what is left unmasked at t = 1. The reference checkpoints use 1e-3; 0 is exact."""
+    """alpha_1, the share left unmasked at t = 1; reference checkpoints have 1e-3, 0 is exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,38 +34,37 @@ class ModelConfig:
     cond_dim: int = 128
     """Width of the time embedding."""
     vocab_size: int = 50258
-    """Ids the embedding knows. For `mdlm` and `ar` the last is the extra one (mask, start)."""
+    """Rows of the embedding; in `mdlm` and `ar` the last is extra (mask or start symbol)."""
     masks: int = 1
-    """Of an `mdlm`: last ids that all mean a mask. In each step of sampling all masks of a text are
+    """Number of masks of an `mdlm`, its last ids. In each step of sampling all masks of a text are
     the same one of them, drawn at random, so that tokens drawn at once share a code."""
     length: int = 1024
-    """Longest sequence."""
+    """Window: the longest sequence."""
     dropout: float = 0.0
-    """On the residual branches, as in the reference DiT."""
+    """Dropout on the residual branches, as in the reference DiT."""
     time_conditioning: bool = False
-    """False feeds the constant 0 to the time embedder, so the modulation is a constant."""
+    """Condition on time; otherwise the time embedder gets 0 and the modulation is constant."""
     learned_positions: bool = False
     """Add a learned vector per position. The reference DiT has rotary positions alone, which are
     relative, so fully masked text looks the same to it at every position; where texts begin at the
     first position, the first step of sampling then starts blind."""
     end_id: int | None = None
-    """Where each text has a window of its own: the token that ends it and fills the rest. What it
-    fills is never noise and never written: a masked model is given the length of a text, an AR
-    model learns nothing after the end."""
+    """Token that ends a text and fills its window, where each text has a window of its own. The
+    fill is never noise and never written: a masked model is given the length of a text, an AR model
+    learns nothing after the end."""
     lengths: tuple[int, ...] = ()
-    """With `end_id`: how many training texts had 0, 1, 2, ... tokens before their end, -1 for a
-    length that is never drawn. A masked model draws the length of a text from it, then writes."""
+    """With `end_id`: numbers of training texts with 0, 1, 2, ... tokens before their end, -1 for a
+    length that is never drawn. A masked model draws the length of a text from them, then writes."""
     banned: tuple[int, ...] = ()
-    """Tokens of texts that are never drawn, as the network gives them probability 0. Where a text
-    has one it is visible throughout and costs nothing: proteins have letters for residues that are
-    not known."""
+    """Tokens that are never drawn: the network gives them probability 0. In a given text they stay
+    visible and cost nothing, as the letters of proteins for unknown residues do."""
     order: Order = "random"
-    """Of an `mdlm`: in which order positions are revealed, where nobody says: by chance, or
-    in `streams`, apart from each other (`process.masking`)."""
+    """Order in which an `mdlm` reveals positions by default: at random, or in `streams`, apart from
+    each other (`process.masking`)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no model can have."""
+        """Refuse impossible shapes."""
         for name in ("layers", "hidden", "heads", "cond_dim", "length"):
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name} is {getattr(self, name)}: use 1 or more.")
@@ -187,12 +186,12 @@ def architecture(name: str, **changes: object) -> ModelConfig:
 
 
 DATA_LENGTHS = "data"
-"""Stands for the lengths of the texts that a run reads."""
+"""Stands for the lengths of the run's training texts."""
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def read_lengths(text: str) -> range | list[int]:
-    """Lengths that a range or a list names, 1 or more each."""
+    """Return the lengths that a range or a list names."""
     parts = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
     found = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     several = len(parts) > 1 and any(part and part[2] for part in parts)
@@ -205,7 +204,7 @@ def read_lengths(text: str) -> range | list[int]:
 
 
 def law_of_lengths(text: str, longest: int) -> tuple[int, ...]:
-    """`ModelConfig.lengths` of the even law on `read_lengths`, for a model of `longest` tokens."""
+    """Return `ModelConfig.lengths` uniform over `read_lengths`, for a window of `longest`."""
     lengths = read_lengths(text)
     # Not `max`, which goes through all of a range, however long.
     most = lengths[-1] if isinstance(lengths, range) else max(lengths)
