@@ -2,10 +2,10 @@
 
     python experiments/arithmetic.py data|teachers|students|table [--out runs/arithmetic] [--tiny]
 
-A prompt is a sum of four numbers, an answer three steps, each of which adds two of the terms that
-are left. Any two may be added, so a sum has many right answers, which a rule tells from wrong ones.
-The teacher has LLaDA's shape and key names, 3.4 million parameters. Students are adapters of rank 32
-on it; every method has the same minutes. `table` compares right answers and their variety.
+A prompt is a sum of four numbers, an answer three steps. Each adds two of the terms that are left.
+Any two may be added, so a sum has many right answers, which a rule tells from wrong ones.
+The teacher has LLaDA's shape and key names and 3.4 million parameters, students are adapters of
+rank 32 on it. Every method has the same minutes. `table` compares right answers and their variety.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
 from didi_instruct.tasks.prompt_rows import open_prompts
-from didi_instruct.training.distributed import open_world
+from didi_instruct.training.distributed import open_world, shards
 from didi_instruct.training.likelihood import check_data
 from didi_instruct.training.loop import Loop, Tick
 from didi_instruct.training.reporting import Reporter
@@ -98,7 +98,9 @@ def distill(
         length = window_of(network) if data is None else data.length
         if (budget := budget_of(config, network, run.world, length)) is not None:
             budget.check()
-        loaded.model.to(run.world.device)
+        # A base that is to be sharded is whole for as long as it draws texts.
+        if config.reads_bank or not (config.lora.rank and shards(config.train, run.world)):
+            loaded.model.to(run.world.device)
         if data is not None:
             check_fit(config, network, rows=data.length, processes=run.world.size)
         references = None

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from didi_instruct.hub.sources import LoadOptions, find_source, load_source
 from didi_instruct.models.bidirectional import load_bidirectional
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.tasks.finetune_data import FinetuneData, held_out_answers, open_finetune_data
+from didi_instruct.training.distributed import shard_frozen, shards
 from didi_instruct.training.loop import Evaluate, Loop
 from didi_instruct.training.pretrain_task import PretrainTask, Save
 from didi_instruct.training.reporting import Reporter
@@ -104,7 +105,12 @@ def _make_task(
     """The task of a run: a copy of the model, its objective, and where it comes from."""
     mark, network = find_source(source).fingerprint(), cast("Any", loaded.model)
     save: Save | None = None
+    settings = config
     if config.lora.rank:
+        if shards(config.train, run.world):
+            shard_frozen(network, run.world)
+        # Adapters are small: each process has them whole.
+        settings = replace(config, train=replace(config.train, strategy="ddp"))
         given = {"source": source, "fingerprint": mark}
         network = adapt(network, config.lora, seed=config.train.seed, **given)
 
@@ -119,7 +125,7 @@ def _make_task(
     origin = {"source": source, "sha256": mark, "provenance": known}
     kept = {name: known[name] for name in KEPT if name in known}
     return PretrainTask(
-        config,
+        settings,
         data.model,
         data.rows,
         run.world,

@@ -10,7 +10,7 @@ from didi_instruct.distillation.rollout import References
 from didi_instruct.distillation.run import Distillation, DistillTask, MethodEntry, Teacher
 from didi_instruct.errors import UserError
 from didi_instruct.models.network import Network, window_of
-from didi_instruct.training.distributed import World
+from didi_instruct.training.distributed import World, shard_frozen, shards
 
 METHODS: dict[str, MethodEntry] = {
     "didi": didi.ENTRY,
@@ -56,6 +56,9 @@ def make_task(
             for network in (beginning, student)
         )
     student, second = entry.networks(config, beginning, student)
+    if config.lora.rank and shards(config.train, world):
+        frozen: Any = teacher.network
+        shard_frozen(frozen, world)
     distillation = Distillation(
         config, entry, teacher, student, world, data=data, references=references
     )

@@ -170,6 +170,8 @@ class Distillation:
     def _train_settings(self) -> TrainConfig:
         """Settings of training, with CUDA graphs where they pay."""
         train = self.config.train
+        if self.config.lora.rank:  # adapters are small: each process has them whole
+            return replace(train, strategy="ddp")
         # Not where texts have windows of their own, or a batch is more than one pass.
         alike = self.model_config.end_id is None and len(self._parts()) == 1
         if train.compile == "auto" and alike and self.entry.recurring_passes(self.config):

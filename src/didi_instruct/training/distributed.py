@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,6 +175,20 @@ def parallelise(
     # Resharded after every forward pass: an evaluation must not leave averaged weights behind.
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return module
+
+
+def shard_frozen(network: nn.Module, world: World) -> None:
+    """Shard weights that do not learn over all processes, layer by layer, in place (FSDP2).
+
+    Each linear layer and embedding gathers its own, so networks that share layers may call them
+    from anywhere. Weights that two layers share stay whole.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    layers = [m for m in network.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    seen = Counter(id(layer.weight) for layer in layers)
+    for layer in layers:
+        if seen[id(layer.weight)] == 1:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
 @contextmanager
