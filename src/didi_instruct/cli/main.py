@@ -99,7 +99,7 @@ def _goes_on(arguments: list[str]) -> str:
 def _flag(argument: Argument) -> str:
     """An argument that an error names, as it is written on the command line."""
     if isinstance(argument, Setting):
-        return f"--set {argument.name}={'...' if argument.value is None else argument.value}"
+        return f"--set {argument.name}={'VALUE' if argument.value is None else argument.value}"
     flag = f"--{argument.name.replace('_', '-')}"
     return flag if argument.value is None else f"{flag} {argument.value}"
 
