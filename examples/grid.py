@@ -13,14 +13,13 @@ from rich.console import Console
 
 from didi_instruct.cli.board import ProgressBoard
 from didi_instruct.cli.tables import render
-from didi_instruct.reproduce.asking import learnt
 from didi_instruct.reproduce.grid import Grid
-from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.jobs import Job, sweep
+from didi_instruct.reproduce.lines import learnt
+from didi_instruct.reproduce.measure import quality_job
 from didi_instruct.reproduce.scale import Given, Scale
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.scales_oracle import TOY_BANK, TOY_NETWORK, TOY_STUDENT
-from didi_instruct.reproduce.sweeps import sweep
 from didi_instruct.reproduce.tables import ENTROPY, PATH_KL, PPL, Table
 
 RECIPE = "oracle-didi"

@@ -19,7 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from didi_instruct.reproduce.paces import STUDENT, rate_of, schedule
+from didi_instruct.reproduce.minutes import STUDENT, rate_of, schedule
 from didi_instruct.reproduce.scale import Training
 
 SHAPES = {

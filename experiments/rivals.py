@@ -18,7 +18,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.reproduce.baselines_compared import BASELINE
+from didi_instruct.reproduce.baseline_rows import BASELINE
 from didi_instruct.reproduce.baselines_figure import draw_baselines
 
 NUMBERS = Path(__file__).with_name("rivals.csv")

@@ -7,12 +7,11 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.hub.export import convert
 from didi_instruct.hub.sources import load_source
 from didi_instruct.models.dit import count_parameters
-from didi_instruct.reproduce import checks
-from didi_instruct.reproduce.adopting import ADOPT, WORDS, adopted
-from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce import preflight
+from didi_instruct.reproduce.add_tokenizer import ADOPT, adopted
 from didi_instruct.reproduce.costs import model_of
-from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.making import command, jobs_of
+from didi_instruct.reproduce.experiments import ITEMS, command, jobs_of
+from didi_instruct.reproduce.jobs import WORDS, Job
 from didi_instruct.reproduce.running import RUN, folder_of, run_job
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
@@ -86,17 +85,17 @@ def test_prepared_texts_lend_it_theirs(hub, tmp_path):
 
 
 def test_a_dry_run_tells_whose_words_they_are_and_what_it_costs(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "_hub", lambda name, kind: "" if kind == "tokenizer" else "no")
+    monkeypatch.setattr(preflight, "_hub", lambda name, kind: "" if kind == "tokenizer" else "no")
     scale, items = find_scale("paper", Given(teacher=hub)), [ITEMS["ablation-cumulative"]]
-    found = {c.what: c.is_there for c in checks.checks(items, scale, tmp_path / "out")}
+    found = {c.what: c.is_there for c in preflight.checks(items, scale, tmp_path / "out")}
     assert found[f"texts and models of one tokenizer (gpt2, which {hub} does not bring)"]
     assert found["gpt2 (tokenizer on the hub)"]
     assert found[hub]
-    planned = checks.plan(items, scale, tmp_path / "out")
+    planned = preflight.plan(items, scale, tmp_path / "out")
     assert all(one.gpu_hours is not None for one in planned)
     assert sum(one.gpu_hours for one in planned) > 0
     unseen = find_scale("paper", Given(teacher="owner/name"))
-    told = [c.what for c in checks.checks(items, unseen, tmp_path / "out")]
+    told = [c.what for c in preflight.checks(items, unseen, tmp_path / "out")]
     assert "texts and models of one tokenizer (gpt2, unless owner/name brings its own)" in told
 
 
@@ -110,9 +109,9 @@ def test_a_foreign_model_is_sized_by_its_headers(hub, tmp_path):
 
 def test_disk_is_counted_for_students_of_a_foreign_teacher(hub, monkeypatch, tmp_path):
     """A copy of the teacher, and three checkpoints of every student."""
-    monkeypatch.setattr(checks, "_hub", lambda name, kind: "")
-    monkeypatch.setattr(checks, "count_parameters", lambda model: 1_000_000_000)
+    monkeypatch.setattr(preflight, "_hub", lambda name, kind: "")
+    monkeypatch.setattr(preflight, "count_parameters", lambda model: 1_000_000_000)
     scale, items = find_scale("paper", Given(teacher=hub)), [ITEMS["ablation-cumulative"]]
     students = sum(job.trains for job in jobs_of(items, scale, tmp_path))
-    (disk,) = [c for c in checks.checks(items, scale, tmp_path) if c.what.startswith("disk")]
+    (disk,) = [c for c in preflight.checks(items, scale, tmp_path) if c.what.startswith("disk")]
     assert f"about {4 + students * 48:.1f} GB" in disk.what

@@ -1,8 +1,9 @@
 """What a table says of its students: how often they learnt, and what they are without guidance."""
 
-from didi_instruct.reproduce.asking import METHODS, ask_method, learnt
-from didi_instruct.reproduce.catalogue import ITEMS
-from didi_instruct.reproduce.items_ablations import asks, unguided, with_unguided
+from didi_instruct.reproduce.ablations import asks, unguided, with_unguided
+from didi_instruct.reproduce.experiments import ITEMS
+from didi_instruct.reproduce.lines import ask_method, learnt
+from didi_instruct.reproduce.methods import METHODS
 from didi_instruct.reproduce.paper import LEAVE_ONE_OUT
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale

@@ -13,11 +13,23 @@ import yaml
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.evaluation.measuring import Measured
-from didi_instruct.reproduce import baselines, calls, items_baselines
-from didi_instruct.reproduce.baselines import ABOVE, METRICS, WAYS, settings_of, way_rows
-from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, compared, with_values
+from didi_instruct.reproduce import baseline_rows, baselines
+from didi_instruct.reproduce.baseline_rows import (
+    ABOVE,
+    BASELINE,
+    METRICS,
+    STREAMS,
+    WAYS,
+    compared,
+    settings_of,
+    way_rows,
+    with_values,
+)
+from didi_instruct.reproduce.baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.baselines_figure import draw_baselines
-from didi_instruct.reproduce.baselines_findings import (
+from didi_instruct.reproduce.experiments import command, make, write_only
+from didi_instruct.reproduce.figures import PALETTE
+from didi_instruct.reproduce.findings import (
     at_the_edge,
     gains,
     less_varied,
@@ -27,19 +39,18 @@ from didi_instruct.reproduce.baselines_findings import (
     winners,
     without_vsf,
 )
-from didi_instruct.reproduce.equal_terms import Found, Terms
-from didi_instruct.reproduce.figures import PALETTE
-from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.jobs import Context
-from didi_instruct.reproduce.making import command, make, write_only
+from didi_instruct.reproduce.measure import Found, Terms
 from didi_instruct.reproduce.minutes import (
+    DIDI,
     SHARED,
+    STUDENTS,
     bank_minutes,
     learning,
     training_minutes,
     training_texts,
+    with_minutes,
 )
-from didi_instruct.reproduce.paces import DIDI, STUDENTS, with_minutes
 from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import FIRST, Given, Training
 from didi_instruct.reproduce.scales import find_scale
@@ -358,7 +369,7 @@ def test_all_ways_are_measured_beside_the_teacher(models, tmp_path, monkeypatch)
         asked.append(beside)
         return Found(settings, [Measured({"ppl": 1.0}) for _ in settings])
 
-    monkeypatch.setattr(baselines, "measure", note)
+    monkeypatch.setattr(baseline_rows, "measure", note)
     terms = Terms(out=tmp_path, judge=OracleJudge(LANGUAGE), metrics=METRICS, num=2)
     way_rows("DUO distilled", models, (2,), terms)
     assert asked == [[models["teacher"]]]
@@ -450,11 +461,11 @@ def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
         seen.append((settings, options))
         return []
 
-    monkeypatch.setattr(calls, "time_settings", note)
+    monkeypatch.setattr(baseline_rows, "time_settings", note)
     sources = {"teacher": "t", "didi": "d"}
     context = Context(folder=None, shared=None, inputs=sources, results={}, device="cpu")
     for until_eot in (True, False):
-        calls.speeds(context, **{**jobs[1].options, "until_eot": until_eot})
+        baseline_rows.speeds(context, **{**jobs[1].options, "until_eot": until_eot})
         settings, options = seen.pop()
         assert {setting.source for setting in settings} == {"d"}
         assert {setting.method for setting in settings} == {"DiDi-Instruct"}
@@ -463,10 +474,8 @@ def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
 
 def test_the_figure_is_of_the_first_seed(tiny, whole, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(items_baselines, "as_png", lambda figure: b"")
-    monkeypatch.setattr(
-        items_baselines, "draw_baselines", lambda rows, title: seen.append((rows, title))
-    )
+    monkeypatch.setattr(baselines, "as_png", lambda figure: b"")
+    monkeypatch.setattr(baselines, "draw_baselines", lambda rows, title: seen.append((rows, title)))
     BASELINE_ITEMS[0].figure(tiny[1], whole, {}, tmp_path / "a.png")
     ((rows, title),) = seen
     assert {row["seed"] for row in rows} == {0}
@@ -790,7 +799,7 @@ def test_the_table_says_all_that_was_found(tiny, whole, monkeypatch):
         "of_like_lengths",
     )
     for name in names:
-        monkeypatch.setattr(items_baselines, name, lambda sweep, name=name: [f"found: {name}"])
+        monkeypatch.setattr(baselines, name, lambda sweep, name=name: [f"found: {name}"])
     notes = write_only(BASELINE_ITEMS, scale, folder / "out").made[0].table.notes
     assert [note for note in notes if note.startswith("found")] == [f"found: {n}" for n in names]
 

@@ -9,17 +9,14 @@ import pytest
 from didi_instruct.config.recipes import recipe_names
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.asking import METHODS
-from didi_instruct.reproduce.catalogue import ITEMS
-from didi_instruct.reproduce.checks import require_gpu
-from didi_instruct.reproduce.items import find_item
-from didi_instruct.reproduce.items_ablations import asks as ablation_asks
-from didi_instruct.reproduce.items_ablations import sampler_of
-from didi_instruct.reproduce.items_generation import _figure_1, _generation, _large, _samples
-from didi_instruct.reproduce.items_measures import _variety
-from didi_instruct.reproduce.items_reference import _asks as _reference
-from didi_instruct.reproduce.making import jobs_of
-from didi_instruct.reproduce.proteins import ITEMS as OF_PROTEINS
+from didi_instruct.reproduce.ablations import _reference_asks as _reference
+from didi_instruct.reproduce.ablations import asks as ablation_asks
+from didi_instruct.reproduce.ablations import sampler_of
+from didi_instruct.reproduce.experiments import ITEMS, find_item, jobs_of
+from didi_instruct.reproduce.generation import _figure_1, _generation, _large, _samples, _variety
+from didi_instruct.reproduce.methods import METHODS
+from didi_instruct.reproduce.preflight import require_gpu
+from didi_instruct.reproduce.protein_scales import ITEMS as OF_PROTEINS
 from didi_instruct.reproduce.scale import NAMES, Given
 from didi_instruct.reproduce.scales import find_scale
 

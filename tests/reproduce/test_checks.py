@@ -5,8 +5,8 @@ import torch
 
 from didi_instruct.data.prepare import PrepareSettings, prepare
 from didi_instruct.errors import UserError
-from didi_instruct.reproduce import checks
-from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce import preflight
+from didi_instruct.reproduce.experiments import ITEMS
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 
@@ -22,13 +22,13 @@ def no_hub(monkeypatch):
         asked.append((name, kind))
         return "" if name == "Skylion007/openwebtext" else "not reached (Error)"
 
-    monkeypatch.setattr(checks, "_hub", hub)
+    monkeypatch.setattr(preflight, "_hub", hub)
     return asked
 
 
 def test_at_paper_scale_data_tokenizer_and_judge_are_looked_for_on_the_hub(no_hub, tmp_path):
     scale = find_scale("paper", Given())
-    found = {c.what: c for c in checks.checks([ITEMS["figure-1"]], scale, tmp_path)}
+    found = {c.what: c for c in preflight.checks([ITEMS["figure-1"]], scale, tmp_path)}
     assert set(no_hub) == {
         ("Skylion007/openwebtext", "dataset"), ("openai-community/gpt2-large", "model"),
         ("gpt2", "tokenizer"),
@@ -61,8 +61,8 @@ def test_a_tokenizer_in_the_cache_is_there(monkeypatch, tmp_path, file, there):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.HfApi", NoNetwork)
     cached(tmp_path, "gpt2", file)
-    assert (checks._hub("gpt2", "tokenizer") == "") == there
-    assert (checks._hub("gpt2", "model") == "") == (not there)
+    assert (preflight._hub("gpt2", "tokenizer") == "") == there
+    assert (preflight._hub("gpt2", "model") == "") == (not there)
 
 
 def test_prepared_texts_and_learnt_tokenizers_ask_for_none(no_hub, tmp_path):
@@ -71,13 +71,13 @@ def test_prepared_texts_and_learnt_tokenizers_ask_for_none(no_hub, tmp_path):
     prepare(PrepareSettings(src=str(tmp_path / "a.jsonl"), tokenizer="bytes", length=16, out=rows))
     for data in (str(rows), str(tmp_path / "a.jsonl")):
         scale = find_scale("small", Given(data=data, judge="owner/name"))
-        list(checks.checks([ITEMS["figure-1"]], scale, tmp_path / "out"))
+        list(preflight.checks([ITEMS["figure-1"]], scale, tmp_path / "out"))
     assert {kind for _, kind in no_hub} == {"model"}
 
 
 def test_at_toy_scale_nothing_is_asked_of_anyone(no_hub, tmp_path):
     scale = find_scale("toy", Given())
-    found = list(checks.checks([ITEMS["figure-1"]], scale, tmp_path))
+    found = list(preflight.checks([ITEMS["figure-1"]], scale, tmp_path))
     assert not no_hub
     assert not any(c.what.startswith("GPU") for c in found)
 
@@ -85,20 +85,22 @@ def test_at_toy_scale_nothing_is_asked_of_anyone(no_hub, tmp_path):
 def test_a_disk_that_is_too_small_is_told(monkeypatch, no_hub, tmp_path):
     """The 169M models alone need tens of gigabytes."""
     scale = find_scale("paper", Given())
-    usage = checks.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage._replace(free=10**9))
+    usage = preflight.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=10**9))
     disk = next(
-        c for c in checks.checks([ITEMS["figure-1"]], scale, tmp_path) if c.what.startswith("disk")
+        c
+        for c in preflight.checks([ITEMS["figure-1"]], scale, tmp_path)
+        if c.what.startswith("disk")
     )
     assert not disk.is_there
 
 
 def test_only_items_that_need_an_extra_ask_for_it(monkeypatch, no_hub, tmp_path):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     scale = find_scale("toy", Given())
 
     def missing(name):
-        found = checks.checks([ITEMS[name]], scale, tmp_path)
+        found = preflight.checks([ITEMS[name]], scale, tmp_path)
         return {c.what.split()[0] for c in found if not c.is_there}
 
     assert missing("rgas-anova") == {"matplotlib", "optuna", "sklearn", "scipy"}
@@ -106,12 +108,12 @@ def test_only_items_that_need_an_extra_ask_for_it(monkeypatch, no_hub, tmp_path)
 
 
 def test_zero_shot_without_files_needs_the_hub_and_its_library(monkeypatch, no_hub, tmp_path):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     (tmp_path / "a.jsonl").write_text('{"text": "A story."}')
 
     def lacking(**given):
         scale = find_scale("small", Given(data=str(tmp_path / "a.jsonl"), **given))
-        found = checks.checks([ITEMS["zero-shot"]], scale, tmp_path / "out")
+        found = preflight.checks([ITEMS["zero-shot"]], scale, tmp_path / "out")
         return {c.what.split()[0]: c.remedy for c in found if not c.is_there}
 
     found = lacking()
@@ -126,7 +128,7 @@ def test_zero_shot_without_files_needs_the_hub_and_its_library(monkeypatch, no_h
 def test_tokenizers_that_differ_are_told_before_a_run(no_hub, tmp_path):
     letters = save_letters(tmp_path / "letters")
     scale = find_scale("toy", Given(teacher=letters))
-    found = list(checks.checks([ITEMS["figure-1"]], scale, tmp_path / "out"))
+    found = list(preflight.checks([ITEMS["figure-1"]], scale, tmp_path / "out"))
     assert any("oracle language" in c.remedy for c in found if not c.is_there)
 
 
@@ -134,11 +136,11 @@ def test_tokenizers_that_differ_are_told_before_a_run(no_hub, tmp_path):
 def test_small_scale_runs_on_a_cpu_only_for_who_asks_for_it(tmp_path):
     scale = find_scale("small", Given(data=str(tmp_path)))
     with pytest.raises(UserError, match="--device cpu"):
-        checks.require_gpu(scale)
-    checks.require_gpu(scale, "cpu")
-    checks.require_gpu(find_scale("toy", Given()))
+        preflight.require_gpu(scale)
+    preflight.require_gpu(scale, "cpu")
+    preflight.require_gpu(find_scale("toy", Given()))
     with pytest.raises(UserError, match="needs a GPU"):
-        checks.require_gpu(find_scale("paper", Given()), "cpu")
+        preflight.require_gpu(find_scale("paper", Given()), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,10 @@ def test_small_scale_runs_on_a_cpu_only_for_who_asks_for_it(tmp_path):
 )
 def test_files_that_are_not_there_are_refused_at_once(given):
     with pytest.raises(UserError, match="no such file or folder"):
-        checks.check_given(given)
+        preflight.check_given(given)
 
 
 def test_names_of_the_hub_are_left_to_the_hub():
-    checks.check_given(Given(judge="owner/name", teacher="owner/name@main", data="hf:owner/name"))
+    preflight.check_given(
+        Given(judge="owner/name", teacher="owner/name@main", data="hf:owner/name")
+    )

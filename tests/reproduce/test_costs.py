@@ -4,9 +4,7 @@ import pytest
 
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.models.dit import count_parameters
-from didi_instruct.reproduce.baselines import settings_of
-from didi_instruct.reproduce.catalogue import ITEMS
-from didi_instruct.reproduce.checks import plan
+from didi_instruct.reproduce.baseline_rows import settings_of
 from didi_instruct.reproduce.costs import (
     PEAK,
     SAMPLING_MFU,
@@ -16,8 +14,10 @@ from didi_instruct.reproduce.costs import (
     forward_flops,
 )
 from didi_instruct.reproduce.costs import model_of as cost_model
+from didi_instruct.reproduce.experiments import ITEMS
 from didi_instruct.reproduce.jobs import Job, spread
-from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.measure import quality_job
+from didi_instruct.reproduce.preflight import plan
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 

@@ -13,8 +13,8 @@ from didi_instruct.errors import UserError
 from didi_instruct.model import Model
 from didi_instruct.models.dit import build_model
 from didi_instruct.reproduce import downstream, task_files
-from didi_instruct.reproduce.catalogue import ITEMS
 from didi_instruct.reproduce.costs import cost_of, model_of
+from didi_instruct.reproduce.experiments import ITEMS
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.running import RUN
 from didi_instruct.reproduce.scale import Given

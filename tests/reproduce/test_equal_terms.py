@@ -10,7 +10,7 @@ from didi_instruct.evaluation.evaluate import EvalConfig, evaluate
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.evaluation.measuring import Measured, Metric
 from didi_instruct.evaluation.metrics import METRICS
-from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
+from didi_instruct.reproduce.measure import Setting, Terms, measure
 
 from .small_models import LANGUAGE, config_of, save, save_letters
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.asking import METHODS
-from didi_instruct.reproduce.catalogue import ITEMS
-from didi_instruct.reproduce.items_generation import _large, _samples
-from didi_instruct.reproduce.items_measures import _latency, _variety
+from didi_instruct.reproduce.experiments import ITEMS
+from didi_instruct.reproduce.generation import _large, _samples, _variety
+from didi_instruct.reproduce.methods import METHODS
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import lay_out
@@ -97,7 +96,7 @@ def test_speeds_are_told_as_multiples_of_left_to_right():
         )
         for role, speed in speeds.items()
     ]
-    table = ITEMS["latency"].table(TOY, {_latency(TOY).key: rows})
+    table = ITEMS["latency"].table(TOY, {ITEMS["latency"].jobs(TOY)[0].key: rows})
     ratios = {r["role"]: r["ratio_to_ar"] for r in table.rows}
     assert ratios == {"ar-greedy": 1, "ar": 0.8, "teacher": 0.5, "sdtt": 4, "didi": 8}
     theirs = {r["method"]: r for r in table.paper}
@@ -108,9 +107,9 @@ def test_speeds_are_told_as_multiples_of_left_to_right():
 
 def test_without_a_left_to_right_model_there_are_no_multiples_of_it():
     scale = replace(TOY, models={r: m for r, m in TOY.models.items() if r != "ar"})
-    assert "ar" not in _latency(scale).inputs
+    assert "ar" not in ITEMS["latency"].jobs(scale)[0].inputs
     rows = [row(4, 9.0, role="didi", method=STUDENT, tokens_per_second=400.0)]
-    table = ITEMS["latency"].table(scale, {_latency(scale).key: rows})
+    table = ITEMS["latency"].table(scale, {ITEMS["latency"].jobs(scale)[0].key: rows})
     assert [r["ratio_to_ar"] for r in table.rows] == [None]
 
 

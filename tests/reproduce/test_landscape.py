@@ -8,14 +8,9 @@ import didi_instruct as didi
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.diversity import unigram_entropy
 from didi_instruct.evaluation.judges import OracleJudge
-from didi_instruct.reproduce.equal_terms import Terms
-from didi_instruct.reproduce.landscape import (
-    draw_landscape,
-    grid,
-    guided_rows,
-    sign_control,
-)
-from didi_instruct.reproduce.sensitivity import PARAMETERS, design, draw_shares, shares
+from didi_instruct.reproduce.anova import PARAMETERS, design, draw_shares, shares
+from didi_instruct.reproduce.guidance import draw_landscape, grid, guided_rows, sign_control
+from didi_instruct.reproduce.measure import Terms
 
 from .small_models import LANGUAGE, config_of, save
 

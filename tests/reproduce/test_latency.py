@@ -12,9 +12,9 @@ from didi_instruct.errors import UserError
 from didi_instruct.evaluation.judges import OracleJudge
 from didi_instruct.model import Model
 from didi_instruct.reproduce import latency
-from didi_instruct.reproduce.catalogue import ITEMS
-from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
+from didi_instruct.reproduce.experiments import ITEMS
 from didi_instruct.reproduce.latency import latency_rows, time_settings, untimed
+from didi_instruct.reproduce.measure import Setting, Terms, measure
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 

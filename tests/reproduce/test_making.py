@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from didi_instruct.errors import UserError
-from didi_instruct.reproduce import making
+from didi_instruct.reproduce import experiments
+from didi_instruct.reproduce.experiments import judged_by_others, make, origin, write_only
 from didi_instruct.reproduce.grid import Standing
-from didi_instruct.reproduce.items import Item
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.making import judged_by_others, make, origin, write_only
+from didi_instruct.reproduce.lines import Item
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import Shown, Table
@@ -78,7 +78,7 @@ def test_a_figure_that_cannot_be_drawn_is_told_and_not_named(toy, tmp_path):
 
 
 def test_without_matplotlib_the_table_says_what_is_missing(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(making, "can_draw", lambda: False)
+    monkeypatch.setattr(experiments, "can_draw", lambda: False)
     make([item()], toy[1], tmp_path)
     assert "matplotlib is missing" in (tmp_path / "tables" / "thing.md").read_text()
 

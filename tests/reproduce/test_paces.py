@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from didi_instruct.errors import UserError
-from didi_instruct.reproduce import making
-from didi_instruct.reproduce.baselines import CHAIN, WAYS
-from didi_instruct.reproduce.checks import plan, plan_paces
-from didi_instruct.reproduce.items_baselines import BASELINE_ITEMS
+from didi_instruct.reproduce import experiments
+from didi_instruct.reproduce.baseline_rows import CHAIN, WAYS
+from didi_instruct.reproduce.baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.experiments import lasting
 from didi_instruct.reproduce.jobs import in_order
-from didi_instruct.reproduce.making import lasting
-from didi_instruct.reproduce.paces import (
+from didi_instruct.reproduce.minutes import (
     AFTER,
     DIDI,
     STEPS,
@@ -26,6 +25,7 @@ from didi_instruct.reproduce.paces import (
     pace_jobs,
     with_minutes,
 )
+from didi_instruct.reproduce.preflight import plan, plan_paces
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import FIRST, Given
 from didi_instruct.reproduce.scales import find_scale
@@ -189,8 +189,10 @@ def test_paces_are_measured_once_for_a_folder(small, tmp_path):
 
 def test_paces_are_measured_and_used(small, tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(making.Grid, "run", lambda grid: ran.extend(s.job for s in grid.standings))
-    monkeypatch.setattr(making, "measured", lambda jobs, out: PACES)
+    monkeypatch.setattr(
+        experiments.Grid, "run", lambda grid: ran.extend(s.job for s in grid.standings)
+    )
+    monkeypatch.setattr(experiments, "measured", lambda jobs, out: PACES)
     scale = lasting(small, 1.0, tmp_path, board=Board())
     assert {job.name for job in ran} >= {f"pace-{role}" for role in PACES}
     assert steps_of(scale.model("jump")) == 45
@@ -246,13 +248,13 @@ def test_mauve_may_be_left_out(tmp_path):
         (job, *_) = BASELINE_ITEMS[0].jobs(scale)
         assert ("mauve" in job.options["metrics"]) == scale.measures_mauve == wanted
         assert scale.causal_judge
-        assert making.command(BASELINE_ITEMS[0], scale).endswith(" --no-mauve") != wanted
+        assert experiments.command(BASELINE_ITEMS[0], scale).endswith(" --no-mauve") != wanted
 
 
 def test_the_command_of_a_table_says_all_that_was_asked_for(small):
     options = {"temperature": 0.8, "collapse_spaces": True, "end": "<s>"}
     scale = replace(with_minutes(small, 1.5, PACES), judge_options=options)
-    words = making.command(BASELINE_ITEMS[0], scale)
+    words = experiments.command(BASELINE_ITEMS[0], scale)
     assert words.endswith(
         " --judge-temperature 0.8 --judge-collapse-spaces --judge-end '<s>' --minutes 1.5"
     )

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from didi_instruct.reproduce import grid as grids
-from didi_instruct.reproduce.grid import Grid
+from didi_instruct.reproduce.grid import Grid, from_plain, to_plain
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.minutes import SHARED
-from didi_instruct.reproduce.processes import from_plain, to_plain
 from didi_instruct.reproduce.running import Done, folder_of
 
 CALLS = """

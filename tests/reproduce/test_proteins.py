@@ -11,16 +11,15 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.evaluate import Evaluation
 from didi_instruct.evaluation.lengths import joined
-from didi_instruct.reproduce import proteins
-from didi_instruct.reproduce.catalogue import ITEMS
-from didi_instruct.reproduce.items_proteins import WAYS
+from didi_instruct.reproduce import protein_scales, proteins
+from didi_instruct.reproduce.experiments import ITEMS, jobs_of
 from didi_instruct.reproduce.jobs import Context
-from didi_instruct.reproduce.making import jobs_of
+from didi_instruct.reproduce.proteins import WAYS
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import lay_out
 
-PLDDT, DIVERSITY = (ITEMS[name] for name in proteins.ITEMS)
+PLDDT, DIVERSITY = (ITEMS[name] for name in protein_scales.ITEMS)
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_a_row_has_numbers_by_length_and_their_mean(monkeypatch, tmp_path):
         context, label="x", lengths=[10, 30], steps=[2, 4], num=3, seed=5, sampler="dplm",
         metrics=["clusters"], batch_size=3,
     )  # fmt: skip
-    fasta = str(chains / proteins.FASTA)
+    fasta = str(chains / protein_scales.FASTA)
     assert asked == [(["there"], (10, 30), "dplm", fasta)]
     first, second = found["rows"]
     assert (first["cluster_entropy_10"], first["cluster_entropy_30"]) == (1, 3)
@@ -158,7 +157,7 @@ def test_a_dry_run_of_made_up_chains_needs_no_texts(didi, tmp_path):
 def test_a_dry_run_checks_for_everything(didi, tmp_path, monkeypatch):
     fasta = tmp_path / "chains.fasta"
     fasta.write_text(">a\nMKT\n")
-    monkeypatch.setattr("didi_instruct.reproduce.checks.shutil.which", lambda name: None)
+    monkeypatch.setattr("didi_instruct.reproduce.preflight.shutil.which", lambda name: None)
     asked = ("reproduce", "protein-plddt,protein-diversity", "--scale", "small", "--data", fasta)
     code, out, _ = didi(*asked, "--folding", tmp_path, "--out", tmp_path / "out", "--dry-run")
     assert code == 1
@@ -172,10 +171,10 @@ def test_a_dry_run_checks_for_everything(didi, tmp_path, monkeypatch):
 
 def test_made_up_chains_are_of_three_families(tmp_path):
     context = SimpleNamespace(folder=tmp_path)
-    assert proteins.write(context, what="chains") == {"chains": 240}
-    lines = (tmp_path / "run" / proteins.FASTA).read_text().split()
+    assert protein_scales.write(context, what="chains") == {"chains": 240}
+    lines = (tmp_path / "run" / protein_scales.FASTA).read_text().split()
     chains = lines[1::2]
     assert {len(chain) for chain in chains} <= set(range(20, 47))
     starts = {chain[:8] for chain in chains}
     assert 3 < len(starts) <= 240
-    assert json.dumps(chains) == json.dumps(proteins._made_up(240))
+    assert json.dumps(chains) == json.dumps(protein_scales._made_up(240))

@@ -10,8 +10,8 @@ from didi_instruct.cli.reproduce import _time as told_time
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.errors import UserError
 from didi_instruct.model import load
-from didi_instruct.reproduce import making, paces, scales
-from didi_instruct.reproduce.catalogue import ITEMS
+from didi_instruct.reproduce import experiments, minutes, scales
+from didi_instruct.reproduce.experiments import ITEMS
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import Given
@@ -67,12 +67,12 @@ def test_tables_of_what_has_finished(didi, tiny, tmp_path, monkeypatch):
     assert "generation: no table: teacher: not run yet" in err
     assert didi("reproduce", "generation", "--out", tmp_path)[0] == 0
     (tmp_path / "tables" / "generation.md").unlink()
-    monkeypatch.setattr(making.Grid, "run", None)
+    monkeypatch.setattr(experiments.Grid, "run", None)
     tiny["scale"] = replace(tiny["scale"], name="paper")
     assert didi("reproduce", "generation", "--out", tmp_path, "--write-only")[0] == 0
     assert (tmp_path / "tables" / "generation.md").exists()
     seen = []
-    monkeypatch.setattr(paces, "expected", lambda scale, *given: seen.append(given) or scale)
+    monkeypatch.setattr(minutes, "expected", lambda scale, *given: seen.append(given) or scale)
     code, _, err = didi("reproduce", "latency", "--out", tmp_path, "--write-only", "--minutes", 1)
     assert code == 1
     assert "latency: no table" in err
@@ -154,7 +154,7 @@ def test_ctrl_c_while_measuring_keeps_what_is_done(didi, tiny, tmp_path, monkeyp
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("didi_instruct.reproduce.measuring.quality", interrupt)
+    monkeypatch.setattr("didi_instruct.reproduce.measure.quality", interrupt)
     code, _, err = didi("reproduce", "generation", "--out", tmp_path)
     assert code == 130
     assert "The same command goes on." in err
@@ -213,7 +213,7 @@ def test_minutes_change_the_scale_that_is_run(didi, tiny, tmp_path, monkeypatch)
         asked.append(minutes)
         raise UserError("enough")
 
-    monkeypatch.setattr(making, "lasting", lasting)
+    monkeypatch.setattr(experiments, "lasting", lasting)
     code, _, err = didi("reproduce", "baselines", "--minutes", 1.5, "--out", tmp_path / "out")
     assert (code, asked) == (2, [1.5])
     assert "enough" in err

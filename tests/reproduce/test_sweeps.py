@@ -3,8 +3,7 @@
 import pytest
 
 from didi_instruct.errors import UserError
-from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.sweeps import sweep
+from didi_instruct.reproduce.jobs import Job, sweep
 
 TEACHER = Job(name="teacher", does="pretrain", recipe="oracle-teacher")
 

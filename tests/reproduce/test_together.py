@@ -9,10 +9,10 @@ from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.preflight import check_together
 from didi_instruct.reproduce.running import RUN, run_job
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
-from didi_instruct.reproduce.together import check_together
 
 from .small_models import LANGUAGE, config_of, save, save_letters
 

@@ -12,11 +12,14 @@ from didi_instruct.evaluation.corpora import find_corpora, open_corpora
 from didi_instruct.evaluation.text_likelihood import pack
 from didi_instruct.reproduce.minutes import learning
 from didi_instruct.reproduce.paper import CORPORA
-from didi_instruct.reproduce.toy_corpora import sentences, toy_models, write_corpora, write_text
-from didi_instruct.reproduce.zeroshot import (
+from didi_instruct.reproduce.task_files import sentences
+from didi_instruct.reproduce.zero_shot import (
     mean_ratios,
     paper_rows,
+    toy_models,
     with_ratios,
+    write_corpora,
+    write_text,
     zero_shot_rows,
 )
 

@@ -18,8 +18,8 @@ from didi_instruct.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from didi_instruct.reproduce.items import Item
-    from didi_instruct.reproduce.making import Outcome
+    from didi_instruct.reproduce.experiments import Outcome
+    from didi_instruct.reproduce.lines import Item
     from didi_instruct.reproduce.scale import Scale
 
 FAILED = 1
@@ -128,10 +128,9 @@ def command(
 
     What is done is kept: the same command goes on where it stopped.
     """
-    from didi_instruct.reproduce.catalogue import ITEMS
-    from didi_instruct.reproduce.checks import check_given
-    from didi_instruct.reproduce.items import find_item
-    from didi_instruct.reproduce.paces import LASTING
+    from didi_instruct.reproduce.experiments import ITEMS, find_item
+    from didi_instruct.reproduce.minutes import LASTING
+    from didi_instruct.reproduce.preflight import check_given
     from didi_instruct.reproduce.scale import Given
     from didi_instruct.reproduce.scales import find_scale
 
@@ -180,7 +179,7 @@ def command(
 
 def _of_proteins(scale: str, asked: "Iterable[str]") -> bool:
     """Whether the items have the models and data of proteins, apart from those of text."""
-    from didi_instruct.reproduce.proteins import ITEMS
+    from didi_instruct.reproduce.protein_scales import ITEMS
 
     of_proteins = {name in ITEMS for name in asked}
     if len(of_proteins) > 1 and scale != "toy":
@@ -192,7 +191,7 @@ def _of_proteins(scale: str, asked: "Iterable[str]") -> bool:
 
 def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]":
     """Items that may be made by several jobs on one GPU."""
-    from didi_instruct.reproduce.gpus import visible_gpus
+    from didi_instruct.reproduce.grid import visible_gpus
 
     if device is not None or not visible_gpus():
         raise UserError("--at-once is for jobs that share GPUs: leave it out here, or --device.")
@@ -244,11 +243,10 @@ def _run(
     minutes: float | None,
 ) -> int:
     from didi_instruct.cli.board import ProgressBoard
-    from didi_instruct.reproduce.checks import require_gpu
-    from didi_instruct.reproduce.gpus import visible_gpus
-    from didi_instruct.reproduce.making import lasting, make
+    from didi_instruct.reproduce.experiments import lasting, make
+    from didi_instruct.reproduce.grid import visible_gpus
+    from didi_instruct.reproduce.preflight import check_together, require_gpu
     from didi_instruct.reproduce.running import StoppedError
-    from didi_instruct.reproduce.together import check_together
 
     require_gpu(scale, device)
     check_together(scale)
@@ -267,8 +265,8 @@ def _run(
 def _write_only(
     items: "Sequence[Item]", scale: "Scale", folder: Path, minutes: float | None
 ) -> int:
-    from didi_instruct.reproduce.making import write_only
-    from didi_instruct.reproduce.paces import expected
+    from didi_instruct.reproduce.experiments import write_only
+    from didi_instruct.reproduce.minutes import expected
 
     if minutes is not None:
         scale = expected(scale, minutes, folder)
@@ -313,9 +311,9 @@ def _time(hours: float) -> str:
 
 
 def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path, minutes: float | None) -> int:
-    from didi_instruct.reproduce.checks import checks, plan, plan_paces
     from didi_instruct.reproduce.costs import SAMPLING_MFU, TRAINING_MFU
-    from didi_instruct.reproduce.paces import expected
+    from didi_instruct.reproduce.minutes import expected
+    from didi_instruct.reproduce.preflight import checks, plan, plan_paces
 
     paced = []
     if minutes is not None:

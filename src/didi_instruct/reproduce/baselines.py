@@ -1,225 +1,281 @@
-"""Rivals on equal terms: what a user would try before training anything, and what others distil.
+"""The experiment `baselines`: samplers, rivals and students of one teacher on equal terms."""
 
-Every way of sampling is measured at the same NFE, plain and over the same temperatures and top-p,
-so that none is reported at its worst setting alone. Each is drawn by itself and brings the numbers
-of its samples; what sets it apart from the others is computed when all are there
-(`baselines_compared`), so that one may fail, come later or be made on another machine.
-"""
-
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.config.schema import read_yaml
-from didi_instruct.errors import UserError
-from didi_instruct.evaluation import frontier
+from didi_instruct.data.files import write_atomic
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS, with_values
-from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
-from didi_instruct.reproduce.minutes import (
-    bank_minutes,
-    learning,
-    training_minutes,
-    training_texts,
+from didi_instruct.evaluation.report.figures import as_png
+from didi_instruct.reproduce.baseline_rows import (
+    ABOVE,
+    BASELINE,
+    LATE,
+    METRICS,
+    PLAIN,
+    TEACHER,
+    WAYS,
+    Way,
+    began_as,
+    compared,
 )
-from didi_instruct.reproduce.scale import FIRST
-
-METRICS = ("ppl", "entropy", "path-kl", "self-bleu", "unique-4gram")
-PLAIN_ALONE = ("mauve",)
-"""Measured of plain settings alone, which tables show: k-means of each takes a second."""
-TEACHER = "teacher"
-PLAIN = (1.0, 1.0)
-"""Temperature and top-p."""
-ABOVE = 1.1
-"""A temperature of the baselines alone, hardly ever a best one: without it their frontiers end
-where plain rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
-LATE = "-late"
-"""Ends the role of a model that stands in for another from some NFE on."""
-CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
-"""Students whose teacher is not the teacher of all, and that teacher's role, or roles in turn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """A way to sample one of the models."""
-
-    role: str
-    method: str
-    sampler: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    own_steps: bool = False
-    """Whether it takes a step per token: it then stands beside the others, not on equal terms."""
-    loose: bool = False
-    """Whether its path KL is a looser bound than the others', and not to be ranked with them."""
-
-    as_fast_as: str = ""
-    """Another way that takes as long, whatever the weights are; empty: its own time."""
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether others are set against it."""
-        return self.method in (BASELINE, STREAMS)
-
-
-WAYS = (
-    Way(role=TEACHER, method=BASELINE),
-    Way(role=TEACHER, method="MDLM, greedy tail", options={"greedy_tail": True}),
-    Way(role=TEACHER, method=STREAMS, options={"order": "streams"}),
-    Way(role=TEACHER, method="MDLM, confidence order", sampler="confidence"),
-    Way(role=TEACHER, method="MDLM, entropy order", sampler="entropy"),
-    Way(role=TEACHER, method="MDLM, margin order", sampler="margin"),
-    Way(role=TEACHER, method="MDLM, re-masking", sampler="remasking"),
-    Way(role=TEACHER, method="MDLM, token by token", sampler="first-hitting", own_steps=True),
-    Way(role="ar", method="AR, the same trunk", own_steps=True),
-    Way(role="sdtt", method="SDTT", as_fast_as=BASELINE),
-    Way(role="dimo", method="DiMO", sampler="dimo", loose=True),
-    Way(role="duo-teacher", method="DUO, its teacher"),
-    Way(role="duo", method="DUO distilled"),
-    Way(role="duo", method="DUO distilled, greedy tail", options={"greedy_tail": True}),
-    Way(role="didi", method="DiDi-Instruct, unguided", as_fast_as=BASELINE),
-    Way(role="didi", method="DiDi-Instruct", sampler="rgas"),
-    Way(
-        role="didi",
-        method="DiDi-Instruct, h 10",
-        sampler="rgas",
-        options={"h_start": 10.0, "h_end": 10.0},
-        as_fast_as="DiDi-Instruct",
-    ),
-    Way(role="jump", method="DiDi-Instruct, jump variant (ours)", as_fast_as=BASELINE),
-    Way(role="path", method="likelihood along streams (ours)", as_fast_as=STREAMS),
-    Way(role="token-matching", method="token matching (ours)", as_fast_as=STREAMS),
+from didi_instruct.reproduce.baselines_figure import draw_baselines
+from didi_instruct.reproduce.findings import (
+    at_the_edge,
+    gains,
+    less_varied,
+    of_like_lengths,
+    of_other_lengths,
+    summary,
+    winners,
+    without_vsf,
 )
-"""Of each role that has a model."""
+from didi_instruct.reproduce.generation import MAUVE, SELF_BLEU, about_mauve
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.latency import untimed
+from didi_instruct.reproduce.lines import Item, Results, learnt
+from didi_instruct.reproduce.methods import ALL_TRICKS
+from didi_instruct.reproduce.scale import FIRST, Scale
+from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
+
+SPEED = ("tokens_per_second", "tokens_per_second_note", "machine")
+ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "path", "token-matching")
+"""Models beside teacher and student, where a scale has them."""
+TRAINED = (*ROLES, FIRST)
+"""Those, and who is asked for the minutes of its training alone."""
+SHOWN = (
+    PASSES,
+    PPL,
+    ENTROPY,
+    Shown("mean_length", "tokens a text", ".0f"),
+    Shown("vsf", "vsF", ".3f"),
+    Shown("vsf_best", "vsF, best setting", ".3f"),
+    Shown("vsf_passes", "vsF, equal passes", ".3f"),
+    Shown("streams_vsf", "vsF, teacher in streams", ".3f"),
+    PATH_KL,
+    Shown("path_kl_best", "path KL, best setting", ".2f"),
+    Shown("gap_closed_best", "gap closed, best setting", ".0%"),
+    Shown("streams_gap_closed_best", "gap closed, teacher in streams", ".0%"),
+    SELF_BLEU,
+    MAUVE,
+    Shown("training_texts", "training texts", ",.0f"),
+    Shown("chain_minutes", "training minutes", ".3g"),
+    Shown("tokens_per_second", "tokens/s", ",.0f"),
+)
+BRIEF = ("passes", "ppl", "entropy", "vsf", "vsf_best", "path_kl_best", "gap_closed_best")
+"""What fits on a terminal."""
 
 
-def settings_of(
-    models: Mapping[str, str],
-    steps: Sequence[int],
-    *,
-    temperatures: Sequence[float] = (),
-    top_ps: Sequence[float] = (),
-    most_steps: int | None = None,
-    late_from: int | None = None,
-    few: Sequence[int] = (),
-    costly: Sequence[int] = (),
-    methods: Collection[str] | None = None,
-) -> list[Setting]:
-    """All rows of the table, or of some methods; `models` are SOURCEs by role.
-
-    With `most_steps` the baselines are drawn with so many too, for the gap that others close, and
-    the first with `costly` NFE, about as many as guidance takes passes. From `late_from` NFE on,
-    the model of a role is that of ROLE-late, where there is one. `few` are NFE of what was trained,
-    and of the baselines, alone: some learn to take one or two steps.
-    """
-    if TEACHER not in models:
-        raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
-    known = {FIRST, *(way.role for way in WAYS)}
-    unknown = {role.removesuffix(LATE) for role in models} - known
-    assert not unknown, f"nothing samples {unknown}"
-    found = []
-    wanted = [way for way in WAYS if methods is None or way.method in methods]
-    for way in (way for way in wanted if way.role in models):
-        for nfe in budgets_of(way, steps, most_steps=most_steps, few=few, costly=costly):
-            late = late_from is not None and nfe is not None and nfe >= late_from
-            role = f"{way.role}{LATE}" if late and f"{way.role}{LATE}" in models else way.role
-            source = models[role]
-            options = {**way.options, **(_start(source) if way.sampler == "dimo" else {})}
-            for temperature, top_p in sweep_of(way, temperatures, top_ps):
-                found.append(
-                    Setting(
-                        method=way.method,
-                        source=source,
-                        steps=nfe,
-                        sampler=way.sampler,
-                        options=options,
-                        temperature=temperature,
-                        top_p=top_p,
-                        more={"role": way.role, "own_steps": way.own_steps, "loose": way.loose},
-                        without=() if (temperature, top_p) == PLAIN else PLAIN_ALONE,
-                    )
-                )
-    return found
+def _jobs(scale: Scale) -> list[Job]:
+    ways = [_way_job(scale, way, seed) for seed in scale.seeds for way in _ways(scale)]
+    return [*ways, *_speed_jobs(scale)]
 
 
-def sweep_of(
-    way: Way, temperatures: Sequence[float], top_ps: Sequence[float]
-) -> list[frontier.Setting]:
-    """Temperatures and top-p that a model is sampled with in one way, the plain setting first.
-
-    The teacher token by token, which no budget compares with, is plain alone: its sweep would take
-    as long as all else.
-    """
-    if way.own_steps and way.role == TEACHER:
-        return frontier.sweep((), ())
-    above = (ABOVE,) if temperatures and way.is_baseline else ()
-    return frontier.sweep((*temperatures, *above), top_ps)
+def _ways(scale: Scale) -> list[Way]:
+    return [way for way in WAYS if way.role in (TEACHER, "didi") or scale.has(way.role)]
 
 
-def budgets_of(
-    way: Way,
-    steps: Sequence[int],
-    *,
-    most_steps: int | None,
-    few: Sequence[int],
-    costly: Sequence[int],
-) -> list[int | None]:
-    """NFE that a model is sampled with in one way; None: a step per token."""
-    if way.own_steps:
-        return [None]
-    found = [*(few if way.role != TEACHER or way.is_baseline else ()), *steps]
-    if way.method == BASELINE:
-        found += costly
-    if way.is_baseline and most_steps is not None:
-        found.append(most_steps)
-    return list(dict.fromkeys(found))
+def _models(scale: Scale, seed: int) -> dict[str, Job | str]:
+    """All models by role, whose trainings are timed."""
+    students = {"didi": scale.rival(ALL_TRICKS, seed)}
+    late = [nfe for nfe in scale.budgets if scale.late_from and nfe >= scale.late_from]
+    if late:
+        students[f"didi{LATE}"] = scale.rival(ALL_TRICKS, seed, late[0])
+    students |= {role: scale.model(role, seed) for role in TRAINED if scale.has(role)}
+    timed = {role: replace(job, timed=True) for role, job in students.items()}
+    return {TEACHER: scale.teacher, **timed}
 
 
-def way_rows(
-    method: str, models: Mapping[str, str], steps: Sequence[int], terms: Terms, **sweep: Any
-) -> list[Row]:
-    """A row for every setting of one way to sample, with its costs and the numbers of each sample.
+def _way_job(scale: Scale, way: Way, seed: int) -> Job:
+    models = _models(scale, seed)
+    named = (TEACHER, way.role, f"{way.role}{LATE}", began_as(way.role, models))
+    inputs = {role: models[role] for role in named if role and role in models}
+    inputs["judge"] = scale.judge
+    metrics = list(METRICS)
+    if scale.measures_mauve and scale.data is not None:
+        inputs["reference"] = scale.data
+        metrics.append("mauve")
+    return Job(
+        name=f"baselines-{_slug(way.method)}-seed{seed}",
+        does="way",
+        inputs=inputs,
+        options={
+            "method": way.method,
+            **_budgets(scale),
+            "temperatures": list(scale.temperatures),
+            "top_ps": list(scale.top_ps),
+            "metrics": metrics,
+            **scale.drawing(seed),
+        },
+    )
 
-    `models` are the teacher, whose tokens all have, the model that is sampled, and those that its
-    training began with; `sweep` is for `settings_of`. `training_minutes` are those of the run's own
-    steps, `chain_minutes` also those of a bank and of a teacher of its own; null for a model that
-    was not trained here.
-    """
-    settings = settings_of(models, steps, methods=[method], **sweep)
-    found = measure(settings, terms, beside=[models[TEACHER]])
-    costs = {source: _costs(role, models) for role, source in models.items()}
+
+def _speed_jobs(scale: Scale) -> list[Job]:
+    """One for each model that has a time of its own, of the first seed: others are as fast."""
+    models = _models(scale, scale.seeds[0])
+    methods: dict[str, list[str]] = {}
+    for way in _ways(scale):
+        if not way.as_fast_as:
+            methods.setdefault(way.role, []).append(way.method)
     return [
-        with_values(row, measured.values) | costs[setting.source]
-        for row, measured, setting in zip(found.rows, found.measured, settings, strict=True)
+        Job(
+            name=f"speed-{role}",
+            does="speeds",
+            timed=True,
+            inputs={
+                name: models[name] for name in (TEACHER, role, f"{role}{LATE}") if name in models
+            },
+            options={
+                "methods": timed,
+                **_budgets(scale),
+                "costly": [],  # drawn to compare passes alone
+                "until_eot": scale.until_eot,
+            },
+        )
+        for role, timed in methods.items()
     ]
 
 
-def began_as(role: str, models: Mapping[str, Any]) -> str | None:
-    """Role of the model that one began its training with, where that is not the teacher of all."""
-    return next((earlier for earlier in CHAIN.get(role, ()) if earlier in models), None)
-
-
-def _costs(role: str, models: Mapping[str, str]) -> Row:
-    """Texts, minutes (of its steps; of all that came before too) and updates of a training."""
-    folder = Path(models[role])
-    minutes, bank = training_minutes(folder), bank_minutes(folder)
-    before = began_as(role, models)
-    earlier = training_minutes(Path(models[before])) if before else 0.0
-    chain = [minutes, bank, earlier]
-    known = [part for part in chain if part is not None]
+def _budgets(scale: Scale) -> dict[str, Any]:
     return {
-        "training_texts": training_texts(folder),
-        "training_minutes": minutes,
-        "bank_minutes": bank,
-        "chain_minutes": sum(known) if len(known) == len(chain) else None,
-        **learning(folder),
+        "steps": list(scale.budgets),
+        "most_steps": scale.most_steps,
+        "late_from": scale.late_from,
+        "few": list(scale.few),
+        "costly": list(scale.costly),
     }
 
 
-def _start(source: str) -> dict[str, float]:
-    """Where a student of DiMO starts from: what it was distilled with, if its run says so."""
-    recipe = Path(source) / "recipe.yaml"
-    if not recipe.is_file():
-        return {}
-    settings = read_yaml(recipe).get("dimo") or {}
-    return {name: settings[name] for name in ("random", "noise") if name in settings}
+def _slug(method: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", method.lower()).strip("-")
+
+
+def _sweep(scale: Scale, results: Results) -> list[Row]:
+    """Rows of all seeds, each beside the others of its own, with the speeds of the first."""
+    found = [results.get(job.key, ()) for job in _speed_jobs(scale)]
+    timed = {(row["method"], row["steps"]): row for rows in found for row in rows}
+    seeds = []
+    for seed in scale.seeds:
+        jobs = [_way_job(scale, way, seed) for way in _ways(scale)]
+        drawn = [row for job in jobs for row in results.get(job.key, ())]
+        seeds += [drawn] if drawn else []
+    # A seed that has lost its baseline is left out; where all have, the comparison says so.
+    whole = [rows for rows in seeds if any(row["method"] == BASELINE for row in rows)] or seeds
+    sweep = [row for rows in whole for row in compared(rows, scale.most_steps)]
+    return [row | _speed(row, timed) for row in sweep]
+
+
+def _speed(row: Row, timed: Mapping[tuple[str, int | None], Row]) -> Row:
+    plain = (row["temperature"], row["top_p"]) == PLAIN
+    (way,) = [way for way in WAYS if way.method == row["method"]]
+    steps = None if way.own_steps else row["nfe"]
+    found = timed.get((way.as_fast_as or way.method, steps), {}) if plain else {}
+    return {name: found.get(name) for name in SPEED}
+
+
+def _table(scale: Scale, results: Results) -> Table:
+    sweep = _sweep(scale, results)
+    rows = summary(sweep)
+    shown = SHOWN if scale.measures_mauve else tuple(s for s in SHOWN if s != MAUVE)
+    return Table(
+        title="Rivals on equal terms",
+        rows=sorted(rows, key=lambda row: row["nfe"]),
+        labels=("nfe", "method"),
+        across=None,
+        shown=shown,
+        brief=tuple(one for one in SHOWN if one.column in BRIEF),
+        sweep=sweep,
+        notes=[
+            *learnt(rows),
+            *winners(sweep),
+            *at_the_edge(sweep),
+            *less_varied(sweep),
+            *(gains(sweep) if scale.judge != "oracle" else [PUNISHES]),
+            *without_vsf(sweep),
+            *of_other_lengths(sweep),
+            *of_like_lengths(sweep),
+            *_reading(scale),
+            *untimed(rows),
+            *about_mauve(scale),
+            *_absent(scale),
+        ],
+    )
+
+
+PUNISHES = (
+    "On the oracle language mistakes raise the entropy of words, so that vsF punishes repairs: "
+    "choose by path KL here."
+)
+
+
+def _reading(scale: Scale) -> list[str]:
+    """How to read the columns."""
+    count = 1 + len(scale.temperatures) + len(scale.top_ps)
+    return [
+        "vsF is perplexity over the lowest that the teacher's ancestral sampler reaches at the "
+        "same NFE and the same entropy, with temperature or top-p; below 1 is a gain. It is that "
+        f"of the plain setting. Its best setting is the one of {count} that half of the samples "
+        "choose, and is told of the other half. Equal passes: against its sweeps of nearly as many "
+        "forward passes, which guidance and rewriting cost more of.",
+        f"Path KL at its best setting is the lowest of {count}, the same for all, on the samples "
+        "that choose it: its interval allows for that. Which it is: `path_kl_best_at` in the JSON. "
+        f"(The baselines have temperature {ABOVE} too, so that their frontiers go on above plain "
+        "rows; the teacher token by token is plain alone.)",
+        f"Gap closed is the share of what few steps cost the teacher, beside {scale.most_steps}; "
+        "its interval chooses anew in each resample.",
+        "Some students sample in streams order (`stories-path` and what follows from it), "
+        "which a teacher can do as well: the columns on streams set rows against the teacher "
+        "in that order. The stricter of both baselines counts. In random order path KL holds "
+        "what a text tells of its order beside the divergence, in streams it does not: shares "
+        "of a gap across orders flatter streams, and orders are ranked apart.",
+        "Unigram entropy is a weak control: a gain counts where path KL confirms it. Samplers "
+        "that choose positions by confidence, rewrite tokens or are guided have no path KL; "
+        "neither have uniform-state models (DUO): of these, vsF, Self-BLEU and MAUVE are all "
+        "there is. That of DiMO, whose noise is part of a path, is a looser bound: not ranked.",
+        "Intervals in the sentences above are over samples, of all seeds together; of so many rows "
+        "some stand out by chance.",
+        "Training minutes are wall-clock time here, without what compiles at first, of the whole "
+        "chain after the teacher that all share (whose own rows show its pretraining, if that was "
+        "here): steps, the bank of the teacher's texts that a student reads (drawn once for all; "
+        "`bank_minutes` in the CSV; --minutes are of steps alone), DUO's own teacher, token "
+        "matching's first student. None where runs shared a GPU. Texts are those of the last "
+        "training. DUO's teacher learns without its curriculum, and for fewer steps than the "
+        "masked one at scale small. SDTT, DUO and likelihood along streams read training text, "
+        "the others what teacher and student write.",
+        "Steps below the budgets of a scale are taken by what was trained and by both baselines "
+        "alone; a student may never have learnt to take so few, or so many.",
+        "Tokens/s are those of batches of 16 plain texts, without what follows their end; on a "
+        "GPU models are accelerated (`--fast`). Networks of one shape that are sampled in the "
+        "same way share one timing; all are of the first seed.",
+    ]
+
+
+def _absent(scale: Scale) -> list[str]:
+    """Models that are not in the table."""
+    lacking = [role for role in ROLES if not (scale.has(role) or role in scale.left_out)]
+    told = [f"Not at this scale: {', '.join(lacking)}."] if lacking else []
+    if scale.left_out:
+        told.append(f"Left out by --rivals: {', '.join(scale.left_out)}.")
+    return told
+
+
+def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    """Of the first seed that has a result: lines of several would lie on each other."""
+    first = table.sweep[0]["seed"]
+    rows = [row for row in table.sweep if row["seed"] == first]
+    title = f"{scale.name} scale, seed {first}, judge: {scale.judge_name}"
+    write_atomic(path, as_png(draw_baselines(rows, title)))
+
+
+BASELINE_ITEMS = (
+    Item(
+        name="baselines",
+        title="Rivals on equal terms: SDTT, DiMO, DUO, AR, and the teacher's own samplers",
+        where="",
+        jobs=_jobs,
+        table=_table,
+        figure=_draw,
+    ),
+)

@@ -16,7 +16,7 @@ from didi_instruct.evaluation.report.figures import (
     new_figure,
     set_scale,
 )
-from didi_instruct.reproduce.baselines import TEACHER
+from didi_instruct.reproduce.baseline_rows import TEACHER
 from didi_instruct.reproduce.figures import PALETTE, new_axis
 
 if TYPE_CHECKING:

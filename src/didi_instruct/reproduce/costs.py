@@ -18,10 +18,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.models.dit import count_parameters
 from didi_instruct.models.foreign.reading import recognise
-from didi_instruct.reproduce.adopting import ADOPT, WORDS, here
-from didi_instruct.reproduce.baselines import WAYS, budgets_of, sweep_of
-from didi_instruct.reproduce.equal_terms import WHOLE
-from didi_instruct.reproduce.jobs import DATA, Job
+from didi_instruct.reproduce.add_tokenizer import ADOPT, here
+from didi_instruct.reproduce.baseline_rows import WAYS, budgets_of, sweep_of
+from didi_instruct.reproduce.jobs import NO_MODELS, Job
+from didi_instruct.reproduce.measure import WHOLE
 
 PEAK = 989e12
 """FLOPs a second of an H100 or H200 in bfloat16, without sparsity."""
@@ -34,8 +34,6 @@ CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
 CHEAP = ("speeds", "task", "adaptation")
 """Tasks that take a few batches, or one pass over a task's texts, of each model."""
-NO_MODELS = ("judge", "reference", "corpora", "chains", "folding", DATA, WORDS)
-"""Inputs that are not sampled."""
 PER_ITERATION = {
     # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
     # discriminator learns from two texts and rewards one.

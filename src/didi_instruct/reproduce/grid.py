@@ -1,20 +1,26 @@
-"""The grid: any jobs, in the order of their needs, each once; what fails stops nothing else.
+"""Run jobs in the order of their needs, each once; a failed job blocks only its dependents.
 
-A job whose result is on disk is read. A training run that was stopped goes on from its last
-checkpoint. With several GPUs each has a process of its own, which runs one job after the other; a
-GPU that is named several times has several, for jobs that leave it idle most of the time. One that
-finds no memory beside the others is tried again when it has the GPU for itself.
+A job whose result is on disk is read. Interrupted training resumes from its checkpoint. With
+several GPUs each has a process of its own, which runs one job after another; a GPU that is named
+several times has several processes, for jobs that leave it idle most of the time. A job that runs
+out of memory beside others is tried again when it has the GPU to itself.
 """
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
 
+from didi_instruct.data.files import write_atomic
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.minutes import SHARED
-from didi_instruct.reproduce.processes import Processes
 from didi_instruct.reproduce.running import Done, StoppedError, finished, folder_of, run_job
 
 State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
@@ -200,3 +206,120 @@ def explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     known = type(error).__name__ in ("UserError", "TrainingError", "MissingExtraError")
     return text if known and text else f"{type(error).__name__}: {text}"
+
+
+def visible_gpus() -> list[str]:
+    """GPUs by the names that CUDA_VISIBLE_DEVICES has for them; torch is asked how many."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named if len(named) == count else [str(i) for i in range(count)]
+
+
+JOB, ERROR, LOG = "job.json", "error.txt", "log.txt"
+
+
+class Processes:
+    """Jobs in processes of their own, each of which sees one GPU; left, all have ended."""
+
+    def __init__(self, gpus: Sequence[str], out: Path) -> None:
+        self._free, self._out = list(gpus), out
+        self._running: dict[str, tuple[subprocess.Popen[bytes], str, Path]] = {}
+
+    @property
+    def free(self) -> bool:
+        """Whether a GPU is idle."""
+        return bool(self._free)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job runs."""
+        return bool(self._running)
+
+    def start(self, job: Job) -> None:
+        """Run a job on an idle GPU."""
+        gpu, folder = self._free.pop(0), folder_of(job, self._out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR).unlink(missing_ok=True)
+        write_atomic(folder / JOB, json.dumps(to_plain(job)).encode())
+        with (folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "didi_instruct.reproduce.grid", folder, self._out],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+            )
+        self._running[job.key] = (process, gpu, folder)
+
+    def ended(self) -> Iterator[tuple[str, str]]:
+        """Keys of jobs that have ended, and what went wrong, if anything did."""
+        for key, (process, gpu, folder) in list(self._running.items()):
+            if process.poll() is None:
+                continue
+            del self._running[key]
+            self._free.append(gpu)
+            error = folder / ERROR
+            yield key, error.read_text(encoding="utf-8") if error.exists() else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Ask what still runs to save and stop, and wait for it."""
+        for process, _, _ in self._running.values():
+            process.send_signal(signal.SIGTERM)
+        for process, _, _ in self._running.values():
+            process.wait()
+
+
+def to_plain(job: Job) -> dict[str, Any]:
+    """A job and all that it needs, as JSON."""
+    return {
+        "name": job.name,
+        "does": job.does,
+        "recipe": job.recipe,
+        "overrides": list(job.overrides),
+        "options": dict(job.options),
+        "inputs": {
+            role: to_plain(given) if isinstance(given, Job) else given
+            for role, given in job.inputs.items()
+        },
+    }
+
+
+def from_plain(value: Mapping[str, Any]) -> Job:
+    """The job that `to_plain` wrote."""
+    inputs = {
+        role: given if isinstance(given, str) else from_plain(given)
+        for role, given in value["inputs"].items()
+    }
+    return Job(
+        name=value["name"],
+        does=value["does"],
+        recipe=value["recipe"],
+        overrides=tuple(value["overrides"]),
+        options=value["options"],
+        inputs=inputs,
+    )
+
+
+def work(folder: Path, out: Path) -> int:
+    """Run the job that a grid wrote into `folder`; what goes wrong is left there for it."""
+    try:
+        run_job(from_plain(json.loads((folder / JOB).read_text(encoding="utf-8"))), out)
+    except StoppedError as stopped:
+        return 128 + stopped.signal
+    except Exception as error:
+        (folder / ERROR).write_text(explain(error), encoding="utf-8")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1]), Path(sys.argv[2])))

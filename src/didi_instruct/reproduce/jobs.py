@@ -1,15 +1,22 @@
-"""One piece of work of a grid: what decides its result, and the name that follows from it.
+"""Jobs of a grid: a training or a registered task, with everything its result depends on.
 
-A key is a hash of content: settings in force, data and weights by what is in them, keys of the jobs
-it builds on, the version of the package. Names, folders and the order of jobs have no part in it,
-so two items that ask for the same training share one.
+A key is a hash of content: settings in force, data and weights by content, keys of the jobs it
+builds on, the version of the package. Names, folders and the order of jobs have no part in it, so
+two experiments that need the same training share one.
+
+    students = sweep("oracle-didi", {"optim.lr": [1e-4, 3e-4]}, teacher="runs/teacher")
+    Grid(students, Path("out")).run()
+
+`sweep` makes jobs of one recipe in all combinations of some settings (examples/grid.py).
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +28,7 @@ from didi_instruct.config.recipes import load_recipe
 from didi_instruct.config.train import LoraConfig, PretrainConfig
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import Manifest, is_prepared
+from didi_instruct.errors import UserError
 from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
 
@@ -67,20 +75,20 @@ class Task:
 
 _HERE = "didi_instruct.reproduce"
 TASKS: Mapping[str, Task] = {
-    "quality": Task(f"{_HERE}.measuring:quality", f"{_HERE}.measuring:quality"),
-    "texts": Task(f"{_HERE}.measuring:texts", f"{_HERE}.measuring:texts"),
-    "landscape": Task(f"{_HERE}.calls:landscape", f"{_HERE}.calls:landscape"),
-    "anova": Task(f"{_HERE}.calls:anova", f"{_HERE}.calls:anova"),
-    "latency": Task(f"{_HERE}.calls:latency", f"{_HERE}.calls:latency"),
-    "zero_shot": Task(f"{_HERE}.calls:zero_shot", f"{_HERE}.calls:zero_shot"),
-    "toy_zero_shot": Task(f"{_HERE}.calls:toy_zero_shot", f"{_HERE}.calls:toy_zero_shot"),
-    "way": Task(f"{_HERE}.calls:way", f"{_HERE}.calls:way"),
-    "speeds": Task(f"{_HERE}.calls:speeds", f"{_HERE}.calls:speeds"),
+    "quality": Task(f"{_HERE}.measure:quality", f"{_HERE}.measuring:quality"),
+    "texts": Task(f"{_HERE}.measure:texts", f"{_HERE}.measuring:texts"),
+    "landscape": Task(f"{_HERE}.guidance:landscape", f"{_HERE}.calls:landscape"),
+    "anova": Task(f"{_HERE}.guidance:anova", f"{_HERE}.calls:anova"),
+    "latency": Task(f"{_HERE}.latency:latency", f"{_HERE}.calls:latency"),
+    "zero_shot": Task(f"{_HERE}.zero_shot:zero_shot", f"{_HERE}.calls:zero_shot"),
+    "toy_zero_shot": Task(f"{_HERE}.zero_shot:toy_zero_shot", f"{_HERE}.calls:toy_zero_shot"),
+    "way": Task(f"{_HERE}.baseline_rows:way", f"{_HERE}.calls:way"),
+    "speeds": Task(f"{_HERE}.baseline_rows:speeds", f"{_HERE}.calls:speeds"),
     "task": Task(f"{_HERE}.downstream:task", f"{_HERE}.downstream:task"),
     "adaptation": Task(f"{_HERE}.downstream:adaptation", f"{_HERE}.downstream:adaptation"),
     "cells": Task(f"{_HERE}.proteins:cells", f"{_HERE}.proteins:cells"),
-    "adopt": Task(f"{_HERE}.adopting:adopt", f"{_HERE}.adopting:adopt"),
-    "write_proteins": Task(f"{_HERE}.proteins:write", f"{_HERE}.proteins:write"),
+    "adopt": Task(f"{_HERE}.add_tokenizer:adopt", f"{_HERE}.adopting:adopt"),
+    "write_proteins": Task(f"{_HERE}.protein_scales:write", f"{_HERE}.proteins:write"),
     "write_task_files": Task(f"{_HERE}.task_files:write", f"{_HERE}.task_files:write"),
 }
 
@@ -261,3 +269,52 @@ def in_order(jobs: Sequence[Job], done: Callable[[Job], bool] = lambda _: False)
     for job in jobs:
         visit(job)
     return list(found.values())
+
+
+WORDS = "tokenizer"
+"""Role of the tokenizer among the inputs."""
+NO_MODELS = ("judge", "reference", "corpora", "chains", "folding", DATA, WORDS)
+"""Inputs that are not sampled."""
+
+
+def sweep(
+    recipe: str,
+    choices: Mapping[str, Sequence[Any]],
+    *,
+    teacher: Job | str | None = None,
+    overrides: Sequence[str] = (),
+) -> list[Job]:
+    """A training for each combination of `choices`, values by setting (`section.key`).
+
+    With a `teacher` they distil it, without they pretrain. `overrides` (`section.key=value`) hold
+    for all. The last setting of `choices` changes first; those of a job end its `overrides`.
+    """
+    for setting, values in choices.items():
+        if isinstance(values, str) or not values:
+            raise UserError(f"choices of {setting} are {values!r}: give a list of values.")
+    jobs = []
+    for values in product(*choices.values()):
+        chosen = [f"{s}={_written(v)}" for s, v in zip(choices, values, strict=True)]
+        job = Job(
+            name=_name(recipe, chosen),
+            does="pretrain" if teacher is None else "distill",
+            recipe=recipe,
+            overrides=(*overrides, *chosen),
+            inputs={} if teacher is None else {"teacher": teacher},
+        )
+        job.settings()  # a setting that is none is told now, not when its turn comes
+        jobs.append(job)
+    return jobs
+
+
+def _written(value: Any) -> str:
+    """As an override has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _name(recipe: str, chosen: Sequence[str]) -> str:
+    """The recipe, and each setting's own word with its value, as a folder may be called."""
+    words = [Path(recipe).stem]
+    for setting, _, value in (one.partition("=") for one in chosen):
+        words.append(f"{setting.rpartition('.')[2]}-{value}")
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-") for word in words)

@@ -1,17 +1,18 @@
-"""How long samplers take: seconds of a batch, beside the quality of what they write.
+"""Experiment on latency: seconds of a batch, beside the quality of what is sampled.
 
 On a GPU models are accelerated, as by `didi generate --fast`: passes are compiled and captured, and
-a left-to-right model has a static cache. Every setting is drawn before anything is timed
-(on a GPU every batch, since each may bring shapes that are captured anew); then all are timed in
-turns, so that a machine that warms up or is busy for a while slows all of them alike. A number is
-the median of the rounds; the range tells how steady it is. One that does not run, for want of
-memory say, has none, and `tokens_per_second_note` tells why. Models of one shape that are sampled
-in the same way share one timing, since weights do not change how long it takes.
+a left-to-right model has a static cache. Every setting is warmed up before anything is timed (on a
+GPU with every batch, since each may bring new shapes to capture); then settings are interleaved, so
+that a machine that is busy for a while slows all of them alike. A number is the median of the
+rounds, with their range. A setting that fails, for want of memory say, has no number;
+`tokens_per_second_note` holds the reason. Models of one shape that are sampled in the same way
+share one timing.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -19,10 +20,23 @@ from didi_instruct.benchmarking.timing import Case, Timing, time_cases
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.drawing import fast_products
 from didi_instruct.evaluation.measuring import Row
+from didi_instruct.evaluation.provenance import provenance
 from didi_instruct.evaluation.samples import end_of_text, text_lengths
 from didi_instruct.hub.sources import ModelInfo, peek_models
 from didi_instruct.model import Model, load
-from didi_instruct.reproduce.equal_terms import Setting, Terms, measure
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.measure import (
+    Rows,
+    Setting,
+    Terms,
+    measure,
+    terms_of,
+)
+from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Shown, Table
 from didi_instruct.sampling.registry import find_sampler
 from didi_instruct.training.distributed import pick_device
 
@@ -198,3 +212,127 @@ def _case(
     return Case(
         name=setting.method, run=run, batch=batch, length=window, steps=setting.steps or window
     )
+
+
+def latency(
+    context: Context,
+    *,
+    steps: Mapping[str, int],
+    labels: Mapping[str, str],
+    samplers: Mapping[str, str | None],
+    guidance: Mapping[str, Any],
+    batch: int,
+    rounds: int,
+    machine: str,
+    fast: bool,
+    **common: Any,
+) -> Rows:
+    """Time and quality of the models in `steps`, which are inputs by role; `machine` is told only.
+
+    A role that ends in `-greedy` is that model without chance; `guidance` are options of RGAS. On a
+    GPU bfloat16 is timed, as in the paper; with `fast`, of accelerated models.
+    """
+    half = pick_device(context.device).type == "cuda"
+    settings = [
+        Setting(
+            method=labels[role],
+            source=context.inputs[role.removesuffix("-greedy")],
+            steps=None if role.startswith("ar") else nfe,
+            sampler=samplers.get(role),
+            options=guidance if samplers.get(role) == "rgas" else {},
+            temperature=0.0 if role.endswith("-greedy") else 1.0,
+            more={"role": role, "machine": machine},
+        )
+        for role, nfe in steps.items()
+    ]
+    dtype = torch.bfloat16 if half else None
+    terms = terms_of(context, **common)
+    return latency_rows(settings, terms, batch=batch, rounds=rounds, dtype=dtype, fast=fast)
+
+
+SPEEDS = (
+    Shown("nfe", "NFE", ".0f"),
+    PASSES,
+    Shown("tokens_per_second", "tokens/s", ",.0f"),
+    Shown("seconds_per_1k", "s per 1,024 tokens", ".3g"),
+    Shown("ratio_to_ar", "times AR", ".2f"),
+    PPL,
+    ENTROPY,
+)
+GREEDY, GREEDY_LABEL = "ar-greedy", f"{METHODS['ar'].label}, greedy"
+"""The role of the left-to-right model that takes the most probable token, as the paper's does."""
+
+
+def _latency_job(scale: Scale) -> Job:
+    """Time of one machine: its name is part of what decides the numbers."""
+    seed, known = scale.seeds[0], provenance()
+    roles = {role: nfe for role, nfe in scale.latency.items() if role != "ar" or scale.has("ar")}
+    greedy = {GREEDY: roles["ar"]} if "ar" in roles else {}
+    models: dict[str, Job | str] = {
+        "teacher": scale.teacher,
+        "didi": scale.ablated(ALL_TRICKS, seed, scale.latency["didi"]),
+    }
+    others = {role: scale.model(role, seed) for role in roles if role not in models}
+    return Job(
+        name="latency",
+        does="latency",
+        timed=True,
+        inputs={**models, **others, "judge": scale.judge},
+        options={
+            "steps": greedy | roles,
+            "labels": {role: METHODS[role].label for role in roles}
+            | dict.fromkeys(greedy, GREEDY_LABEL),
+            "guidance": dict(scale.guidance),
+            "samplers": {role: METHODS[role].sampler for role in roles},
+            "batch": scale.latency_batch,
+            "rounds": 5,
+            "machine": known.get("GPU", known["CPU"]),
+            "fast": True,
+            **scale.drawing(seed),
+        },
+    )
+
+
+def _latency_table(scale: Scale, results: Results) -> Table:
+    rows = results.get(_latency_job(scale).key, [])
+    ar = next((row["tokens_per_second"] for row in rows if row["role"] == GREEDY), None)
+    theirs = paper.LATENCY["ar"].tokens_per_second
+    return Table(
+        rows=[row | {"ratio_to_ar": _over(row["tokens_per_second"], ar)} for row in rows],
+        across=None,
+        shown=SPEEDS,
+        paper=[
+            {
+                "method": GREEDY_LABEL if role == "ar" else METHODS[role].label,
+                **speed._asdict(),
+                "ratio_to_ar": speed.tokens_per_second / theirs,
+            }
+            for role, speed in paper.LATENCY.items()
+        ],
+        notes=[
+            f"Batches of {scale.latency_batch}, after a warm-up the median of five rounds in which "
+            "all take turns. On a GPU models are accelerated (`--fast`): passes are compiled and "
+            "captured, AR has a static cache; RGAS counts with its discriminator, which is "
+            "compiled alone.",
+            "AR is timed greedy, as in the paper and as what the others are compared with, and "
+            "sampled as the others are: greedy texts have no variety to compare.",
+            "The paper compares at matched perplexity, on an H100 in bfloat16. Speeds of two "
+            "machines or two sizes do not compare: read rows of one table.",
+            *untimed(rows),
+        ],
+    )
+
+
+def _over(rate: float | None, other: float | None) -> float | None:
+    return rate / other if rate and other else None
+
+
+LATENCY_ITEMS = (
+    Item(
+        name="latency",
+        title="Latency and throughput",
+        where='Appendix "Practical Latency and Throughput Analysis", table',
+        jobs=lambda scale: [_latency_job(scale)],
+        table=_latency_table,
+    ),
+)

@@ -1,5 +1,13 @@
-"""How long a run trained, on how many texts, and how often its student learnt, by its own files."""
+"""Training time: read from the files of a run, and turned into steps for equal minutes.
 
+`--minutes` trains every student equally long. Short runs measure how fast each learns on this
+machine; `paces.json` keeps these rates, since with another rate every student would be another
+model. Drawing and compilation before the first step do not count.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +15,14 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.config.schema import read_yaml
 from didi_instruct.config.train import PretrainConfig
+from didi_instruct.data.files import write_atomic
 from didi_instruct.distillation.bank import drawing_seconds
+from didi_instruct.errors import UserError
 from didi_instruct.evaluation.training_curves import read_log
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.methods import ALL_TRICKS
+from didi_instruct.reproduce.running import RUN, folder_of
+from didi_instruct.reproduce.scale import FIRST, Scale, Training, role_of
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
 SHARED = "shared-gpu"
@@ -92,3 +106,171 @@ def _tokens_per_step(folder: Path) -> int:
     """Of a pretraining run, whose log has tokens per second alone."""
     config = load_recipe(PretrainConfig, str(folder / RECIPE), ())
     return config.train.batch_size * config.model.row_length
+
+
+LASTING = ("baselines", "latency")
+"""Whose students may train equal minutes."""
+KEPT = "paces.json"
+"""Iterations per second by the key of the job that measured them."""
+STEPS = 48
+"""Of a run that is timed; the last quarter of it counts, after all that compiles."""
+SHORT = (
+    f"train.steps={STEPS}",
+    f"train.log_every={STEPS // 4}",
+    "train.eval_every=0",
+    "train.save_every=1000000",
+)
+BANK = ("reference.rows=256", "reference.steps=16")
+"""What is drawn before the first step, for which the time is not taken."""
+STUDENT = (
+    *SHORT,
+    "watch.budgets=[]",
+    "discriminator.warmup=2",
+    "dimo.warmup=2",
+    "token_matching.warmup=2",
+    f"sdtt.iterations={STEPS}",
+    f"duo.iterations={STEPS}",
+)
+"""What makes a training brief, and yet takes steps as it does later."""
+STUDENTS = ("sdtt", "dimo", "duo", "jump", "path", "token-matching")
+DIDI = "didi"
+AFTER = 0.2
+"""Share of the minutes that token matching has for itself, its first student has the others: as the
+recipes share them (on an H200, 150 steps of 0.41 s after 5,000 of 0.05)."""
+ROUNDS = {"sdtt": "sdtt.iterations", "duo": "duo.iterations"}
+"""Methods in rounds, each of as many steps as a setting says."""
+WARM_UPS = {
+    "didi": "discriminator.warmup",
+    "dimo": "dimo.warmup",
+    "token-matching": "token_matching.warmup",
+}
+"""Methods whose student waits at first, for as many steps as a setting says."""
+
+
+def pace_jobs(scale: Scale) -> dict[str, Job]:
+    """A short run of every student of the baselines, by role; with those that they start from."""
+    didi = Training(ALL_TRICKS, scale.ablation)
+    brief = replace(
+        scale,
+        models={role: _brief(role, training) for role, training in scale.models.items()},
+        ablation=(*scale.ablation, *_student(didi)),
+    )
+    jobs = {role: brief.model(role) for role in STUDENTS if scale.has(role)}
+    jobs[DIDI] = brief.ablated(ALL_TRICKS, 0)
+    return {role: replace(job, name=f"pace-{role}") for role, job in jobs.items()}
+
+
+def _brief(role: str, training: Training) -> Training:
+    more = _student(training) if role in STUDENTS else SHORT
+    if role == "sdtt":
+        # Small steps reveal nothing of many texts, of which the teacher is not asked again: first
+        # rounds are fast, last ones slow. That in the middle stands for all.
+        config = _settings(training)
+        more = (*more, f"sdtt.steps={config.sdtt.steps >> config.rounds.count // 2}")
+    return Training(training.recipe, (*training.overrides, *more))
+
+
+def _student(training: Training) -> tuple[str, ...]:
+    """What makes a student's training brief; a reference that is drawn on the way stays."""
+    return STUDENT if _settings(training).reference.source == "online" else (*STUDENT, *BANK)
+
+
+def _settings(training: Training) -> Any:
+    job = Job(name="plan", does="distill", recipe=training.recipe, overrides=training.overrides)
+    return job.settings()
+
+
+def kept(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
+    """Iterations per second that were measured before, by role."""
+    rates = _read(out)
+    return {role: rates[job.key] for role, job in jobs.items() if job.key in rates}
+
+
+def measured(jobs: Mapping[str, Job], out: Path) -> dict[str, float]:
+    """Iterations per second of finished runs, by role; from now on they are kept."""
+    found = {role: rate_of(folder_of(job, out) / RUN) for role, job in jobs.items()}
+    rates = _read(out) | {job.key: found[role] for role, job in jobs.items()}
+    write_atomic(out / KEPT, json.dumps(rates, indent=1).encode())
+    return found
+
+
+def _read(out: Path) -> dict[str, float]:
+    try:
+        rates = json.loads((out / KEPT).read_text(encoding="utf-8"))
+        return {str(key): float(rate) for key, rate in rates.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{out / KEPT} cannot be read: delete it to measure again.") from error
+
+
+def rate_of(run: Path) -> float:
+    """Iterations per second of a run at its end, by its log."""
+    rates = [record.get("iterations_per_second") for record in read_log(run / LOG)]
+    known = [rate for rate in rates if rate]
+    if not known:
+        raise UserError(f"{run} has no rates of its steps: delete its folder and begin again.")
+    return float(known[-1])
+
+
+def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Scale:
+    """The scale with as many steps of every student as fit into so many minutes.
+
+    Token matching starts from a student of its own, so that both together take no longer.
+    """
+
+    def lasting(role: str, share: float = 1.0) -> Training:
+        training = scale.models[role]
+        more = schedule(training, int(60 * minutes * share * paces[role]))
+        return Training(training.recipe, (*training.overrides, *more))
+
+    models = {**scale.models, **{r: lasting(r) for r in STUDENTS if scale.has(r)}}
+    if scale.has("path") and scale.has("token-matching"):
+        models[FIRST] = lasting("path", 1 - AFTER)
+        models["token-matching"] = lasting("token-matching", AFTER)
+    more = schedule(Training(ALL_TRICKS, scale.ablation), int(60 * minutes * paces[DIDI]))
+    ablation = (*scale.ablation, *more)
+    return replace(scale, models=models, ablation=ablation, minutes=minutes)
+
+
+def expected(scale: Scale, minutes: float, out: Path) -> Scale:
+    """The same before the paces are measured: those that are not known yet are a guess.
+
+    What is trained that long is right, how many steps that takes is not.
+    """
+    jobs = pace_jobs(scale)
+    return with_minutes(scale, minutes, dict.fromkeys(jobs, 1.0) | kept(jobs, out))
+
+
+def minutes_of(job: Job, scale: Scale) -> float | None:
+    """Minutes that a student of a scale is to train; None where its steps are given."""
+    if scale.minutes is None or job.does != "distill":
+        return None
+    shares = {FIRST: 1 - AFTER, "token-matching": AFTER} if scale.has(FIRST) else {}
+    return scale.minutes * shares.get(role_of(job), 1.0)
+
+
+def schedule(training: Training, steps: int) -> tuple[str, ...]:
+    """Overrides for so many steps, or a few less: as many rounds, no larger a share of waiting."""
+    config = _settings(training)
+    method = config.method
+
+    def usual(setting: str) -> int:
+        section, key = setting.split(".")
+        value: int = getattr(getattr(config, section), key)
+        return value
+
+    rounds = config.rounds.count if method in ROUNDS else 1
+    each = max(1 if method in ROUNDS else 2, steps // rounds)
+    found = [f"train.steps={rounds * each}"]
+    if method in ROUNDS:
+        found.append(f"{ROUNDS[method]}={each}")
+    waits = ["optim.warmup", *([WARM_UPS[method]] if method in WARM_UPS else [])]
+    for name in waits:
+        wait = usual(name)
+        if wait:
+            share = min(wait, max(1, wait * rounds * each // config.iterations))
+            found.append(f"{name}={share}")
+            if config.warmup_on_top and name == WARM_UPS.get(method):
+                found[0] = f"train.steps={max(1, each - share)}"
+    return tuple(found)

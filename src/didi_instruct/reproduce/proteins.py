@@ -1,159 +1,33 @@
-"""Proteins at each scale, and the functions that jobs call for them (Section 4.5).
+"""Experiments on proteins (Section 4.5): confidence of structures, and diversity of sequences.
 
-Proteins have a teacher, data and measures of their own, so they stand beside the other models of a
-scale. A cell of their tables is a number of steps and a length; samples of a cell are drawn,
-measured and kept as `didi eval --lengths` does it.
+A cell of the tables is a number of steps and a length; samples of a cell are drawn, measured and
+kept as by `didi eval --lengths`.
 """
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from didi_instruct.data.files import write_atomic
-from didi_instruct.data.tokenizer import AMINO_ACIDS
+from didi_instruct.errors import UserError
 from didi_instruct.evaluation.config import EvalConfig
 from didi_instruct.evaluation.evaluate import evaluate, open_predictor
-from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.metrics import METRICS
 from didi_instruct.evaluation.protein_metrics import sequences_of
 from didi_instruct.evaluation.samples import SampleSet
 from didi_instruct.proteins.folding import Predictor
-from didi_instruct.proteins.folding_model import write_random_folding
 from didi_instruct.proteins.gallery import Chain, write_structures
-from didi_instruct.reproduce.jobs import DATA, Context, Job
-from didi_instruct.reproduce.measuring import EVALS
-from didi_instruct.reproduce.running import RUN
-from didi_instruct.reproduce.scale import Given, Training
+from didi_instruct.reproduce import paper
+from didi_instruct.reproduce.figures import draw_lines
+from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.measure import EVALS
+from didi_instruct.reproduce.protein_scales import FASTA, Proteins
+from didi_instruct.reproduce.scale import Scale
+from didi_instruct.reproduce.tables import PASSES, Row, Shown, Table
 
-ITEMS = ("protein-plddt", "protein-diversity")
-"""Items whose models are those of proteins."""
-DPLM, ESMFOLD = "airkingbd/dplm_150m", "facebook/esmfold_v1"
-FASTA = "chains.fasta"
 FOLDS, STRUCTURES = "folds", "structures"
 """Folders of folds by sequence, and of galleries, in that of the grid."""
-LENGTHS = (100, 200, 300, 400, 500)
-SMALL_STUDENT = (
-    "train.steps=1000",
-    "train.batch_size=32",
-    "train.ema=0.99",
-    "train.eval_every=0",
-    "train.save_every=250",
-    "optim.lr=1e-4",
-    "optim.warmup=50",
-    "discriminator.lr=3e-5",
-    "discriminator.lr_warmup=50",
-    "discriminator.trainable_blocks=4",
-    "reference.source=bank",
-    "reference.rows=4096",
-    "reference.steps=64",
-    "watch.budgets=[]",
-)
-"""Ten and six times the paper's rates, for a model of a seventh of its size and a tenth of the
-updates; clean samples of the teacher as reference."""
-TOY_SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=2", "model.length=48")
-TOY_TEACHER = (
-    *TOY_SHAPE,
-    "train.steps=60",
-    "train.batch_size=16",
-    "train.pass_tokens=512",
-    "train.ema=0.9",
-    "train.eval_every=0",
-    "train.eval_sequences=8",
-    "train.keep=1",
-    "optim.warmup=5",
-)
-TOY_STUDENT = (
-    "lengths=24,40",
-    "train.steps=12",
-    "train.batch_size=8",
-    "train.ema=0.9",
-    "train.ema_warmup=true",
-    "train.eval_every=0",
-    "train.keep=1",
-    "optim.warmup=2",
-    "optim.lr=1e-4",
-    "discriminator.lr_warmup=2",
-    "discriminator.warmup=4",
-    "discriminator.trainable_blocks=1",
-    "watch.budgets=[]",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proteins:
-    """Models, data and cells of the tables on proteins."""
-
-    teacher: Job | str
-    student: Training
-    chains: Job | str | None
-    """FASTA of real chains, for rows of real and of shuffled ones."""
-    folding: Job | str | None
-    """Folding model; None: structures are not measured."""
-    lengths: tuple[int, ...] = LENGTHS
-    plddt_steps: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
-    diversity_steps: tuple[int, ...] = (32, 64, 128, 256, 512)
-    num: int = 40
-    """Chains of a cell; the paper has 40."""
-    batch_size: int = 40
-
-    def distilled(self, seed: int) -> Job:
-        """The student of the paper's algorithm."""
-        return Job(
-            name=f"protein-didi-seed{seed}",
-            does="distill",
-            recipe=self.student.recipe,
-            overrides=(*self.student.overrides, f"train.seed={seed}"),
-            inputs={"teacher": self.teacher},
-        )
-
-
-def toy_proteins() -> Proteins:
-    """Short chains of three made-up families, and a folding model of random weights."""
-    chains = _written("chains")
-    return Proteins(
-        teacher=Job(
-            name="protein-teacher",
-            does="pretrain",
-            recipe="protein-teacher",
-            overrides=TOY_TEACHER,
-            inputs={DATA: chains},
-        ),
-        student=Training("protein-didi", TOY_STUDENT),
-        chains=chains,
-        folding=_written("folding"),
-        lengths=(24, 40),
-        plddt_steps=(2, 8),
-        diversity_steps=(8,),
-        num=4,
-    )
-
-
-def small_proteins(given: Given) -> Proteins:
-    """Chains that the user brings, and a teacher that is trained on them if none is given."""
-    teacher = Job(
-        name="protein-teacher",
-        does="pretrain",
-        recipe="protein-teacher",
-        overrides=(f"data.source={given.data}", "train.steps=10000"),
-    )
-    return Proteins(
-        teacher=given.teacher or teacher,
-        student=Training("protein-didi", SMALL_STUDENT),
-        chains=given.data,
-        folding=given.folding,
-    )
-
-
-def paper_proteins(given: Given) -> Proteins:
-    """DPLM-150M, the paper's distillation to the letter, and ESMFold."""
-    return Proteins(
-        teacher=given.teacher or DPLM,
-        student=Training("protein-didi"),
-        chains=given.data,
-        folding=given.folding or ESMFOLD,
-    )
 
 
 def cells(
@@ -242,32 +116,214 @@ def _fasta(source: str | None) -> str | None:
     return str(Path(source) / FASTA) if source and Path(source).is_dir() else source
 
 
-# Toy files
+WHERE = 'Section 4.5 and appendix "Protein Sequence Generation"'
 
 
-def _written(what: str) -> Job:
-    """The job that writes `chains` or the `folding` model."""
-    return Job(name=f"toy-{what}", does="write_proteins", options={"what": what})
+class Way(NamedTuple):
+    """A line of a table: which model, and how it is sampled."""
+
+    label: str
+    role: str
+    sampler: str
 
 
-def write(context: Context, *, what: str) -> dict[str, int]:
-    """Write made-up chains as FASTA, or a folding model of random weights; return how many."""
-    folder = context.folder / RUN
-    folder.mkdir(parents=True, exist_ok=True)
-    if what == "folding":
-        write_random_folding(folder)
-        return {"models": 1}
-    chains = _made_up(240)
-    text = "".join(f">made_up_{n}\n{chain}\n" for n, chain in enumerate(chains))
-    write_atomic(folder / FASTA, text.encode())
-    return {"chains": len(chains)}
+WAYS = (
+    Way("Teacher, ancestral", "teacher", "ancestral"),
+    Way("Teacher, DPLM's decoder", "teacher", "dplm"),
+    Way("DiDi-Instruct", "didi", "ancestral"),
+)
+PRINTED = {"teacher": "DPLM-150M", "didi": "DiDi-Instruct (150M)"}
+BY = (
+    "The paper does not say which sampler drew its teacher, so both are here: `ancestral` keeps "
+    "what it has written, DPLM's decoder may write it again in each step."
+)
+TWICE = "Repeats and copies fold with confidence too: read pLDDT beside the item protein-diversity."
+RANDOM_FOLDS = (
+    "At toy scale the folding model has random weights, chains are short and made up, and models "
+    "are trained for seconds: the table shows that all of it runs."
+)
+CEILING = (
+    "Entropy of n chains is ln n at most, where no two share a cluster (ln 40 = 3.689, which the "
+    "paper prints as 3.68): random chains have that too. At 30% identity MMseqs2 sees no likeness "
+    "below about 40 to 50%; chains of low complexity are clustered a second time without masks."
+)
 
 
-def _made_up(count: int) -> list[str]:
-    """Chains of 20 to 46 residues of three families: a parent with a fifth of it changed."""
-    draw = random.Random(0)
-    parents = ["".join(draw.choices(AMINO_ACIDS, k=46)) for _ in range(3)]
+def _proteins(scale: Scale) -> Proteins:
+    assert scale.proteins is not None
+    return scale.proteins
+
+
+def _cells(
+    scale: Scale, name: str, steps: Sequence[int], metrics: Sequence[str], **more: Job | str
+) -> list[tuple[Way, Job]]:
     return [
-        "".join(c if draw.random() < 0.8 else draw.choice(AMINO_ACIDS) for c in parent[:length])
-        for parent, length in ((draw.choice(parents), draw.randint(20, 46)) for _ in range(count))
+        (way, _cell(scale, name, way, seed, steps, metrics, more))
+        for seed in scale.seeds
+        for way in WAYS
     ]
+
+
+def _cell(
+    scale: Scale,
+    name: str,
+    way: Way,
+    seed: int,
+    steps: Sequence[int],
+    metrics: Sequence[str],
+    more: Mapping[str, Job | str],
+) -> Job:
+    proteins = _proteins(scale)
+    model = proteins.teacher if way.role == "teacher" else proteins.distilled(seed)
+    return Job(
+        name=f"{name}-{way.role}-{way.sampler}-seed{seed}",
+        does="cells",
+        inputs={"model": model, **more},
+        options={
+            "label": way.label if seed == scale.seeds[0] else f"{way.label}, seed {seed}",
+            "lengths": list(proteins.lengths),
+            "steps": list(steps),
+            "num": proteins.num,
+            "seed": seed,
+            "sampler": way.sampler,
+            "metrics": list(metrics),
+            "batch_size": proteins.batch_size,
+        },
+    )
+
+
+def _plddt(scale: Scale) -> list[tuple[Way, Job]]:
+    proteins = _proteins(scale)
+    if proteins.folding is None:
+        raise UserError(
+            "protein-plddt folds chains: name a folding model with --folding SOURCE, such as "
+            "facebook/esmfold_v1 or its folder."
+        )
+    steps = proteins.plddt_steps
+    return _cells(scale, "plddt", steps, ["plddt"], folding=proteins.folding)
+
+
+def _diversity(scale: Scale) -> list[tuple[Way, Job]]:
+    """Cells of all lines; the first measures real and shuffled chains too, the same for all."""
+    proteins, steps = _proteins(scale), _proteins(scale).diversity_steps
+    metrics = ["clusters", "repeats"]
+    asked = _cells(scale, "diversity", steps, metrics)
+    if proteins.chains is not None:
+        way, job = asked[0]
+        asked[0] = way, replace(job, inputs={**job.inputs, "chains": proteins.chains})
+    return asked
+
+
+def _rows(asked: Sequence[tuple[Way, Job]], results: Results) -> list[Row]:
+    return [
+        row | {"method": way.label, "role": way.role, "model": None}
+        for way, job in asked
+        if job.key in results
+        for row in results[job.key]["rows"]
+    ]
+
+
+def _by_length(scale: Scale, column: str, title: str, form: str) -> tuple[Shown, ...]:
+    return tuple(
+        Shown(f"{column}_{length}", f"{title}, L = {length}", form)
+        for length in _proteins(scale).lengths
+    )
+
+
+def _plddt_table(scale: Scale, results: Results) -> Table:
+    asked = _plddt(scale)
+    known = ", ".join(f"{plddt} at {length}" for length, plddt in paper.DPLM_PLDDT.items())
+    galleries = f"Structures: {STRUCTURES}/ beside this table's folder, a gallery for each line."
+    return Table(
+        rows=_rows(asked, results),
+        shown=(
+            *_by_length(scale, "plddt", "pLDDT", ".1f"),
+            Shown("plddt_above_70", "above 70", ".0%"),
+            PASSES,
+        ),
+        over="chains",
+        notes=[
+            "Mean pLDDT over the atoms of a chain, then over chains; `above 70` is a share of the "
+            "chains of all lengths.",
+            f"The paper has a figure alone. The README of DPLM says of 150M, 500 iterations of its "
+            f"own decoder: {known}.",
+            BY,
+            TWICE,
+            galleries,
+            *([RANDOM_FOLDS] if scale.name == "toy" else []),
+        ],
+    )
+
+
+def _draw_plddt(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    caption = f"{scale.name} scale; seeds {scale.seed_list}"
+    draw_lines(table, path, _by_length(scale, "plddt", "pLDDT", ".1f"), caption=caption)
+
+
+def _diversity_table(scale: Scale, results: Results) -> Table:
+    asked = _diversity(scale)
+    printed = [
+        {"method": PRINTED[role], "nfe": nfe, "cluster_size": size}
+        | {
+            f"cluster_entropy_{length}": entropy
+            for length, entropy in zip(paper.PROTEIN_LENGTHS, entropies, strict=True)
+        }
+        for role, cells in paper.PROTEIN_DIVERSITY.items()
+        for nfe, (entropies, size) in cells.items()
+    ]
+    return Table(
+        rows=_rows(asked, results),
+        shown=(
+            *_by_length(scale, "cluster_entropy", "entropy", ".2f"),
+            Shown("cluster_size", "cluster size", ".2f"),
+            Shown("commonest_residue", "commonest residue", ".1%"),
+            Shown("low_complexity", "low complexity", ".0%"),
+            PASSES,
+        ),
+        paper=printed,
+        over="chains",
+        notes=[
+            *_controls(scale, asked[0][1], results),
+            CEILING,
+            "Cluster size, the share of a chain's commonest residue and of chains of low "
+            "complexity are means over lengths; the last two see collapse into repeats, which "
+            "clusters do not.",
+            BY,
+            *([RANDOM_FOLDS] if scale.name == "toy" else []),
+        ],
+    )
+
+
+def _controls(scale: Scale, job: Job, results: Results) -> Iterator[str]:
+    """A sentence on real chains and one on shuffled ones."""
+    found: list[Mapping[str, Any]] = results[job.key]["controls"] if job.key in results else []
+    for row in found:
+        entropies = ", ".join(
+            f"{row[f'cluster_entropy_{length}']:.2f} at {length}"
+            for length in _proteins(scale).lengths
+            if row[f"cluster_entropy_{length}"] is not None
+        )
+        if entropies:
+            yield (
+                f"As many {row['model']} chains: entropy {entropies}; commonest residue "
+                f"{row['commonest_residue']:.1%}, low complexity {row['low_complexity']:.0%}."
+            )
+
+
+PROTEIN_ITEMS = (
+    Item(
+        name="protein-plddt",
+        title="Proteins: confidence of structures (pLDDT) against NFE",
+        where=f"{WHERE}, figure",
+        jobs=lambda scale: [job for _, job in _plddt(scale)],
+        table=_plddt_table,
+        figure=_draw_plddt,
+    ),
+    Item(
+        name="protein-diversity",
+        title="Proteins: diversity by MMseqs2 clusters",
+        where=f"{WHERE}, table",
+        jobs=lambda scale: [job for _, job in _diversity(scale)],
+        table=_diversity_table,
+    ),
+)

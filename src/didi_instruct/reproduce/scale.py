@@ -10,7 +10,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
 
 if TYPE_CHECKING:
-    from didi_instruct.reproduce.proteins import Proteins
+    from didi_instruct.reproduce.protein_scales import Proteins
 
 ScaleName = Literal["toy", "small", "paper"]
 NAMES: tuple[ScaleName, ...] = get_args(ScaleName)

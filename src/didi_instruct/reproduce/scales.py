@@ -13,10 +13,10 @@ from didi_instruct.errors import UserError
 from didi_instruct.hub.sources import find_shipped, shipped
 from didi_instruct.models.checkpoint import is_ours, read_manifest
 from didi_instruct.proteins.chains import is_fasta
-from didi_instruct.reproduce.adopting import adopted
+from didi_instruct.reproduce.add_tokenizer import adopted
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.proteins import ITEMS as PROTEIN_ITEMS
-from didi_instruct.reproduce.proteins import Proteins, paper_proteins, small_proteins
+from didi_instruct.reproduce.protein_scales import ITEMS as PROTEIN_ITEMS
+from didi_instruct.reproduce.protein_scales import Proteins, paper_proteins, small_proteins
 from didi_instruct.reproduce.scale import Given, Scale, ScaleName, Training
 from didi_instruct.reproduce.scales_oracle import oracle_scale, toy_scale
 from didi_instruct.reproduce.task_files import (

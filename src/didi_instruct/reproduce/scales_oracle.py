@@ -5,8 +5,8 @@ from shutil import which
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
-from didi_instruct.reproduce.proteins import ITEMS as PROTEIN_ITEMS
-from didi_instruct.reproduce.proteins import toy_proteins
+from didi_instruct.reproduce.protein_scales import ITEMS as PROTEIN_ITEMS
+from didi_instruct.reproduce.protein_scales import toy_proteins
 from didi_instruct.reproduce.scale import Given, Scale, Training
 from didi_instruct.reproduce.task_files import NAMES, SHARE, toy_data
 

@@ -13,13 +13,26 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from didi_instruct.data.files import write_atomic
+from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.sources import find_sources
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import Context, Job
 from didi_instruct.reproduce.running import RUN
-from didi_instruct.reproduce.toy_corpora import sentences
 from didi_instruct.tasks.mmlu_data import COLUMNS, LETTERS, Question, prompt_of
+
+
+def sentences(num: int, seed: int = 0) -> list[str]:
+    """Sentences of the oracle language, without the brackets around them."""
+    language = OracleLanguage.default()
+    tokens = language.sample(-(-num // 4), torch.Generator().manual_seed(seed))
+    words = (line.split() for line in language.tokenizer.decode_batch(tokens.tolist()))
+    per = language.slots
+    found = [" ".join(w[i + 1 : i + per - 1]) for w in words for i in range(0, len(w), per)]
+    return found[:num]
+
 
 NAMES = ("mmlu", "pubmed", "mrpc")
 """Items of downstream tasks, and what the folder of each is called."""

@@ -1,4 +1,4 @@
-"""What the rows of the baselines say, in sentences: who wins where, and what not to trust."""
+"""Findings of the experiment `baselines`, in sentences: who wins where, and what not to trust."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -6,8 +6,7 @@ from statistics import fmean
 
 from didi_instruct.evaluation.compare import order_of
 from didi_instruct.evaluation.measuring import Row
-from didi_instruct.reproduce.baselines import PLAIN
-from didi_instruct.reproduce.baselines_compared import BASELINE, STREAMS
+from didi_instruct.reproduce.baseline_rows import BASELINE, PLAIN, STREAMS
 from didi_instruct.reproduce.tables import Cell
 
 ORDERS = ("random", "streams")

@@ -1,43 +1,40 @@
-"""Lines of a table of samples: which model is asked, how, and what the line is called."""
+"""Experiments, and the lines of their tables: which model a line samples, and how."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from didi_instruct.distillation.watch import MOSTLY
-from didi_instruct.reproduce.items import Results
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.measure import quality_job
+from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
 from didi_instruct.reproduce.paper import Printed
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, Shown
 
-ALL_TRICKS = "ablation-all-tricks"
-"""The paper's algorithm, with every trick of its ablations."""
+if TYPE_CHECKING:
+    from didi_instruct.reproduce.tables import Table
 
 
-class Way(NamedTuple):
-    """A method of a table: its name there, and how its model is sampled."""
-
-    label: str
-    sampler: str | None = None
+Results = Mapping[str, Any]
+"""What each finished job returned, by the job's key; a failed one is missing."""
 
 
-METHODS: Mapping[str, Way] = {
-    "teacher": Way("MDLM, the teacher"),
-    "ar": Way("AR, the same trunk"),
-    "sdtt": Way("SDTT"),
-    "duo": Way("DUO distilled"),
-    "duo-teacher": Way("DUO base"),
-    "dimo": Way("DiMO", "dimo"),
-    "didi": Way("DiDi-Instruct", "rgas"),
-    "didi-plain": Way("DiDi-Instruct, unguided"),
-    "jump": Way("DiDi-Instruct, jump variant (ours)"),
-    "path": Way("likelihood along streams (ours)"),
-    "token-matching": Way("token matching (ours)"),
-}
-"""By role; each is asked only where a scale has it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A table or a figure of the paper."""
+
+    name: str
+    title: str
+    where: str
+    """In the paper; empty for what it does not have."""
+    jobs: Callable[["Scale"], Sequence["Job"]]
+    """Jobs whose results the table needs; theirs follow from them."""
+    table: Callable[["Scale", Results], "Table"]
+    figure: Callable[["Scale", "Table", Results, Path], None] | None = None
+    """Draws a PNG."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +154,3 @@ def printed(numbers: Mapping[str, Printed], names: Mapping[str, str]) -> list[Ro
         for key, line in numbers.items()
         for nfe, cell in line.cells.items()
     ]
-
-
-def labels(*roles: str) -> dict[str, str]:
-    """Names of methods by role."""
-    return {role: METHODS[role].label for role in roles}

@@ -1,4 +1,4 @@
-"""From items to files: one grid for all of them, then a table for each."""
+"""The registry of experiments, and how one becomes files: a grid of jobs, then a table each."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,17 +6,49 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from didi_instruct.config.schema import nearest
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.provenance import provenance
-from didi_instruct.reproduce.adopting import given_source
+from didi_instruct.reproduce.ablations import ABLATION_ITEMS, REFERENCE_ITEMS
+from didi_instruct.reproduce.add_tokenizer import given_source
+from didi_instruct.reproduce.baselines import BASELINE_ITEMS
+from didi_instruct.reproduce.downstream import DOWNSTREAM_ITEMS
 from didi_instruct.reproduce.figures import can_draw
+from didi_instruct.reproduce.generation import DIVERSITY_ITEMS, GENERATION_ITEMS
 from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
-from didi_instruct.reproduce.items import Item, Results
+from didi_instruct.reproduce.guidance import GUIDANCE_ITEMS
 from didi_instruct.reproduce.jobs import Job, in_order
-from didi_instruct.reproduce.paces import LASTING, kept, measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.latency import LATENCY_ITEMS
+from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.minutes import LASTING, kept, measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.proteins import PROTEIN_ITEMS
 from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table
+from didi_instruct.reproduce.zero_shot import ZERO_SHOT_ITEMS
+
+ITEMS: Mapping[str, Item] = {
+    item.name: item
+    for item in (
+        *GENERATION_ITEMS,
+        *ABLATION_ITEMS,
+        *REFERENCE_ITEMS,
+        *DIVERSITY_ITEMS,
+        *LATENCY_ITEMS,
+        *ZERO_SHOT_ITEMS,
+        *GUIDANCE_ITEMS,
+        *BASELINE_ITEMS,
+        *DOWNSTREAM_ITEMS,
+        *PROTEIN_ITEMS,
+    )
+}
+
+
+def find_item(name: str, items: Mapping[str, Item]) -> Item:
+    """The item of that name."""
+    if name not in items:
+        raise UserError(f"`{name}` is not an item.{nearest(name, list(items))}")
+    return items[name]
 
 
 @dataclass(slots=True)

@@ -1,12 +1,16 @@
-"""Items on the tricks: Table 1 adds them one by one, Table 2 leaves out one at a time."""
+"""Experiments on the tricks (Tables 1 and 2) and on the reference x' of Algorithm 1."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.asking import (
+from didi_instruct.reproduce.figures import draw_lines, drawn
+from didi_instruct.reproduce.lines import (
     Ask,
+    Item,
+    Results,
     ablated,
     answers,
     ask_method,
@@ -14,9 +18,8 @@ from didi_instruct.reproduce.asking import (
     printed,
     quality,
 )
-from didi_instruct.reproduce.figures import draw_lines, drawn
-from didi_instruct.reproduce.items import Item, Results
-from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.measure import quality_job
+from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import PATH_KL, Row, Shown, Table
 
@@ -73,7 +76,7 @@ def _plain_path(row: Row) -> Row:
     return {mine: row.get(theirs) for mine, theirs in PLAIN.items()}
 
 
-def _table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results) -> Table:
+def _ablation_table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results) -> Table:
     plain = answers(unguided(numbers, scale), results)
     rows = with_unguided(answers(asks(numbers, scale), results), plain)
     teacher = [row | _plain_path(row) for row in answers(ask_method(scale, "teacher"), results)]
@@ -111,7 +114,7 @@ def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed
             )
             for ask in some
         ],
-        table=partial(_table, numbers),
+        table=partial(_ablation_table, numbers),
         figure=_draw,
     )
 
@@ -119,4 +122,65 @@ def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed
 ABLATION_ITEMS = (
     _item("ablation-cumulative", "Cumulative ablation", "Table 1", paper.CUMULATIVE),
     _item("ablation-leave-one-out", "Leave-one-out ablation", "Table 2", paper.LEAVE_ONE_OUT),
+)
+
+MANY = 256
+"""Steps of the teacher behind a clean sample, where a scale does not say."""
+LITERAL = "one step of the teacher, each iteration (Algorithm 1)"
+WITHOUT_GUIDANCE = "ablation-without-guidance"
+
+
+def readings(scale: Scale) -> dict[str, tuple[str, ...]]:
+    """Overrides of each reading, by its line."""
+    own = scale.ablated(ALL_TRICKS, scale.seeds[0]).settings().reference
+    steps = own.steps if own.source == "bank" else MANY
+    clean = f"clean samples of {steps} steps (caption of the figure)"
+    return {
+        LITERAL: ("reference.source=online", "reference.steps=1"),
+        clean: ("reference.source=bank", f"reference.steps={steps}"),
+        "text (later released code)": ("reference.source=data", *scale.text),
+    }
+
+
+def _reference_asks(scale: Scale) -> Iterator[Ask]:
+    yield from ask_method(scale, "teacher")
+    for number, (line, overrides) in enumerate(readings(scale).items(), start=1):
+        changed = replace(scale, ablation=(*scale.ablation, *overrides))
+        for seed in scale.seeds:
+            student = changed.ablated(ALL_TRICKS, seed)
+            student = replace(student, name=f"reference-{number}-seed{seed}")
+            name = f"measure-reference-{number}-seed{seed}"
+            job = quality_job(scale, name, student, steps=scale.budgets, seed=seed)
+            yield Ask(job, {"method": line, "role": "didi-plain"})
+
+
+def _reference_table(scale: Scale, results: Results) -> Table:
+    rows = answers(_reference_asks(scale), results)
+    theirs = {WITHOUT_GUIDANCE: paper.LEAVE_ONE_OUT[WITHOUT_GUIDANCE]}
+    return Table(
+        title="The reference of Algorithm 1, read in three ways",
+        rows=rows,
+        shown=quality(scale),
+        paper=printed(theirs, {WITHOUT_GUIDANCE: LITERAL}),
+        notes=[
+            *learnt(rows),
+            f"One training (`{ALL_TRICKS}`) but for x', the texts that the discriminator takes for "
+            f"the teacher's; all rows without guidance. {METHODS['teacher'].label} is where they "
+            "begin.",
+            "Algorithm 1 writes x' ~ p(z, t = 1), one step, as it does for x; the caption of its "
+            "figure says clean samples; later released code takes text. One step draws all tokens "
+            "at once: a student that matches such texts has unlearnt what holds tokens together.",
+            "The paper's numbers are those of its student without guidance, by whichever reading.",
+        ],
+    )
+
+
+REFERENCE_ITEMS = (
+    Item(
+        name="reference",
+        title="The reference x' of Algorithm 1: one step, clean samples or text",
+        where="Algorithm 1, and the caption of its figure",
+        jobs=lambda scale: [ask.job for ask in _reference_asks(scale)],
+        table=_reference_table,
+    ),
 )

@@ -1,24 +1,24 @@
-"""Items on what is generated: Figure 1, the generation results, 424M, the texts themselves."""
+"""Experiments on generated text: Figure 1, generation, the larger teacher, samples, diversity."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from didi_instruct.data.manifest import is_prepared
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.asking import (
-    ALL_TRICKS,
-    METHODS,
+from didi_instruct.reproduce.figures import draw_lines, drawn
+from didi_instruct.reproduce.jobs import Job
+from didi_instruct.reproduce.lines import (
     Ask,
+    Item,
+    Results,
     answers,
     ask_method,
-    labels,
     learnt,
     printed,
     quality,
 )
-from didi_instruct.reproduce.figures import draw_lines, drawn
-from didi_instruct.reproduce.items import Item, Results
-from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.measuring import quality_job
+from didi_instruct.reproduce.measure import quality_job
+from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS, labels
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Row, Shown, Table
 
@@ -212,5 +212,75 @@ GENERATION_ITEMS = (
         where='Appendix "Text examples"',
         jobs=lambda scale: _jobs(_samples(scale)),
         table=_samples_table,
+    ),
+)
+
+MAUVE = Shown("mauve", "MAUVE", ".4f")
+SELF_BLEU = Shown("self_bleu_words", "Self-BLEU of words", ".4f")
+TOKENS = Shown("self_bleu", "Self-BLEU of tokens", ".4f")
+UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
+
+
+def about_mauve(scale: Scale) -> list[str]:
+    """Why a table has no MAUVE, or what to know of it."""
+    if not scale.causal_judge:
+        return ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
+    if not scale.mauve:
+        return ["MAUVE was left out (--no-mauve)."]
+    if scale.data is None or is_prepared(Path(scale.data)):
+        return []
+    return [
+        "MAUVE compares with the first texts of --data, which models learnt too: it flatters those "
+        "that know them by heart. Give data that `didi data prepare` has split."
+    ]
+
+
+def _variety(scale: Scale) -> Iterator[Ask]:
+    metrics = ["ppl", "entropy", "unique-4gram", "self-bleu", "self-bleu-words"]
+    metrics += ["mauve"] if scale.measures_mauve else []
+    for role in ("teacher", "sdtt", "duo", "didi"):
+        yield from ask_method(scale, role, metrics=metrics, named="variety")
+
+
+def _variety_table(scale: Scale, results: Results) -> Table:
+    return Table(
+        rows=answers(_variety(scale), results),
+        shown=(MAUVE, SELF_BLEU, TOKENS, UNIQUE, PPL, ENTROPY),
+        paper=[
+            {
+                "method": METHODS[role].label,
+                "nfe": nfe,
+                "mauve": cell.mauve,
+                SELF_BLEU.column: cell.self_bleu,
+            }
+            for role, line in paper.DIVERSITY.items()
+            for nfe, cell in line.items()
+        ],
+        notes=[
+            *about_mauve(scale),
+            "MAUVE: scaling factor 5, first 256 tokens, features of the judge; higher is closer to "
+            "text. Self-BLEU: 5-grams, smoothing 1, of words as NLTK's tokenizer cuts them (as the "
+            "paper's; without its splitter of sentences, which is a download) and of the model's "
+            "tokens; lower is more varied, and noise is varied too: read both with the perplexity.",
+            "Both depend on the number of samples and on their length.",
+            "The paper calls its MAUVE the highest everywhere; in its table MDLM's is at 16 NFE.",
+        ],
+    )
+
+
+def _draw_variety(scale: Scale, table: Table, results: Results, path: Path) -> None:
+    caption = f"{scale.name} scale; {scale.samples} samples a row; seeds {scale.seed_list}"
+    shown = [SELF_BLEU, TOKENS, UNIQUE, *([MAUVE] if scale.measures_mauve else [])]
+    draw_lines(table, path, shown, paper=scale.name == "paper", caption=caption)
+
+
+DIVERSITY_ITEMS = (
+    Item(
+        name="diversity",
+        title="MAUVE and Self-BLEU",
+        where='Appendix "Diversity and Fidelity Analysis", table',
+        jobs=lambda scale: [ask.job for ask in _variety(scale)],
+        table=_variety_table,
+        figure=_draw_variety,
     ),
 )

@@ -1,7 +1,7 @@
-"""A teacher that brings no tokenizer: written once in our layout, with one that was named for it.
+"""Give a tokenizer to a teacher that brings none, by writing it once in our layout.
 
-The public models of the DiT family come without the tokenizer that they were trained with, and all
-that a table asks of a teacher (texts, banks, students) needs it.
+The public models of the DiT family come without the tokenizer that they were trained with, and
+everything that a table needs of a teacher (texts, banks, students) depends on one.
 """
 
 from pathlib import Path
@@ -9,12 +9,10 @@ from pathlib import Path
 from didi_instruct.hub.export import convert
 from didi_instruct.hub.sources import find_shipped, find_source
 from didi_instruct.models.checkpoint import is_ours
-from didi_instruct.reproduce.jobs import Context, Job
+from didi_instruct.reproduce.jobs import WORDS, Context, Job
 from didi_instruct.reproduce.running import RUN
 
 ADOPT = "adopt"
-WORDS = "tokenizer"
-"""Role of the tokenizer among the inputs."""
 
 
 def adopted(source: str, tokenizer: str) -> Job:
