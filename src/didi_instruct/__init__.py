@@ -5,16 +5,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "distill", "evaluate", "finetune", "load", "pretrain"]
+__all__ = [
+    "EvalConfig",
+    "Model",
+    "__version__",
+    "distill",
+    "evaluate",
+    "finetune",
+    "load",
+    "pretrain",
+]
 
 if TYPE_CHECKING:
     from didi_instruct.distill import distill
-    from didi_instruct.evaluation.evaluate import evaluate
+    from didi_instruct.evaluation.evaluate import EvalConfig, evaluate
     from didi_instruct.finetune import finetune
     from didi_instruct.model import Model, load
     from didi_instruct.pretrain import pretrain
 
 _HOMES = {
+    "EvalConfig": "didi_instruct.evaluation.config",
     "Model": "didi_instruct.model",
     "load": "didi_instruct.model",
     "distill": "didi_instruct.distill",

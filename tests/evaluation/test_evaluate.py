@@ -30,7 +30,6 @@ from didi_instruct.evaluation.metrics import measure_row
 from didi_instruct.evaluation.samples import read_samples, texts_of, write_samples
 from didi_instruct.models.checkpoint import save_model
 from didi_instruct.models.dit import build_model
-from didi_instruct.sampling.registry import find_sampler
 
 LANGUAGE = OracleLanguage.default()
 PLAIN = {"steps": (2, 4), "num": 24}
@@ -321,9 +320,8 @@ def test_other_settings_of_the_same_weights_are_another_model(model, tmp_path):
 def test_a_sweep_has_its_own_temperatures():
     with pytest.raises(UserError, match="leave out temperature and top_p"):
         EvalConfig(temperature=0.9, top_ps=(0.9,))
-    plain, counting = find_sampler(None, "mdlm"), find_sampler(None, "ar")
-    assert len(list(EvalConfig(steps=(2, 2, 4), top_ps=(0.9,)).requests(plain))) == 4
-    assert [request.steps for request in EvalConfig(steps=(2, 4)).requests(counting)] == [None]
+    assert len(list(EvalConfig(steps=(2, 2, 4), top_ps=(0.9,)).requests("mdlm"))) == 4
+    assert [request.steps for request in EvalConfig(steps=(2, 4)).requests("ar")] == [None]
 
 
 def test_variants_of_a_model_are_rows_in_their_order(model, tmp_path, monkeypatch):

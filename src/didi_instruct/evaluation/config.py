@@ -1,9 +1,10 @@
 """Settings of an evaluation: what to draw from models, and what to measure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from didi_instruct.config.model import Kind
 from didi_instruct.data.readers import ReadOptions
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.frontier import sweep
@@ -11,7 +12,7 @@ from didi_instruct.evaluation.metrics import METRICS, check_metrics
 from didi_instruct.evaluation.scores import JudgeConfig
 from didi_instruct.model import Model
 from didi_instruct.sampling.generate import Request
-from didi_instruct.sampling.registry import SAMPLERS, Sampler, find_sampler
+from didi_instruct.sampling.registry import SAMPLERS, find_sampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +79,7 @@ class EvalConfig:
                 "A left-to-right model to start from is for the metric ar-kl: add it to --metrics, "
                 "or leave the model out."
             )
-        for _ in self.requests(find_sampler(None, "mdlm")):
-            pass  # a request refuses numbers that mean nothing
+        list(self._requests(self.steps))  # a request refuses numbers that mean nothing
 
     @property
     def sweeps(self) -> bool:
@@ -93,13 +93,17 @@ class EvalConfig:
             return self.num
         return 40 if any("residues" in METRICS[name].requires for name in self.metrics) else 256
 
-    def requests(self, sampler: Sampler) -> Iterator[Request]:
-        """One request per row of the table; samplers that count tokens have no steps to choose."""
+    def requests(self, kind: Kind) -> Iterator[Request]:
+        """One request per row of a model; samplers that count tokens have no steps to choose."""
+        counts_tokens = find_sampler(self.sampler, kind).counts_tokens
+        return self._requests((None,) if counts_tokens else tuple(dict.fromkeys(self.steps)))
+
+    def _requests(self, budgets: Sequence[int | None]) -> Iterator[Request]:
         settings = [(self.temperature, self.top_p)]
         if self.sweeps:
             settings = [*sweep(self.temperatures, self.top_ps)]
         needs_path = any("path" in METRICS[name].requires for name in self.metrics)
-        for steps in (None,) if sampler.counts_tokens else dict.fromkeys(self.steps):
+        for steps in budgets:
             for temperature, top_p in settings:
                 yield Request(
                     num=self.num_samples,

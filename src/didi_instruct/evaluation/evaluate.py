@@ -1,8 +1,8 @@
 """Evaluation of samples: draw, measure, compare; every part is kept in a folder and done once."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from functools import partial
 from pathlib import Path
 
 from didi_instruct.data.tokenizer import Tokenizer
@@ -48,12 +48,10 @@ from didi_instruct.hub.sources import (
     shared_ids,
     shared_tokenizer,
 )
-from didi_instruct.model import Model, load
+from didi_instruct.model import load
 from didi_instruct.models.ar import ARModel
 from didi_instruct.proteins.chains import Chains, is_fasta, read_chains
 from didi_instruct.proteins.folding import FoldSettings, Predictor
-from didi_instruct.sampling.generate import Request
-from didi_instruct.sampling.registry import find_sampler
 from didi_instruct.training.distributed import pick_device
 
 __all__ = ["EvalConfig", "Evaluation", "Variant", "evaluate"]
@@ -128,8 +126,8 @@ class _Table:
     """What the reference was read for."""
     text: SampleSet | None = None
     """The reference."""
-    drawn: dict[int, list[SampleSet]] = field(default_factory=dict)
-    """By the number of the variant."""
+    drawn: list[list[SampleSet]]
+    """Of each variant."""
     rivals: list[SampleSet] = field(default_factory=list)
     """Samples of the baseline."""
 
@@ -220,14 +218,16 @@ def _open_table(
     length = config.length if length is None else length
     config = replace(config, length=length, lengths=())
     files = [row.source for row in rows if is_fasta(row.source)]
+    variants = [
+        Variant(row.source, replace(row.config, length=length, lengths=()))
+        for row in rows
+        if row.source not in files
+    ]
     table = _Table(
         config=config,
-        variants=[
-            Variant(row.source, replace(row.config, length=length, lengths=()))
-            for row in rows
-            if row.source not in files
-        ],
+        variants=variants,
         chains=[read_chain_set(path, inputs.tokenizer, length) for path in files],
+        drawn=[[] for _ in variants],
     )
     known = inputs.saved or ([] if inputs.models else table.chains)
     if known:
@@ -273,55 +273,46 @@ def _wanted_of_samples(sets: Sequence[SampleSet], inputs: _Inputs) -> Wanted:
 
 def _draw(tables: Sequence[_Table], inputs: _Inputs, progress: Progress | None) -> None:
     """Draw what all tables need of each model, which is loaded once."""
+    config = tables[0].config
     used = {variant.source for variant in tables[0].variants} | {inputs.baseline}
     for info in inputs.models:
-        source, config = info.source, tables[0].config
-        if source not in used:
+        if info.source not in used:
             continue
         model = load(info.found, device=config.device, dtype=config.dtype, tokenizer=info.given)
         for table in tables:
-            tell = _at_length(progress, table, tables)
-            own = {n: v.config for n, v in enumerate(table.variants) if v.source == source}
-            requests = {
-                number: list(each.requests(find_sampler(each.sampler, model.config.kind)))
-                for number, each in own.items()
-            }
+            draw = partial(
+                draw_samples,
+                info.source,
+                model,
+                folder=inputs.out,
+                until_eot=table.config.until_eot,
+                progress=_at_length(progress, table, tables),
+            )
+            own = [n for n, v in enumerate(table.variants) if v.source == info.source]
+            asked = [
+                (number, request)
+                for number in own
+                for request in table.variants[number].config.requests(model.config.kind)
+            ]
             if own:
-                drawn = iter(_sets(info, model, requests.values(), table, inputs, tell, ""))
-                table.drawn |= {n: list(islice(drawn, len(r))) for n, r in requests.items()}
-            if source == inputs.baseline:
+                drawn = draw([request for _, request in asked], stage=f"Drawing {info.source}")
+                for (number, _), samples in zip(asked, drawn, strict=True):
+                    table.drawn[number].append(samples)
+            if info.source == inputs.baseline:
                 plain = baseline_config(table.config, model)
-                wanted = plain.requests(find_sampler(plain.sampler, model.config.kind))
-                table.rivals = _sets(info, model, [wanted], table, inputs, tell, ", the baseline")
-
-
-def _sets(
-    info: ModelInfo,
-    model: Model,
-    requests: Iterable[Iterable[Request]],
-    table: _Table,
-    inputs: _Inputs,
-    progress: Progress | None,
-    role: str,
-) -> list[SampleSet]:
-    return draw_samples(
-        info.source,
-        model,
-        list(chain.from_iterable(requests)),
-        folder=inputs.out,
-        until_eot=table.config.until_eot,
-        stage=f"Drawing {info.source}{role}",
-        progress=progress,
-    )
+                stage = f"Drawing {info.source}, the baseline"
+                table.rivals = draw(list(plain.requests(model.config.kind)), stage=stage)
 
 
 def _measure(table: _Table, inputs: _Inputs, progress: Progress | None) -> Evaluation:
     """Measure the samples of one length, and compare them."""
-    drawn = [s for n in range(len(table.variants)) for s in table.drawn[n]]
-    asked = [
-        variant.config.metrics for n, variant in enumerate(table.variants) for _ in table.drawn[n]
+    drawn = [
+        (samples, variant.config.metrics)
+        for variant, own in zip(table.variants, table.drawn, strict=True)
+        for samples in own
     ]
-    sets, metrics = [*inputs.saved, *drawn, *table.chains], table.config.metrics
+    metrics = table.config.metrics
+    sets = [*inputs.saved, *(samples for samples, _ in drawn), *table.chains]
     check_comparable([*sets, *table.rivals], metrics)
     table.open_reference(_wanted_of_samples(sets, inputs))
     context = _context(table, sets, inputs)
@@ -331,7 +322,7 @@ def _measure(table: _Table, inputs: _Inputs, progress: Progress | None) -> Evalu
         others = _controls(table.text, len(sets[0]), metrics, shuffle=shuffle)
     wanted: list[_Wanted] = [
         *((s, metrics) for s in inputs.saved),
-        *zip(drawn, asked, strict=True),
+        *drawn,
         *((s, metrics) for s in (*table.chains, *table.rivals)),
         *others,
     ]
