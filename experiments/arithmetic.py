@@ -274,10 +274,12 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--minutes", type=float, help="of each student")
     parser.add_argument("--teacher-steps", type=int)
+    parser.add_argument("--batch", type=int, help="of teacher and students; 64 for a CPU")
     parser.add_argument("--tiny", action="store_true", help="a minute on a CPU: does it run?")
     given = parser.parse_args()
     scale = TINY if given.tiny else Scale()
-    changes = {"minutes": given.minutes, "teacher_steps": given.teacher_steps}
+    names = ("minutes", "teacher_steps", "batch")
+    changes = {name: getattr(given, name) for name in names}
     scale = Scale(**(vars(scale) | {k: v for k, v in changes.items() if v is not None}))
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part == "data" or not (given.out / "test.jsonl").exists():

@@ -1,15 +1,18 @@
 """The memory of a run with adapters: told before it starts, and held against the device."""
 
 import pytest
+from tests.hub.test_memory import of_shape, peak
 from tests.models.causal_folders import BIDIRECTIONAL
 from typer.testing import CliRunner
 
 import didi_instruct as didi
+from didi_instruct.adapters.lora import adapt
 from didi_instruct.cli.main import app
 from didi_instruct.config.recipes import recipe_names
+from didi_instruct.config.train import LoraConfig
 from didi_instruct.distill import plan
 from didi_instruct.errors import UserError
-from didi_instruct.hub import run_budget
+from didi_instruct.hub import memory, run_budget
 
 RECIPES = [name for name in recipe_names() if name.startswith("llada-")]
 
@@ -68,3 +71,21 @@ def test_a_device_that_is_too_small_is_refused_with_what_would_fit(folder, monke
 def test_recipes_refuse_to_start_without_prompts(folder, tmp_path):
     with pytest.raises(UserError, match="name prompts with prompts.source"):
         didi.distill("llada-didi", teacher=folder, out=tmp_path / "r", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("width", "inner", "layers", "batch"),
+    [(256, 768, 6, 2), (256, 768, 2, 2), (512, 1536, 2, 2), (512, 2048, 4, 4)],
+)
+def test_the_peak_of_a_roles_pass_is_within_a_tenth_of_its_budget(width, inner, layers, batch):
+    """Forward and backward through adapters on weights in 16 bits, blocks computed anew."""
+    network, shape, text = of_shape(width, inner, 100, layers, batch=batch)
+    role = adapt(network, LoraConfig(rank=2)).requires_grad_(True).eval()
+    x = network.embed(text)
+
+    def run():
+        role.zero_grad(set_to_none=True)
+        role.trunk(x).sum().backward()
+
+    parts = memory.with_adapters(shape, batch=batch, length=64, rank=2)
+    assert peak(run) == pytest.approx(parts["checkpoints"] + parts["block"], rel=0.1)

@@ -151,7 +151,9 @@ def _with_activations(kept: Parts, shape: CausalShape, tokens: int, *, lora: boo
     # product; norms in float32.
     block = size * (5 * d + 2 * k + 4 * f) + 4 * 4 * d
     if lora:
-        block += 4 * (6 * d + f)  # what enters each adapter, in float32
+        # What enters the adapters and the gradient of the widest, in float32; both are in 16 bits
+        # beside it for a while.
+        block += 4 * (4 * d + 2 * f) + 3 * size * f // 2
     parts = kept | {"checkpoints": shape.layers * tokens * d * size}
     passing = {
         "block": tokens * block,
