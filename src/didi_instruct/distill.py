@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from didi_instruct.adapters.files import base_of
 from didi_instruct.config.distill import DistillConfig, Method
 from didi_instruct.config.model import DATA_LENGTHS
 from didi_instruct.data.dataset import TokenSource
@@ -21,7 +22,13 @@ from didi_instruct.errors import Argument, UserError
 from didi_instruct.evaluation.quick_eval import evaluation_of_students, quick_test
 from didi_instruct.evaluation.training_curves import draw_curves
 from didi_instruct.hub.run_budget import RunBudget, budget_of
-from didi_instruct.hub.sources import LoadOptions, find_source, load_source
+from didi_instruct.hub.sources import (
+    AdapterFolder,
+    LoadOptions,
+    Source,
+    find_source,
+    load_source,
+)
 from didi_instruct.models.checkpoint import LoadedModel, read_manifest
 from didi_instruct.models.network import Network, window_of
 from didi_instruct.process.masking import goes_on
@@ -92,7 +99,9 @@ def distill(
         student = make_student(loaded, source, other, config)
         check_fit(config, network, processes=run.world.size)
         _check_teacher(run, taught.fingerprint)
-        data, valid = _open_texts(run, config, loaded, str(tokenizer or found.path), data_progress)
+        data, valid = _open_texts(
+            run, config, loaded, str(tokenizer or words_folder(found)), data_progress
+        )
         if config.lengths == DATA_LENGTHS:
             take_lengths(run, data, loaded, student, config.data.source)
         length = window_of(network) if data is None else data.length
@@ -132,7 +141,7 @@ def plan(
         check_fit(config, network, processes=world.size)
         if prompts.longest and not prompts.source:
             length = min(length, prompts.longest + prompts.length)
-        words = str(tokenizer or found.path)
+        words = str(tokenizer or words_folder(found))
         if prompts.source and (rows := open_prompts(config, loaded, words, lambda _: None)):
             length = rows.length
         return config, budget_of(config, network, world, length)
@@ -213,6 +222,13 @@ def _draw(run: Run, config: DistillConfig) -> Path | None:
         return None
     file, title = run.folder / CURVES, f"{config.method}: {run.folder.name}"
     return file if draw_curves(run.folder / "log.jsonl", file, title=title) else None
+
+
+def words_folder(found: Source) -> Path:
+    """Folder of a model's tokenizer and chat template; adapters have those of their base."""
+    if isinstance(found, AdapterFolder):
+        return words_folder(find_source(base_of(found.path)))
+    return found.path
 
 
 def _open_texts(

@@ -109,6 +109,22 @@ def test_checkpointing_keeps_less_and_changes_no_bit(base):
     assert kept[True][2] < kept[False][2]
 
 
+def test_what_dropout_leaves_out_is_the_same_when_a_block_is_computed_again(base):
+    for block in base.blocks:
+        block.self_attn.attention_dropout = 0.3
+    kept = {}
+    for checkpointing in (True, False):
+        found = role(base, 1, checkpointing=checkpointing).train()
+        torch.manual_seed(0)
+        loss(found).backward()
+        kept[checkpointing] = [p.grad for p in found.parameters()]
+    assert all(map(torch.equal, kept[True], kept[False]))
+    torch.manual_seed(1)
+    other = role(base, 1, checkpointing=False).train()
+    loss(other).backward()
+    assert not all(map(torch.equal, kept[True], [p.grad for p in other.parameters()]))
+
+
 def test_a_new_role_is_the_teacher_bit_by_bit(base):
     found = adapt(base, LoraConfig(rank=RANK))
     assert torch.equal(found(TOKENS), base(TOKENS))

@@ -6,6 +6,7 @@ and the codes of a mixture. The weights of the base are not copied: its SOURCE i
 adapter_config.json, which may be edited if that moves, and config.json has its fingerprint.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -130,6 +131,18 @@ def base_of(folder: Path) -> str:
             f"`{BASE}`, where it is."
         )
     return source
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of the weights and the base, as config.json has them, and of LoRA's settings.
+
+    The place of the base is no part of them: it may move.
+    """
+    manifest, settings = read_manifest(folder), read_object(folder / SETTINGS)
+    settings.pop(BASE, None)
+    own = {name: record.sha256 for name, record in manifest.files.items()}
+    scaled = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return own | {"base": str(manifest.base), SETTINGS: scaled}
 
 
 def load_adapters(

@@ -295,6 +295,6 @@ def _compute_again(block: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     block.forward = forward

@@ -276,7 +276,7 @@ def teacher_bank(
     if teacher.tokenizer is None:
         raise UserError("The teacher has no tokenizer: use reference.source=online or data.")
 
-    def draw(first: int, count: int) -> Tensor:
+    def draw_pass(first: int, count: int) -> Tensor:
         indices, prompts = torch.arange(first, first + count), None
         if config.continues:
             assert data is not None
@@ -288,6 +288,10 @@ def teacher_bank(
             state = State(canvas, DrawOptions(seed=seed))
             drawn = ancestral(denoiser, schedule, state, steps=reference.steps)
         return torch.where(drawn.tokens == PAD, model.num_tokens, drawn.tokens).cpu()
+
+    def draw(first: int, count: int) -> Tensor:
+        size, end = config.train.micro_batch or count, first + count  # the memory of a pass
+        return torch.cat([draw_pass(i, min(size, end - i)) for i in range(first, end, size)])
 
     with progress() as bar:
         rows = open_bank(

@@ -18,7 +18,7 @@ from didi_instruct.config.model import ModelConfig
 from didi_instruct.data.files import exclusive, no_space_as_user_error, write_atomic
 from didi_instruct.evaluation.samples import VERSION as SAMPLES_VERSION
 from didi_instruct.evaluation.samples import SampleSet
-from didi_instruct.hub.sources import DidiFolder, Source, find_source
+from didi_instruct.hub.sources import AdapterFolder, DidiFolder, Source, find_source
 from didi_instruct.models.checkpoint import read_manifest
 from didi_instruct.sampling.generate import Request
 
@@ -70,7 +70,7 @@ def model_key(source: str | Source, dtype: str | None = None) -> str:
     `dtype` is what its weights are rounded to, if they are.
     """
     found = find_source(source)
-    if isinstance(found, DidiFolder):
+    if isinstance(found, DidiFolder | AdapterFolder):
         manifest = read_manifest(found.path)
         other = manifest.discriminator and config_values(manifest.discriminator)
         name = key(found.digests(), config_values(manifest.model), other)

@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from didi_instruct.adapters.files import SETTINGS, base_of, is_adapter, load_adapters
+from didi_instruct.adapters import files as adapters
 from didi_instruct.config.model import ModelConfig
 from didi_instruct.config.schema import nearest
 from didi_instruct.data.files import sha256_file
@@ -127,8 +127,8 @@ class DidiFolder:
         manifest = read_manifest(self.path)
         if manifest.base is not None:
             raise UserError(
-                f"{self.path} holds adapters and no {SETTINGS}, which names their base. Fetch it "
-                "again."
+                f"{self.path} holds adapters and no {adapters.SETTINGS}, which names their base. "
+                "Fetch it again."
             )
         return manifest
 
@@ -233,19 +233,16 @@ class AdapterFolder:
     path: Path
 
     def peek(self, tokenizer: str | None = None) -> ModelInfo:
-        base = find_source(base_of(self.path)).peek(tokenizer)
+        base = find_source(adapters.base_of(self.path)).peek(tokenizer)
         return ModelInfo(self, read_manifest(self.path).model, base.tokenizer, base.given)
 
     def load(self, options: LoadOptions) -> LoadedModel:
         options.refuse_choices(self.name)
-        base = find_source(base_of(self.path))
-        return load_adapters(self.path, base.fingerprint(), lambda: base.load(options))
+        base = find_source(adapters.base_of(self.path))
+        return adapters.load_adapters(self.path, base.fingerprint(), lambda: base.load(options))
 
     def digests(self) -> dict[str, str]:
-        """Of its own files and of the base, as config.json has them; no file is read."""
-        manifest = read_manifest(self.path)
-        own = {name: record.sha256 for name, record in manifest.files.items()}
-        return own | {"base": str(manifest.base)}
+        return adapters.digests(self.path)
 
     def fingerprint(self) -> str:
         return _joint(self.digests())
@@ -374,7 +371,7 @@ def _name_of(folder: Path) -> str:
 def _classify(name: str, path: Path, hub: str | None) -> Source:
     folder = path if path.is_dir() else path.parent
     # Weights that belong to a folder are told by the folder what they are.
-    if path.is_dir() and is_adapter(folder):
+    if path.is_dir() and adapters.is_adapter(folder):
         return AdapterFolder(name, folder)
     if is_ours(folder) and (path.is_dir() or path.name == MODEL):
         return DidiFolder(name, folder)
