@@ -1,4 +1,4 @@
-"""Settings of an evaluation: what to draw from models, and what to measure."""
+"""Settings of an evaluation of samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +17,7 @@ from didi_instruct.sampling.registry import SAMPLERS, find_sampler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """What to draw from each model, and what to measure."""
+    """Settings of an evaluation: draws from each model, and metrics."""
 
     metrics: tuple[str, ...] = ("entropy", "unique-4gram", "self-bleu")
     steps: tuple[int, ...] = (8, 16, 32)

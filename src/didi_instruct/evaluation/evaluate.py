@@ -60,7 +60,7 @@ OF_A_SAMPLER = (
     "fingerprint", "options", "steps", "nfe", "passes", "disc_calls", "temperature", "top_p",
     "batch_size", "device",
 )  # fmt: skip
-"""Entries of a row that text has not that nobody sampled."""
+"""Entries that rows of unsampled text do not have."""
 
 
 def evaluate(
@@ -99,7 +99,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """What all lengths of an evaluation share, each opened once."""
+    """Models and files that all lengths of an evaluation share, each opened once."""
 
     out: Path
     name: str
@@ -123,7 +123,7 @@ class _Table:
     chains: list[SampleSet]
     """Of FASTA files."""
     wanted: Wanted | None = None
-    """What the reference was read for."""
+    """The samples that the reference was read for."""
     text: SampleSet | None = None
     """The reference."""
     drawn: list[list[SampleSet]]
@@ -238,7 +238,7 @@ def _open_table(
 
 
 def _wanted_of_models(config: EvalConfig, inputs: _Inputs) -> Wanted:
-    """What a reference has to be like for samples that models will draw."""
+    """Requirements of a reference for samples that models will draw."""
     model, ends = inputs.models[-1], any(model.ends for model in inputs.models)
     window = config.length or model.config.length
     fills = model.ends and model.config.kind == "mdlm"  # a text of this length, then its end
@@ -255,7 +255,7 @@ def _wanted_of_models(config: EvalConfig, inputs: _Inputs) -> Wanted:
 
 
 def _wanted_of_samples(sets: Sequence[SampleSet], inputs: _Inputs) -> Wanted:
-    """What a reference has to be like for samples that are there."""
+    """Requirements of a reference for samples that are there."""
     origin = sets[0].origin
     own_window = any(s.origin.own_window for s in sets)
     lengths = {int(number) for s in sets for number in s.lengths}
@@ -272,7 +272,7 @@ def _wanted_of_samples(sets: Sequence[SampleSet], inputs: _Inputs) -> Wanted:
 
 
 def _draw(tables: Sequence[_Table], inputs: _Inputs, progress: Progress | None) -> None:
-    """Draw what all tables need of each model, which is loaded once."""
+    """Draw the samples of all tables, loading each model once."""
     config = tables[0].config
     used = {variant.source for variant in tables[0].variants} | {inputs.baseline}
     for info in inputs.models:
@@ -351,7 +351,7 @@ def _measure(table: _Table, inputs: _Inputs, progress: Progress | None) -> Evalu
 
 
 def _context(table: _Table, sets: Sequence[SampleSet], inputs: _Inputs) -> Context:
-    """What all rows are measured with, in whatever order the models are named."""
+    """Context of all rows, whatever the order in which models are named."""
     text, reference = table.text, table.config.reference
     known = [model.config.num_tokens for model in inputs.models]
     # What was read from a file may have more ids than the models.
@@ -402,7 +402,7 @@ def _measure_rows(
 
 
 def _controls(text: SampleSet, num: int, metrics: Sequence[str], *, shuffle: bool) -> list[_Wanted]:
-    """What is measured of the reference: nothing that compares with it, or with other numbers.
+    """Metrics of the reference: none that compares with it, or with another number of texts.
 
     With `shuffle`, its chains with their residues shuffled are measured too.
     """
@@ -418,7 +418,7 @@ def _controls(text: SampleSet, num: int, metrics: Sequence[str], *, shuffle: boo
 
 
 def _of_text(row: Row, text: SampleSet, num: int, metrics: Sequence[str]) -> Row:
-    """A row of the reference; what its number forbids is null and has a note."""
+    """A row of the reference; numbers that its count of texts forbids are null, with a note."""
     row = _without_sampler(row)
     for metric in (METRICS[name] for name in metrics if len(text) != num):
         if "count" in metric.depends_on and "reference" not in metric.requires:
@@ -429,7 +429,7 @@ def _of_text(row: Row, text: SampleSet, num: int, metrics: Sequence[str]) -> Row
 
 
 def _without_sampler(row: Row) -> Row:
-    """The row, with null for what text that nobody sampled cannot have."""
+    """The row, with null for the entries that unsampled text cannot have."""
     if row["sampler"] != OF_TEXT:
         return row
     return row | {**dict.fromkeys(OF_A_SAMPLER), "seed": row["bootstrap_seed"]}

@@ -88,7 +88,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What metrics compare samples with; the same for all rows of a table."""
+    """Judge, reference and settings of metrics, the same for all rows of a table."""
 
     judge: Judge | None = None
     reference: Reference | None = None
@@ -303,7 +303,7 @@ def nothing(name: str, note: str) -> Measured:
 
 
 def measured_to_json(found: Measured) -> Any:
-    """What a file keeps of a measured value."""
+    """A measured value as a file keeps it."""
     values = {name: _finite(numbers.tolist()) for name, numbers in found.values.items()}
     return {"row": found.row, "values": values}
 

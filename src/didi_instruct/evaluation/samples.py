@@ -51,7 +51,7 @@ class Origin:
     seed: int
     length: int
     until_eot: bool = False
-    """Whether a text ends at its end-of-text, or fills the window."""
+    """A text ends at its end-of-text; else it fills the window."""
     seconds: float | None = None
     """Time of drawing, where it was measured."""
     options: Mapping[str, Any] | None = None
@@ -61,9 +61,9 @@ class Origin:
     device: str | None = None
     """Where they were drawn, on which `seconds` depends too."""
     dtype: str | None = None
-    """What the weights were rounded to; None: not at all."""
+    """Type that the weights were rounded to; None: not rounded."""
     own_window: bool = False
-    """Whether the length of each text was drawn first and the rest of its window filled with its
+    """The length of each text was drawn first and the rest of its window filled with its
     end, so that `log_prob` is that of a text and its end."""
 
     @classmethod
@@ -89,7 +89,7 @@ class Origin:
 
     @property
     def ends_with_text(self) -> bool:
-        """Whether nothing was written after an end, so that a path is that of text and end."""
+        """True if nothing was written after an end, so that a path is that of text and end."""
         return self.own_window or self.sampler == LEFT_TO_RIGHT
 
 
@@ -181,7 +181,7 @@ def write_samples(path: Path, samples: SampleSet) -> None:
 
 
 def is_sample_file(path: Path) -> bool:
-    """Whether the first line of a file says that samples follow."""
+    """True if the first line of a file says that samples follow."""
     try:
         with path.open("rb") as file:
             head = json.loads(file.readline(HEAD_BYTES))
