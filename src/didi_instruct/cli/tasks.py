@@ -141,10 +141,11 @@ def _table(task: "Task", rows: "Sequence[Row]") -> "Table":
 
     table = Table(title=f"{task.name}, {rows[0]['num']:,} {task.counts}", title_justify="left")
     table.add_column("model", overflow="fold")
-    for column in task.columns:
+    columns = [each for each in task.columns if any(row.get(each.key) is not None for row in rows)]
+    for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(str(row["model"]), *(_cell(column, row) for column in task.columns))
+        table.add_row(str(row["model"]), *(_cell(column, row) for column in columns))
     return table
 
 

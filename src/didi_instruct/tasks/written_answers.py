@@ -95,7 +95,8 @@ def measure_written(
         }
         if options.samples > 1:
             # Answers to one question are alike: the interval is that of questions.
-            row["accuracy_ci95"] = mean_interval(share) or row["accuracy_ci95"]
+            low, high = mean_interval(share) or row["accuracy_ci95"]
+            row["accuracy_ci95"] = [max(low, 0.0), min(high, 1.0)]
             row |= variety(np.array(texts).reshape(right.shape), right)
         yield row, share
 
