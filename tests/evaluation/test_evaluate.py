@@ -170,6 +170,34 @@ def test_a_damaged_file_of_samples_is_refused(tmp_path, content, message):
         read_samples(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": "8"}, "`steps` is '8'"),
+        ({"temperature": float("nan")}, "`temperature` is nan"),
+        ({"options": 1}, "`options` is 1"),
+        ({"until_eot": 1}, "`until_eot` is 1"),
+        ({"seconds": []}, r"`seconds` is \[\]"),
+        ({"tokens": [[0]] * 32}, "`tokens` are not ids"),
+        ({"tokens": [-1] * 32}, "`tokens` are not ids"),
+        ({"tokens": [{}] * 32}, "is damaged"),
+        ({"length": 33}, "a `length` is not one of the window's"),
+        ({"log_prob": float("inf")}, "`log_prob` is not a finite number"),
+    ],
+)
+def test_a_file_of_samples_with_other_values_is_refused(model, tmp_path, change, message):
+    run(model, tmp_path, ("entropy",), None, steps=(2,), num=2)
+    (path,) = (tmp_path / "samples").iterdir()
+    head, row, _ = map(json.loads, path.read_text().splitlines())
+    if {*change} & {"tokens", "length", "log_prob"} and "steps" not in change:
+        row |= change
+    else:
+        head |= change
+    path.write_text(f"{json.dumps(head)}\n{json.dumps(row)}\n")
+    with pytest.raises(UserError, match=message):
+        read_samples(path)
+
+
 def test_a_kept_comparison_needs_no_judge_and_is_the_same(model, tmp_path, monkeypatch):
     asked = {"most_steps": 16, "temperatures": (0.8, 0.9), "baseline": model}
     first = run(model, tmp_path, **asked)

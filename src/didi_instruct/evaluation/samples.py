@@ -16,7 +16,7 @@ from torch import Tensor
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
 from didi_instruct.data.tokenizer import Tokenizer
-from didi_instruct.errors import UserError
+from didi_instruct.errors import UserError, first_line
 
 FORMAT, VERSION = "didi-samples", 4
 """Version 1 did not say with what options, in what batches and on what device it was drawn, version
@@ -27,6 +27,18 @@ OF_TEXT = "text"
 """Stands for the sampler where nobody sampled."""
 REAL, SHUFFLED = "real", "shuffled"
 """Names of the rows of real chains, and of those with their residues shuffled."""
+TEXT, NUMBER, NONE = (str,), (int, float), (type(None),)
+KINDS: dict[tuple[type, ...], tuple[str, ...]] = {
+    TEXT: ("model", "fingerprint", "sampler"),
+    TEXT + NONE: ("tokenizer", "device", "dtype"),
+    NUMBER: (
+        "steps", "nfe", "passes", "disc_calls", "temperature", "top_p", "seed", "length",
+    ),
+    NUMBER + NONE: ("seconds", "batch_size"),
+    (bool,): ("until_eot", "own_window"),
+    (dict, *NONE): ("options",),
+}  # fmt: skip
+"""Types of the entries of the first line."""
 LEFT_TO_RIGHT = "autoregressive"
 """The sampler that stops where a text ends."""
 
@@ -212,8 +224,8 @@ def read_samples(path: Path) -> SampleSet:
         return _build(head, rows)
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}.") from None
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise UserError(f"{path} is damaged: {first_line(error)}.") from None
 
 
 def _build(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> SampleSet:
@@ -222,13 +234,28 @@ def _build(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> SampleSet:
         raise ValueError(f"`{unknown[0]}` is not known")
     if not rows:
         raise ValueError("it holds no samples")
+    for kinds, names in KINDS.items():
+        for name in names:
+            if name not in head:
+                continue  # an older version did not tell
+            value = head[name]
+            if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
+                raise ValueError(f"`{name}` is {value!r}")
     log_prob = [row["log_prob"] for row in rows]
     if not all(value is None or math.isfinite(value) for value in log_prob):
         raise ValueError("a `log_prob` is not a finite number")
+    tokens = torch.tensor([row["tokens"] for row in rows])
+    lengths = torch.tensor([row["length"] for row in rows])
+    if tokens.dtype != torch.long or tokens.ndim != 2 or bool((tokens < 0).any()):
+        raise ValueError("`tokens` are not ids of one window a sample")
+    if lengths.dtype != torch.long or not bool(
+        ((lengths >= 0) & (lengths <= tokens.shape[1])).all()
+    ):
+        raise ValueError("a `length` is not one of the window's")
     return SampleSet(
         Origin(**head),
-        torch.tensor([row["tokens"] for row in rows]),
+        tokens,
         tuple(str(row["text"]) for row in rows),
         None if None in log_prob else torch.tensor(log_prob, dtype=torch.float64),
-        torch.tensor([row["length"] for row in rows]),
+        lengths,
     )
