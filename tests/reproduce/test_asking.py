@@ -8,6 +8,8 @@ from didi_instruct.reproduce.paper import LEAVE_ONE_OUT
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 
+from .kit import measuring_jobs, table_of
+
 
 def student(method, updates, seed=0, chance=0.0, nfe=8):
     return {
@@ -78,8 +80,8 @@ def test_ablation_tables_begin_with_their_teacher():
     """It costs nothing, so it stands in each table; its path KL is unguided as it is."""
     scale, item = find_scale("toy", Given()), ITEMS["ablation-leave-one-out"]
     [ask] = ask_method(scale, "teacher")
-    assert ask.job.key in {job.key for job in item.jobs(scale)}
+    assert ask.job.key in {job.key for job in measuring_jobs(item, scale)}
     row = {"nfe": 4, "seed": 0, "path_kl": 3.5, "path_kl_ci95": [3.0, 4.0]}
-    [found] = item.table(scale, {ask.job.key: [row]}).rows
+    [found] = table_of(item, scale, {ask.job.key: [row]}).rows
     assert found["method"] == METHODS["teacher"].label
     assert (found["unguided_path_kl"], found["unguided_path_kl_ci95"]) == (3.5, [3.0, 4.0])

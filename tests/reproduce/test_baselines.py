@@ -56,6 +56,7 @@ from didi_instruct.reproduce.scale import FIRST, Given, Training
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.sampling.registry import SAMPLERS
 
+from .kit import measuring_jobs, table_of
 from .small_models import LANGUAGE, config_of, save, save_letters
 
 ROLES = {way.role for way in WAYS}
@@ -124,10 +125,10 @@ def test_some_rivals_alone_bring_what_they_start_from(tmp_path):
     assert some.model("token-matching").key == whole.model("token-matching").key
     (item,) = BASELINE_ITEMS
     for scale in (some, with_minutes(some, 1, dict.fromkeys((*STUDENTS, DIDI), 2.0))):
-        inputs = {role for job in item.jobs(scale) for role in job.inputs}
+        inputs = {role for job in measuring_jobs(item, scale) for role in job.inputs}
         assert {"teacher", "didi", "judge", "duo", "duo-teacher"} <= inputs
         assert not inputs & set(some.left_out)
-        (words,) = [note for note in item.table(scale, {}).notes if "--rivals" in note]
+        (words,) = [note for note in table_of(item, scale, {}).notes if "--rivals" in note]
         assert words == "Left out by --rivals: ar, jump, sdtt, dimo."
         told = command(item, scale)
         assert told.endswith("--rivals duo-teacher,path,token-matching,duo"), told
@@ -452,7 +453,7 @@ def test_every_plain_row_has_a_speed_and_no_other(whole):
 def test_speeds_are_those_of_the_first_seeds_models(tiny, monkeypatch):
     """Each job has the model that it times, and counts tokens as the table does."""
     _, scale = tiny
-    jobs = [job for job in BASELINE_ITEMS[0].jobs(scale) if "methods" in job.options]
+    jobs = [job for job in measuring_jobs(BASELINE_ITEMS[0], scale) if "methods" in job.options]
     assert [job.name for job in jobs] == ["speed-teacher", "speed-didi"]
     assert jobs[1].inputs["didi"].key == scale.rival("ablation-all-tricks", 0).key
     seen = []
@@ -476,7 +477,7 @@ def test_the_figure_is_of_the_first_seed(tiny, whole, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(baselines, "as_png", lambda figure: b"")
     monkeypatch.setattr(baselines, "draw_baselines", lambda rows, title: seen.append((rows, title)))
-    BASELINE_ITEMS[0].figure(tiny[1], whole, {}, tmp_path / "a.png")
+    BASELINE_ITEMS[0].draw(tiny[1], whole, tmp_path / "a.png")
     ((rows, title),) = seen
     assert {row["seed"] for row in rows} == {0}
     assert "seed 0" in title
@@ -490,7 +491,7 @@ def test_didi_among_the_rivals_is_tuned_as_they_are(tiny):
     assert job.name == "didi-seed0"
     used = {
         given.key
-        for one in BASELINE_ITEMS[0].jobs(scale)
+        for one in measuring_jobs(BASELINE_ITEMS[0], scale)
         for role, given in one.inputs.items()
         if role == "didi"
     }
@@ -511,20 +512,20 @@ def test_rivals_of_stories_have_the_rates_that_were_best(tmp_path):
 def results_of(tiny, whole, *lost):
     """Results of the jobs that made the table, but for some."""
     folder, scale = tiny
-    jobs = BASELINE_ITEMS[0].jobs(scale)
+    jobs = measuring_jobs(BASELINE_ITEMS[0], scale)
     return {job.key: finished(job, folder / "out").result for job in jobs if job.name not in lost}
 
 
 def test_a_seed_without_its_baseline_is_left_out(tiny, whole):
     """The other one has its table; without any baseline there is none."""
     lost = ("baselines-mdlm-ancestral-seed1", "baselines-sdtt-seed0")
-    table = BASELINE_ITEMS[0].table(tiny[1], results_of(tiny, whole, *lost))
+    table = table_of(BASELINE_ITEMS[0], tiny[1], results_of(tiny, whole, *lost))
     assert {row["seed"] for row in table.sweep} == {0}
     assert not of(table.sweep, "SDTT")
     lost = [f"baselines-mdlm-ancestral-seed{seed}" for seed in (0, 1)]
     with pytest.raises(ValueError, match="MDLM, ancestral is missing"):
-        BASELINE_ITEMS[0].table(tiny[1], results_of(tiny, whole, *lost))
-    assert BASELINE_ITEMS[0].table(tiny[1], {}).rows == []
+        table_of(BASELINE_ITEMS[0], tiny[1], results_of(tiny, whole, *lost))
+    assert table_of(BASELINE_ITEMS[0], tiny[1], {}).rows == []
 
 
 def test_token_matching_waits_for_the_student_it_began_as_alone(tmp_path):
@@ -534,7 +535,9 @@ def test_token_matching_waits_for_the_student_it_began_as_alone(tmp_path):
     paced = with_minutes(small, 1, dict.fromkeys((*STUDENTS, DIDI), 2.0))
     for scale, began in ((small, "path"), (paced, FIRST)):
         (inputs, *_) = [
-            job.inputs for job in BASELINE_ITEMS[0].jobs(scale) if "token-matching" in job.inputs
+            job.inputs
+            for job in measuring_jobs(BASELINE_ITEMS[0], scale)
+            if "token-matching" in job.inputs
         ]
         assert set(inputs) == {"teacher", "token-matching", began, "judge"}
 

@@ -20,6 +20,8 @@ from didi_instruct.reproduce.protein_scales import ITEMS as OF_PROTEINS
 from didi_instruct.reproduce.scale import NAMES, Given
 from didi_instruct.reproduce.scales import find_scale
 
+from .kit import measuring_jobs, table_of
+
 NOWHERE = Path("nowhere")
 MADE = list(ITEMS.values())
 WANTED = {
@@ -56,7 +58,7 @@ def test_every_item_has_jobs_and_a_table_at_every_scale(scale):
     """Before anything has run, a table of ours is empty and the paper's numbers stand in it."""
     for item in of(scale):
         assert jobs_of([item], scale, NOWHERE)
-        table = item.table(scale, {})
+        table = table_of(item, scale, {})
         assert not table.rows
         unprinted = ("rgas-landscape", "baselines", "protein-plddt")
         assert bool(table.paper) == (item.name not in unprinted)
@@ -118,7 +120,7 @@ def test_larger_students_follow_the_same_law():
     few, many = (scale.model("didi-large", 0, nfe) for nfe in (16, 32))
     assert (few.name, many.name) == ("didi-large-seed0", "didi-large-late-seed0")
     assert few.inputs["teacher"].key == many.inputs["teacher"].key
-    assert "Beta(5, 2), as in the paper" in " ".join(ITEMS["scaling"].table(scale, {}).notes)
+    assert "Beta(5, 2), as in the paper" in " ".join(table_of(ITEMS["scaling"], scale, {}).notes)
     toy = find_scale("toy", Given())
     assert len(list(_large(toy))) == 2, "a teacher and one student"
 
@@ -139,7 +141,7 @@ def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name, asks):
     """But for GPT-2, which takes a step per token whatever it is asked for."""
     scale = find_scale("paper", Given())
     drawn = {(a.labels["method"], nfe) for a in asks(scale) for nfe in a.job.options["steps"]}
-    printed = {(row["method"], row["nfe"]) for row in ITEMS[name].table(scale, {}).paper}
+    printed = {(row["method"], row["nfe"]) for row in table_of(ITEMS[name], scale, {}).paper}
     rivals = {(METHODS["ar"].label, 1024), (paper.GENERATION["gpt2"].label, 1024)}
     assert printed - rivals <= drawn
 
@@ -181,13 +183,13 @@ def test_small_scale_on_the_oracle_language_is_judged_by_it_and_has_two_seeds():
 def test_tables_of_many_settings_have_that_student_too(name):
     scale = find_scale("paper", Given())
     role = "didi" if name == "baselines" else "model"
-    jobs = [job for job in ITEMS[name].jobs(scale) if role in job.inputs]
+    jobs = [job for job in measuring_jobs(ITEMS[name], scale) if role in job.inputs]
     assert jobs
     for job in jobs:
         assert job.inputs[role].settings().didi.pi == (2, 5)
         assert job.inputs[f"{role}-late"].settings().didi.pi == (5, 2)
         assert job.options["late_from"] == 32
-    for toy in ITEMS[name].jobs(find_scale("toy", Given())):
+    for toy in measuring_jobs(ITEMS[name], find_scale("toy", Given())):
         assert f"{role}-late" not in toy.inputs
 
 
@@ -218,7 +220,7 @@ def test_guidance_is_by_means_at_paper_scale_as_it_is_printed(name):
     """Eq. (6), of tilting and of re-ranking; elsewhere by sums, which is what works."""
     means = {"reward": "mean", "score": "mean"}
     found = []
-    for job in ITEMS[name].jobs(find_scale("paper", Given())):
+    for job in measuring_jobs(ITEMS[name], find_scale("paper", Given())):
         options = job.options
         if name == "figure-1":
             found += [options["options"]] if options["sampler"] == "rgas" else []
@@ -226,20 +228,20 @@ def test_guidance_is_by_means_at_paper_scale_as_it_is_printed(name):
             found.append(options["guidance"])
     assert found
     assert all(options == means for options in found)
-    for job in ITEMS[name].jobs(find_scale("toy", Given())):
+    for job in measuring_jobs(ITEMS[name], find_scale("toy", Given())):
         assert not job.options.get("options")
         assert not job.options.get("guidance")
 
 
 def test_the_left_to_right_model_is_timed_greedy_and_sampled():
-    (job,) = ITEMS["latency"].jobs(find_scale("paper", Given()))
+    (job,) = measuring_jobs(ITEMS["latency"], find_scale("paper", Given()))
     assert {r: n for r, n in job.options["steps"].items() if r.startswith("ar")} == {
         "ar-greedy": 1024,
         "ar": 1024,
     }
     labels = job.options["labels"]
     assert labels["ar-greedy"] != labels["ar"]
-    theirs = {row["method"]: row["nfe"] for row in ITEMS["latency"].table(
+    theirs = {row["method"]: row["nfe"] for row in table_of(ITEMS["latency"],
         find_scale("paper", Given()), {}).paper}  # fmt: skip
     assert theirs[labels["ar-greedy"]] == 1024
     assert labels["ar"] not in theirs
@@ -247,12 +249,12 @@ def test_the_left_to_right_model_is_timed_greedy_and_sampled():
 
 def test_the_zero_shot_table_has_duo_and_the_printed_rows():
     scale = find_scale("paper", Given())
-    (job,) = ITEMS["zero-shot"].jobs(scale)
+    (job,) = measuring_jobs(ITEMS["zero-shot"], scale)
     assert {"teacher", "didi", "ar", "duo-teacher", "duo"} <= job.inputs.keys()
     assert job.inputs["duo"].inputs["teacher"].key == job.inputs["duo-teacher"].key
     students = {METHODS["didi"].label, METHODS["duo"].label}
     assert job.options["teachers"].keys() == students
-    lines = {row["method"] for row in ITEMS["zero-shot"].table(scale, {}).paper}
+    lines = {row["method"] for row in table_of(ITEMS["zero-shot"], scale, {}).paper}
     assert {f"{name}, as printed" for name in ("GPT2", "SEDD", "SEDD uniform", "UDLM")} <= lines
     assert {METHODS[role].label for role in ("teacher", "didi", "duo-teacher", "duo")} <= lines
 

@@ -23,6 +23,8 @@ from didi_instruct.reproduce.task_files import questions, write
 from didi_instruct.tasks.mmlu_data import examples, read_mmlu
 from didi_instruct.tasks.pairs import read_pairs
 
+from .kit import measuring_jobs, table_of
+
 TOY = find_scale("toy", Given())
 
 
@@ -67,7 +69,7 @@ def test_toy_pairs_are_paraphrases_as_labelled(written):
 
 @pytest.mark.parametrize("name", ["mmlu", "pubmed"])
 def test_models_are_measured_before_and_after_a_finetuning_of_each(name):
-    [job] = ITEMS[name].jobs(TOY)
+    [job] = measuring_jobs(ITEMS[name], TOY)
     roles = ["teacher", "sdtt", "duo", "didi", "ar"]
     assert list(job.options["labels"]) == [f"{s}-{r}" for s in ("before", "after") for r in roles]
     for role in roles:
@@ -79,7 +81,7 @@ def test_models_are_measured_before_and_after_a_finetuning_of_each(name):
 
 
 def test_a_finetuning_is_known_by_its_model_data_and_settings():
-    [job] = ITEMS["pubmed"].jobs(TOY)
+    [job] = measuring_jobs(ITEMS["pubmed"], TOY)
     tuned = job.inputs["after-teacher"]
     others = [
         replace(tuned, overrides=(*tuned.overrides, "optim.lr=2e-3")),
@@ -110,9 +112,9 @@ def test_a_table_has_stages_baselines_and_the_differences_that_matter():
         {"models": [after, ROWS[3]["model"]], "difference_ci95": [0.2, 0.4], "better": after},
     ]
     item = ITEMS["mmlu"]
-    [job] = item.jobs(TOY)
+    [job] = measuring_jobs(item, TOY)
     result = {"rows": ROWS, "notes": ["2 prompts were cut."], "compared": compared}
-    table = item.table(TOY, {job.key: result})
+    table = table_of(item, TOY, {job.key: result})
     lines = {(row["method"], row["stage"]): row["accuracy"] for row in table.rows}
     assert lines["MDLM, the teacher", "after"] == 0.5
     assert lines["DiDi-Instruct", "after"] == 0.45
@@ -167,8 +169,8 @@ def test_files_of_tasks_are_found_by_their_names(tmp_path):
 
 def test_jobs_of_tasks_are_known_by_all_their_options(monkeypatch):
     """A default that changes makes another job, where no option of the scale says otherwise."""
-    before = {name: ITEMS[name].jobs(TOY)[0].key for name in ("mmlu", "mrpc")}
-    [job] = ITEMS["mrpc"].jobs(TOY)
+    before = {name: measuring_jobs(ITEMS[name], TOY)[0].key for name in ("mmlu", "mrpc")}
+    [job] = measuring_jobs(ITEMS["mrpc"], TOY)
     assert job.options["settings"]["steps"] == TOY.task_options["mrpc"]["steps"]
     assert job.options["settings"]["weight_decay"] == 0.01
     assert "cache" not in job.options["settings"]
@@ -176,7 +178,7 @@ def test_jobs_of_tasks_are_known_by_all_their_options(monkeypatch):
     options = {name: {**TOY.task_options[name], **more[name]} for name in more}
     changed = replace(TOY, task_options=options)
     for name, key in before.items():
-        assert ITEMS[name].jobs(changed)[0].key != key
+        assert measuring_jobs(ITEMS[name], changed)[0].key != key
 
 
 def test_the_paper_s_split_of_mrpc_is_taken_where_it_is(tmp_path):
@@ -188,7 +190,7 @@ def test_the_paper_s_split_of_mrpc_is_taken_where_it_is(tmp_path):
         tasks = task_files.find_tasks(str(tmp_path / name))
         assert task_files.printed_split(tasks) == expected
     scale = find_scale("paper", Given(tasks=str(tmp_path / "b")))
-    assert ITEMS["mrpc"].jobs(scale)[0].options["settings"]["split"] == "validation"
+    assert measuring_jobs(ITEMS["mrpc"], scale)[0].options["settings"]["split"] == "validation"
 
 
 def test_runs_that_held_out_other_rows_are_not_compared(tmp_path):
@@ -217,7 +219,7 @@ def test_items_without_their_files_say_what_to_give(tmp_path):
     scale = find_scale("small", Given(data=str(text)))
     assert {"mmlu", "pubmed", "mrpc"} <= set(scale.apart)
     with pytest.raises(UserError, match="give --tasks DIR"):
-        ITEMS["mmlu"].jobs(scale)
+        measuring_jobs(ITEMS["mmlu"], scale)
     with pytest.raises(UserError, match="has no mmlu/"):
         find_scale("small", Given(data=str(text), tasks=str(tmp_path)))
 
@@ -227,7 +229,7 @@ def test_small_models_for_tasks_read_streams(tmp_path):
     text.write_text('{"text": "Once."}\n')
     (tmp_path / "files" / "mrpc").mkdir(parents=True)
     scale = find_scale("small", Given(data=str(text), tasks=str(tmp_path / "files")))
-    [job] = ITEMS["mrpc"].jobs(scale)
+    [job] = measuring_jobs(ITEMS["mrpc"], scale)
     teachers = [job.inputs[role].inputs["teacher"].key for role in ("sdtt", "didi")]
     assert teachers == [job.inputs["teacher"].key] * 2
     for role in ("teacher", "ar"):

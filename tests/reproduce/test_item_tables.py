@@ -12,6 +12,8 @@ from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import lay_out
 
+from .kit import measuring_jobs, table_of
+
 TOY = find_scale("toy", Given())
 TEACHER, STUDENT = METHODS["teacher"].label, METHODS["didi"].label
 
@@ -49,7 +51,7 @@ PPL = {
 def test_a_larger_student_lies_below_its_teacher_by_a_share():
     """10 beside 40 and 8 beside 20 at the same NFE; both beside 10, the teacher of 32."""
     results = results_of(_large(TOY), lambda role, nfe, seed: row(nfe, PPL[role, nfe]))
-    table = ITEMS["scaling"].table(TOY, results)
+    table = table_of(ITEMS["scaling"], TOY, results)
     students = {nfe: found(table, method=STUDENT, nfe=nfe) for nfe in (4, 8)}
     assert {nfe: r["gain"] for nfe, r in students.items()} == pytest.approx({4: 0.75, 8: 0.6})
     assert {nfe: r["below_most"] for nfe, r in students.items()} == pytest.approx({4: 0, 8: 0.2})
@@ -64,13 +66,13 @@ def test_gains_are_those_of_the_same_seed():
         _large(scale), lambda role, nfe, seed: row(nfe, PPL[role, nfe] * (1 + seed), seed=seed)
     )
     lost = {key: rows for key, rows in results.items() if rows[0]["ppl"] != 80.0}
-    table = ITEMS["scaling"].table(scale, lost)
+    table = table_of(ITEMS["scaling"], scale, lost)
     assert found(table, method=STUDENT, nfe=8, seed=0)["gain"] == pytest.approx(0.6)
     assert "gain" not in found(table, method=STUDENT, nfe=8, seed=1), "its teacher was lost"
 
 
 def test_the_papers_gains_stand_beside_ours():
-    table = ITEMS["scaling"].table(TOY, {})
+    table = table_of(ITEMS["scaling"], TOY, {})
     theirs = {r["nfe"]: r for r in table.paper if r["method"] == STUDENT}
     assert {n: r["gain"] for n, r in theirs.items() if r["gain"]} == paper.SCALING_GAIN
     assert {n: r["below_most"] for n, r in theirs.items() if r["below_most"]} == {
@@ -96,7 +98,7 @@ def test_speeds_are_told_as_multiples_of_left_to_right():
         )
         for role, speed in speeds.items()
     ]
-    table = ITEMS["latency"].table(TOY, {ITEMS["latency"].jobs(TOY)[0].key: rows})
+    table = table_of(ITEMS["latency"], TOY, {measuring_jobs(ITEMS["latency"], TOY)[0].key: rows})
     ratios = {r["role"]: r["ratio_to_ar"] for r in table.rows}
     assert ratios == {"ar-greedy": 1, "ar": 0.8, "teacher": 0.5, "sdtt": 4, "didi": 8}
     theirs = {r["method"]: r for r in table.paper}
@@ -107,9 +109,11 @@ def test_speeds_are_told_as_multiples_of_left_to_right():
 
 def test_without_a_left_to_right_model_there_are_no_multiples_of_it():
     scale = replace(TOY, models={r: m for r, m in TOY.models.items() if r != "ar"})
-    assert "ar" not in ITEMS["latency"].jobs(scale)[0].inputs
+    assert "ar" not in measuring_jobs(ITEMS["latency"], scale)[0].inputs
     rows = [row(4, 9.0, role="didi", method=STUDENT, tokens_per_second=400.0)]
-    table = ITEMS["latency"].table(scale, {ITEMS["latency"].jobs(scale)[0].key: rows})
+    table = table_of(
+        ITEMS["latency"], scale, {measuring_jobs(ITEMS["latency"], scale)[0].key: rows}
+    )
     assert [r["ratio_to_ar"] for r in table.rows] == [None]
 
 
@@ -120,7 +124,7 @@ def test_variety_stands_under_its_method_beside_the_papers():
     def make(role, nfe, seed):
         return row(nfe, 9.0, self_bleu_words=nfe / 100, unique_4gram=0.5)
 
-    table = ITEMS["diversity"].table(TOY, results_of(_variety(TOY), make))
+    table = table_of(ITEMS["diversity"], TOY, results_of(_variety(TOY), make))
     names = {METHODS[role].label for role in ("teacher", "sdtt", "duo", "didi")}
     assert {r["method"] for r in table.rows} == {r["method"] for r in table.paper} == names
     assert found(table, method=STUDENT, nfe=8)["self_bleu_words"] == 0.08
@@ -131,7 +135,7 @@ def test_variety_stands_under_its_method_beside_the_papers():
 def test_a_lost_method_leaves_the_others():
     made = results_of(_variety(TOY), lambda role, nfe, seed: row(nfe, 9.0, role=role))
     kept = {key: rows for key, rows in made.items() if rows[0]["role"] != "duo"}
-    table = ITEMS["diversity"].table(TOY, kept)
+    table = table_of(ITEMS["diversity"], TOY, kept)
     assert {r["role"] for r in table.rows} == {"teacher", "sdtt", "didi"}
 
 
@@ -145,7 +149,7 @@ def test_a_lost_method_leaves_the_others():
     ],
 )
 def test_where_mauve_is_left_out_the_table_says_why(name, change, words):
-    notes = ITEMS[name].table(replace(TOY, **change), {}).notes
+    notes = table_of(ITEMS[name], replace(TOY, **change), {}).notes
     told = [n for n in notes if n.startswith(("MAUVE compares", "MAUVE was"))]
     assert len(told) == (words is not None)
     assert words is None or words in told[0]
@@ -159,7 +163,7 @@ def test_texts_follow_the_table_each_under_its_numbers():
         first = {"text": f"one of {role}\nin {nfe}", "ppl": 12.345, "entropy": 2.5}
         return row(nfe, 9.0, texts=[first, {"text": "", "ppl": None, "entropy": 0.0}])
 
-    table = ITEMS["samples"].table(TOY, results_of(_samples(TOY), make))
+    table = table_of(ITEMS["samples"], TOY, results_of(_samples(TOY), make))
     assert {(r["method"], r["nfe"]) for r in table.rows} == {
         (TEACHER, 32), (STUDENT, 4), (STUDENT, 8)
     }  # fmt: skip

@@ -18,6 +18,7 @@ from didi_instruct.reproduce.measure import Setting, Terms, measure
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 
+from .kit import measuring_jobs, table_of
 from .small_models import LANGUAGE, config_of, save
 
 MEMORY = RuntimeError("CUDA out of memory.\nTried to allocate 20.00 GiB")
@@ -104,9 +105,9 @@ def test_a_setting_that_does_not_fit_is_told_and_the_others_are_timed(
     told = "AR at 32 NFE was not timed: CUDA out of memory."
     assert untimed([ar | {"nfe": 32}, mdlm | {"nfe": 4}]) == [told]
     scale = find_scale("toy", Given())
-    (job,) = ITEMS["latency"].jobs(scale)
+    (job,) = measuring_jobs(ITEMS["latency"], scale)
     rows = [ar | {"nfe": 32}, mdlm | {"nfe": 4, "role": "teacher"}]
-    table = ITEMS["latency"].table(scale, {job.key: rows})
+    table = table_of(ITEMS["latency"], scale, {job.key: rows})
     assert told in table.notes
     assert [row["ratio_to_ar"] for row in table.rows] == [None, None]
 

@@ -12,7 +12,7 @@ from didi_instruct.reproduce import experiments
 from didi_instruct.reproduce.experiments import judged_by_others, make, origin, write_only
 from didi_instruct.reproduce.grid import Standing
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.lines import Item
+from didi_instruct.reproduce.lines import Experiment, Line
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import Shown, Table
@@ -20,21 +20,28 @@ from didi_instruct.reproduce.tables import Shown, Table
 JOB = Job(name="job", does="making_calls:value")
 
 
-def draw(scale, table, results, path):
+def draw(scale, table, path):
     path.write_bytes(b"drawn")
 
 
-def refuse(scale, table, results, path):
+def refuse(scale, table, path):
     raise UserError("nothing to draw")
 
 
 def item(figure=draw, name="thing"):
-    def table(scale, results):
-        rows = [{"method": "a", "nfe": 4, "x": results[JOB.key], "seed": 0, "num_samples": 1}]
+    def table(scale, answers):
+        rows = [
+            {"method": "a", "nfe": 4, "x": answers.results[JOB.key], "seed": 0, "num_samples": 1}
+        ]
         return Table(rows=rows, shown=(Shown("x", "x"),))
 
-    return Item(
-        name=name, title="A thing", where="", jobs=lambda scale: [JOB], table=table, figure=figure
+    return Experiment(
+        name=name,
+        title="A thing",
+        where="",
+        lines=lambda scale: [Line(JOB)],
+        table=table,
+        draw=figure,
     )
 
 
@@ -59,8 +66,8 @@ def test_an_item_has_its_table_and_its_figure(toy, tmp_path):
 def test_a_table_may_have_a_title_of_its_own(toy, tmp_path):
     """Where what the item is called is not what a table of this scale holds."""
 
-    def smaller(scale, results):
-        return replace(item().table(scale, results), title="A smaller thing")
+    def smaller(scale, answers):
+        return replace(item().table(scale, answers), title="A smaller thing")
 
     make([replace(item(), table=smaller)], toy[1], tmp_path)
     text = (tmp_path / "tables" / "thing.md").read_text()

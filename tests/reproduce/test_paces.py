@@ -30,6 +30,8 @@ from didi_instruct.reproduce.running import RUN, folder_of
 from didi_instruct.reproduce.scale import FIRST, Given
 from didi_instruct.reproduce.scales import find_scale
 
+from .kit import measuring_jobs
+
 PACES = {
     "sdtt": 3.0,
     "dimo": 1.5,
@@ -50,7 +52,7 @@ def small(tmp_path):
 
 def ways(scale, seed=0):
     """Jobs of all ways to sample, of one seed."""
-    jobs = BASELINE_ITEMS[0].jobs(scale)
+    jobs = measuring_jobs(BASELINE_ITEMS[0], scale)
     return [job for job in jobs if "method" in job.options and job.options["seed"] == seed]
 
 
@@ -113,7 +115,7 @@ def test_a_chain_of_two_students_takes_no_longer(small):
 
 
 def test_without_minutes_nothing_changes(small):
-    assert not any(FIRST in job.inputs for job in BASELINE_ITEMS[0].jobs(small))
+    assert not any(FIRST in job.inputs for job in measuring_jobs(BASELINE_ITEMS[0], small))
     assert small.model("token-matching").inputs["teacher"].key == small.model("path").key
 
 
@@ -206,7 +208,7 @@ def test_before_paces_are_known_hours_are(small, tmp_path):
     assert hours == pytest.approx(2 * 7 * 0.5)
     minutes = {
         job.name: minutes_of(job, scale)
-        for job in in_order(BASELINE_ITEMS[0].jobs(scale))
+        for job in in_order(measuring_jobs(BASELINE_ITEMS[0], scale))
         if job.does == "distill"
     }
     assert minutes["token-matching-seed0"] + minutes["path-first-seed0"] == pytest.approx(30)
@@ -227,7 +229,7 @@ def test_paces_that_are_kept_are_done(small, tmp_path):
 
 def test_students_learn_alone_and_are_drawn_from_at_the_same_time(small):
     """Their minutes are compared, so nothing may run beside them; samples have no such need."""
-    jobs = in_order(BASELINE_ITEMS[0].jobs(with_minutes(small, 1.5, PACES)))
+    jobs = in_order(measuring_jobs(BASELINE_ITEMS[0], with_minutes(small, 1.5, PACES)))
     assert all(job.timed for job in jobs if job.trains)
     drawn = [job for job in jobs if job.name.startswith("baselines-")]
     assert len(drawn) == len(WAYS) * len(small.seeds)
@@ -245,7 +247,7 @@ def test_mauve_may_be_left_out(tmp_path):
     for wanted in (True, False):
         given = Given(data=str(text), teacher="somewhere", judge=str(judge), mauve=wanted)
         scale = find_scale("small", given)
-        (job, *_) = BASELINE_ITEMS[0].jobs(scale)
+        (job, *_) = measuring_jobs(BASELINE_ITEMS[0], scale)
         assert ("mauve" in job.options["metrics"]) == scale.measures_mauve == wanted
         assert scale.causal_judge
         assert experiments.command(BASELINE_ITEMS[0], scale).endswith(" --no-mauve") != wanted

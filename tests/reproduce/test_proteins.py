@@ -19,6 +19,8 @@ from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.reproduce.tables import lay_out
 
+from .kit import measuring_jobs, table_of
+
 PLDDT, DIVERSITY = (ITEMS[name] for name in protein_scales.ITEMS)
 
 
@@ -35,7 +37,7 @@ def test_at_paper_scale_all_is_as_the_paper_says(paper, tmp_path):
     student = found.distilled(0)
     recipe = load_recipe(DistillConfig, "protein-didi")
     assert student.settings() == replace(recipe, train=replace(recipe.train, seed=0))
-    printed = {row["nfe"] for row in DIVERSITY.table(paper, {}).paper}
+    printed = {row["nfe"] for row in table_of(DIVERSITY, paper, {}).paper}
     assert printed == set(found.diversity_steps)
     jobs = jobs_of([PLDDT, DIVERSITY], paper, tmp_path)
     assert sum(job.trains for job in jobs) == 1
@@ -86,7 +88,7 @@ def test_a_row_has_numbers_by_length_and_their_mean(monkeypatch, tmp_path):
 
 def test_a_table_has_a_line_for_each_way_and_a_sentence_on_real_chains():
     toy = find_scale("toy", Given())
-    jobs = DIVERSITY.jobs(toy)
+    jobs = measuring_jobs(DIVERSITY, toy)
     assert [job for job in jobs if "chains" in job.inputs] == jobs[:1], "the same for all"
     numbers = {
         "nfe": 4, "passes": 3.0, "seed": 0, "num_samples": 4, "model": "real",
@@ -94,7 +96,7 @@ def test_a_table_has_a_line_for_each_way_and_a_sentence_on_real_chains():
         "commonest_residue": 0.1, "low_complexity": 0.0,
     }  # fmt: skip
     results = {job.key: {"rows": [numbers], "controls": [numbers]} for job in jobs}
-    table = DIVERSITY.table(toy, results)
+    table = table_of(DIVERSITY, toy, results)
     assert {row["method"] for row in table.rows} == {way.label for way in WAYS}
     assert "real chains: entropy 1.00 at 24, 0.50 at 40" in table.notes[0]
     lines = lay_out(table)[1]
@@ -129,11 +131,13 @@ def test_small_scale_folds_where_a_folding_model_is_given(tmp_path):
     (tmp_path / "chains.fasta").write_text(">a\nMKT\n")
     given = Given(data=str(tmp_path / "chains.fasta"), teacher="airkingbd/dplm_150m")
     scale = find_scale("small", replace(given, proteins=True))
-    assert len(DIVERSITY.jobs(scale)) == len(WAYS)
+    assert len(measuring_jobs(DIVERSITY, scale)) == len(WAYS)
     with pytest.raises(UserError, match="--folding SOURCE"):
-        PLDDT.jobs(scale)
+        measuring_jobs(PLDDT, scale)
     scale = find_scale("small", replace(given, proteins=True, folding="facebook/esmfold_v1"))
-    assert all(job.inputs["folding"] == "facebook/esmfold_v1" for job in PLDDT.jobs(scale))
+    assert all(
+        job.inputs["folding"] == "facebook/esmfold_v1" for job in measuring_jobs(PLDDT, scale)
+    )
 
 
 def test_items_on_proteins_are_asked_for_apart(didi, tmp_path):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from didi_instruct.reproduce.experiments import Outcome
-    from didi_instruct.reproduce.lines import Item
+    from didi_instruct.reproduce.lines import Experiment
     from didi_instruct.reproduce.scale import Scale
 
 FAILED = 1
@@ -189,7 +189,7 @@ def _of_proteins(scale: str, asked: "Iterable[str]") -> bool:
     return True in of_proteins
 
 
-def _shared(items: "list[Item]", named: str, device: str | None) -> "list[Item]":
+def _shared(items: "list[Experiment]", named: str, device: str | None) -> "list[Experiment]":
     """Items that may be made by several jobs on one GPU."""
     from didi_instruct.reproduce.grid import visible_gpus
 
@@ -227,7 +227,7 @@ def _judging(
     return {name: value for name, value, usual in given if value != usual}
 
 
-def _list(items: "Sequence[Item]") -> None:
+def _list(items: "Sequence[Experiment]") -> None:
     width = max(len(item.name) for item in items)
     for item in items:
         where = f" ({item.where})" if item.where else " (not in the paper)"
@@ -235,7 +235,7 @@ def _list(items: "Sequence[Item]") -> None:
 
 
 def _run(
-    items: "Sequence[Item]",
+    items: "Sequence[Experiment]",
     scale: "Scale",
     folder: Path,
     device: str | None,
@@ -263,7 +263,7 @@ def _run(
 
 
 def _write_only(
-    items: "Sequence[Item]", scale: "Scale", folder: Path, minutes: float | None
+    items: "Sequence[Experiment]", scale: "Scale", folder: Path, minutes: float | None
 ) -> int:
     from didi_instruct.reproduce.experiments import write_only
     from didi_instruct.reproduce.minutes import expected
@@ -310,7 +310,9 @@ def _time(hours: float) -> str:
     return f"{hours * 60:.0f} GPU-minutes" if hours < 2 else f"{hours:,.0f} GPU-hours"
 
 
-def _dry_run(items: "Sequence[Item]", scale: "Scale", folder: Path, minutes: float | None) -> int:
+def _dry_run(
+    items: "Sequence[Experiment]", scale: "Scale", folder: Path, minutes: float | None
+) -> int:
     from didi_instruct.reproduce.costs import SAMPLING_MFU, TRAINING_MFU
     from didi_instruct.reproduce.minutes import expected
     from didi_instruct.reproduce.preflight import checks, plan, plan_paces

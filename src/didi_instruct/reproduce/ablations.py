@@ -8,11 +8,10 @@ from pathlib import Path
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.lines import (
-    Ask,
-    Item,
-    Results,
+    Answers,
+    Experiment,
+    Line,
     ablated,
-    answers,
     ask_method,
     learnt,
     printed,
@@ -36,7 +35,7 @@ def sampler_of(recipe: str) -> str:
     return "rgas" if guided and recipe != "ablation-without-guidance" else "ancestral"
 
 
-def asks(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask]:
+def asks(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Line]:
     """Rows of an ablation table, for all seeds."""
     for recipe, line in numbers.items():
         for seed in scale.seeds:
@@ -49,10 +48,10 @@ def asks(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask]:
                     seed=seed,
                     sampler=sampler_of(recipe),
                 )
-                yield Ask(job, {"method": line.label, "recipe": recipe})
+                yield Line(job, {"method": line.label, "recipe": recipe})
 
 
-def unguided(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask]:
+def unguided(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Line]:
     """The same students without guidance, which path KL needs; none where it is not shown."""
     if PATH_KL not in quality(scale):
         return
@@ -61,7 +60,7 @@ def unguided(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Ask
             for student, steps in ablated(scale, recipe, seed, scale.budgets):
                 name = f"unguided-{recipe}-{steps[0]}-seed{seed}"
                 job = quality_job(scale, name, student, steps=steps, seed=seed, sampler="ancestral")
-                yield Ask(job, {"method": line.label, "recipe": recipe})
+                yield Line(job, {"method": line.label, "recipe": recipe}, UNGUIDED.column)
 
 
 def with_unguided(rows: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
@@ -76,10 +75,17 @@ def _plain_path(row: Row) -> Row:
     return {mine: row.get(theirs) for mine, theirs in PLAIN.items()}
 
 
-def _ablation_table(numbers: Mapping[str, paper.Printed], scale: Scale, results: Results) -> Table:
-    plain = answers(unguided(numbers, scale), results)
-    rows = with_unguided(answers(asks(numbers, scale), results), plain)
-    teacher = [row | _plain_path(row) for row in answers(ask_method(scale, "teacher"), results)]
+def _ablation_lines(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Line]:
+    for line in ask_method(scale, "teacher"):
+        yield replace(line, group="teacher")
+    yield from asks(numbers, scale)
+    yield from unguided(numbers, scale)
+
+
+def _ablation_table(numbers: Mapping[str, paper.Printed], scale: Scale, answers: Answers) -> Table:
+    plain = answers.rows(UNGUIDED.column)
+    rows = with_unguided(answers.rows(), plain)
+    teacher = [row | _plain_path(row) for row in answers.rows("teacher")]
     return Table(
         rows=[*teacher, *rows],
         shown=tuple(UNGUIDED if one == PATH_KL else one for one in quality(scale)),
@@ -95,27 +101,19 @@ def _ablation_table(numbers: Mapping[str, paper.Printed], scale: Scale, results:
     )
 
 
-def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
+def _draw(scale: Scale, table: Table, path: Path) -> None:
     caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
     draw_lines(table, path, drawn(table.shown), paper=scale.name == "paper", caption=caption)
 
 
-def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed]) -> Item:
-    return Item(
+def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed]) -> Experiment:
+    return Experiment(
         name=name,
         title=title,
         where=where,
-        jobs=lambda scale: [
-            ask.job
-            for some in (
-                ask_method(scale, "teacher"),
-                asks(numbers, scale),
-                unguided(numbers, scale),
-            )
-            for ask in some
-        ],
+        lines=partial(_ablation_lines, numbers),
         table=partial(_ablation_table, numbers),
-        figure=_draw,
+        draw=_draw,
     )
 
 
@@ -142,7 +140,7 @@ def readings(scale: Scale) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _reference_asks(scale: Scale) -> Iterator[Ask]:
+def _reference_lines(scale: Scale) -> Iterator[Line]:
     yield from ask_method(scale, "teacher")
     for number, (line, overrides) in enumerate(readings(scale).items(), start=1):
         changed = replace(scale, ablation=(*scale.ablation, *overrides))
@@ -151,11 +149,11 @@ def _reference_asks(scale: Scale) -> Iterator[Ask]:
             student = replace(student, name=f"reference-{number}-seed{seed}")
             name = f"measure-reference-{number}-seed{seed}"
             job = quality_job(scale, name, student, steps=scale.budgets, seed=seed)
-            yield Ask(job, {"method": line, "role": "didi-plain"})
+            yield Line(job, {"method": line, "role": "didi-plain"})
 
 
-def _reference_table(scale: Scale, results: Results) -> Table:
-    rows = answers(_reference_asks(scale), results)
+def _reference_table(scale: Scale, answers: Answers) -> Table:
+    rows = answers.rows()
     theirs = {WITHOUT_GUIDANCE: paper.LEAVE_ONE_OUT[WITHOUT_GUIDANCE]}
     return Table(
         title="The reference of Algorithm 1, read in three ways",
@@ -176,11 +174,11 @@ def _reference_table(scale: Scale, results: Results) -> Table:
 
 
 REFERENCE_ITEMS = (
-    Item(
+    Experiment(
         name="reference",
         title="The reference x' of Algorithm 1: one step, clean samples or text",
         where="Algorithm 1, and the caption of its figure",
-        jobs=lambda scale: [ask.job for ask in _reference_asks(scale)],
+        lines=_reference_lines,
         table=_reference_table,
     ),
 )

@@ -1,7 +1,7 @@
 """The experiment `baselines`: samplers, rivals and students of one teacher on equal terms."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,13 @@ from didi_instruct.reproduce.findings import (
 from didi_instruct.reproduce.generation import MAUVE, SELF_BLEU, about_mauve
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.latency import untimed
-from didi_instruct.reproduce.lines import Item, Results, learnt
+from didi_instruct.reproduce.lines import Answers, Experiment, Line, learnt
 from didi_instruct.reproduce.methods import ALL_TRICKS
 from didi_instruct.reproduce.scale import FIRST, Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
 
+TIMED = "timed"
+"""Group of the lines that are timed."""
 SPEED = ("tokens_per_second", "tokens_per_second_note", "machine")
 ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "path", "token-matching")
 """Models beside teacher and student, where a scale has them."""
@@ -68,9 +70,13 @@ BRIEF = ("passes", "ppl", "entropy", "vsf", "vsf_best", "path_kl_best", "gap_clo
 """What fits on a terminal."""
 
 
-def _jobs(scale: Scale) -> list[Job]:
-    ways = [_way_job(scale, way, seed) for seed in scale.seeds for way in _ways(scale)]
-    return [*ways, *_speed_jobs(scale)]
+def _lines(scale: Scale) -> Iterator[Line]:
+    models = {seed: _models(scale, seed) for seed in scale.seeds}
+    for seed in scale.seeds:
+        for way in _ways(scale):
+            yield Line(_way_job(scale, way, seed, models[seed]))
+    for job in _speed_jobs(scale, models[scale.seeds[0]]):
+        yield Line(job, group=TIMED)
 
 
 def _ways(scale: Scale) -> list[Way]:
@@ -88,8 +94,7 @@ def _models(scale: Scale, seed: int) -> dict[str, Job | str]:
     return {TEACHER: scale.teacher, **timed}
 
 
-def _way_job(scale: Scale, way: Way, seed: int) -> Job:
-    models = _models(scale, seed)
+def _way_job(scale: Scale, way: Way, seed: int, models: Mapping[str, Job | str]) -> Job:
     named = (TEACHER, way.role, f"{way.role}{LATE}", began_as(way.role, models))
     inputs = {role: models[role] for role in named if role and role in models}
     inputs["judge"] = scale.judge
@@ -112,9 +117,8 @@ def _way_job(scale: Scale, way: Way, seed: int) -> Job:
     )
 
 
-def _speed_jobs(scale: Scale) -> list[Job]:
+def _speed_jobs(scale: Scale, models: Mapping[str, Job | str]) -> list[Job]:
     """One for each model that has a time of its own, of the first seed: others are as fast."""
-    models = _models(scale, scale.seeds[0])
     methods: dict[str, list[str]] = {}
     for way in _ways(scale):
         if not way.as_fast_as:
@@ -152,15 +156,13 @@ def _slug(method: str) -> str:
     return re.sub("[^a-z0-9]+", "-", method.lower()).strip("-")
 
 
-def _sweep(scale: Scale, results: Results) -> list[Row]:
-    """Rows of all seeds, each beside the others of its own, with the speeds of the first."""
-    found = [results.get(job.key, ()) for job in _speed_jobs(scale)]
-    timed = {(row["method"], row["steps"]): row for rows in found for row in rows}
-    seeds = []
-    for seed in scale.seeds:
-        jobs = [_way_job(scale, way, seed) for way in _ways(scale)]
-        drawn = [row for job in jobs for row in results.get(job.key, ())]
-        seeds += [drawn] if drawn else []
+def _sweep(scale: Scale, answers: Answers) -> list[Row]:
+    """Rows of all seeds, each compared within its seed, with the speeds of the first."""
+    timed = {(row["method"], row["steps"]): row for row in answers.rows(TIMED)}
+    by_seed: dict[int, list[Row]] = {}
+    for row in answers.rows():
+        by_seed.setdefault(row["seed"], []).append(row)
+    seeds = list(by_seed.values())
     # A seed that has lost its baseline is left out; where all have, the comparison says so.
     whole = [rows for rows in seeds if any(row["method"] == BASELINE for row in rows)] or seeds
     sweep = [row for rows in whole for row in compared(rows, scale.most_steps)]
@@ -175,8 +177,8 @@ def _speed(row: Row, timed: Mapping[tuple[str, int | None], Row]) -> Row:
     return {name: found.get(name) for name in SPEED}
 
 
-def _table(scale: Scale, results: Results) -> Table:
-    sweep = _sweep(scale, results)
+def _table(scale: Scale, answers: Answers) -> Table:
+    sweep = _sweep(scale, answers)
     rows = summary(sweep)
     shown = SHOWN if scale.measures_mauve else tuple(s for s in SHOWN if s != MAUVE)
     return Table(
@@ -261,7 +263,7 @@ def _absent(scale: Scale) -> list[str]:
     return told
 
 
-def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
+def _draw(scale: Scale, table: Table, path: Path) -> None:
     """Of the first seed that has a result: lines of several would lie on each other."""
     first = table.sweep[0]["seed"]
     rows = [row for row in table.sweep if row["seed"] == first]
@@ -270,12 +272,12 @@ def _draw(scale: Scale, table: Table, results: Results, path: Path) -> None:
 
 
 BASELINE_ITEMS = (
-    Item(
+    Experiment(
         name="baselines",
         title="Rivals on equal terms: SDTT, DiMO, DUO, AR, and the teacher's own samplers",
         where="",
-        jobs=_jobs,
+        lines=_lines,
         table=_table,
-        figure=_draw,
+        draw=_draw,
     ),
 )

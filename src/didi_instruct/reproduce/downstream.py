@@ -17,7 +17,7 @@ from didi_instruct.errors import UserError
 from didi_instruct.model import load
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.jobs import DATA, Context, Job
-from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.lines import Answers, Experiment, Line
 from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Row, Shown, Table
@@ -299,16 +299,16 @@ def _differences(
 
 def _table(
     scale: Scale,
-    job: Job,
-    results: Results,
+    answers: Answers,
     shown: tuple[Shown, ...],
     printed: list[Row],
     *,
     over: str,
     notes: tuple[str, ...],
 ) -> Table:
-    found = results.get(job.key, {"rows": [], "notes": [], "compared": []})
-    roles = {label: role for role, label in job.options["labels"].items()}
+    found = answers.only({"rows": [], "notes": [], "compared": []})
+    (line,) = answers.lines
+    roles = {label: role for role, label in line.job.options["labels"].items()}
     rows = [_named(row, roles) for row in found["rows"]]
     told = ("+.1%", NONE_BY_TEST) if shown[0] == ACCURACY else ("+.3f", NONE_BY_INTERVAL)
     staged = any(row["stage"] for row in (*rows, *printed))
@@ -329,7 +329,7 @@ def _table(
     )
 
 
-def _mmlu_table(scale: Scale, results: Results) -> Table:
+def _mmlu_table(scale: Scale, answers: Answers) -> Table:
     printed = [
         {"method": METHODS[role].label, "stage": stage, "nll": nll, "accuracy": accuracy}
         for role, stages in paper.MMLU.items()
@@ -337,8 +337,7 @@ def _mmlu_table(scale: Scale, results: Results) -> Table:
     ]
     return _table(
         scale,
-        _mmlu(scale),
-        results,
+        answers,
         (ACCURACY, CHOICES, LETTER),
         printed,
         over="questions",
@@ -352,7 +351,7 @@ def _mmlu_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _pubmed_table(scale: Scale, results: Results) -> Table:
+def _pubmed_table(scale: Scale, answers: Answers) -> Table:
     printed = [
         {"method": METHODS[role].label, "stage": stage, "nll": nll, "nelbo_ppl": ppl}
         for role, stages in paper.PUBMED.items()
@@ -360,8 +359,7 @@ def _pubmed_table(scale: Scale, results: Results) -> Table:
     ]
     return _table(
         scale,
-        _pubmed(scale),
-        results,
+        answers,
         (NATS, BOUND),
         printed,
         over="rows of text",
@@ -373,15 +371,14 @@ def _pubmed_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _mrpc_table(scale: Scale, results: Results) -> Table:
+def _mrpc_table(scale: Scale, answers: Answers) -> Table:
     printed = [
         {"method": METHODS[role].label, "stage": None, "accuracy": accuracy, "f1": f1}
         for role, (accuracy, f1) in paper.MRPC.items()
     ]
     return _table(
         scale,
-        _mrpc(scale),
-        results,
+        answers,
         (ACCURACY, F1),
         printed,
         over="pairs and seeds of the head",
@@ -394,25 +391,25 @@ def _mrpc_table(scale: Scale, results: Results) -> Table:
 
 
 DOWNSTREAM_ITEMS = (
-    Item(
+    Experiment(
         name="mmlu",
         title="MMLU before and after fine-tuning",
         where=f"{WHERE} of MMLU",
-        jobs=lambda scale: [_mmlu(scale)],
+        lines=lambda scale: [Line(_mmlu(scale))],
         table=_mmlu_table,
     ),
-    Item(
+    Experiment(
         name="pubmed",
         title="Adaptation to PubMed",
         where=f"{WHERE} of PubMed",
-        jobs=lambda scale: [_pubmed(scale)],
+        lines=lambda scale: [Line(_pubmed(scale))],
         table=_pubmed_table,
     ),
-    Item(
+    Experiment(
         name="mrpc",
         title="Paraphrases (MRPC) from frozen features",
         where=f"{WHERE} of MRPC",
-        jobs=lambda scale: [_mrpc(scale)],
+        lines=lambda scale: [Line(_mrpc(scale))],
         table=_mrpc_table,
     ),
 )

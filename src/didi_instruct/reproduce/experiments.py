@@ -19,7 +19,7 @@ from didi_instruct.reproduce.grid import Board, Grid, NoBoard, Standing
 from didi_instruct.reproduce.guidance import GUIDANCE_ITEMS
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.latency import LATENCY_ITEMS
-from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.lines import Answers, Experiment, Line, Results
 from didi_instruct.reproduce.minutes import LASTING, kept, measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.proteins import PROTEIN_ITEMS
 from didi_instruct.reproduce.running import finished
@@ -27,7 +27,7 @@ from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import Edition, Table, write_table
 from didi_instruct.reproduce.zero_shot import ZERO_SHOT_ITEMS
 
-ITEMS: Mapping[str, Item] = {
+ITEMS: Mapping[str, Experiment] = {
     item.name: item
     for item in (
         *GENERATION_ITEMS,
@@ -44,7 +44,7 @@ ITEMS: Mapping[str, Item] = {
 }
 
 
-def find_item(name: str, items: Mapping[str, Item]) -> Item:
+def find_item(name: str, items: Mapping[str, Experiment]) -> Experiment:
     """The item of that name."""
     if name not in items:
         raise UserError(f"`{name}` is not an item.{nearest(name, list(items))}")
@@ -55,7 +55,7 @@ def find_item(name: str, items: Mapping[str, Item]) -> Item:
 class Made:
     """An item as it came out."""
 
-    item: Item
+    item: Experiment
     table: Table | None
     files: list[Path] = field(default_factory=list)
     error: str = ""
@@ -75,14 +75,14 @@ class Outcome:
         return not self.failures and not any(one.error for one in self.made)
 
 
-def jobs_of(items: Sequence[Item], scale: Scale, out: Path) -> list[Job]:
-    """All jobs of some items, in order, each once."""
-    jobs = [job for item in items for job in item.jobs(scale)]
+def jobs_of(items: Sequence[Experiment], scale: Scale, out: Path) -> list[Job]:
+    """All jobs of some experiments, in order, each once."""
+    jobs = [line.job for item in items for line in item.lines(scale)]
     return in_order(jobs, lambda job: finished(job, out) is not None)
 
 
 def make(
-    items: Sequence[Item],
+    items: Sequence[Experiment],
     scale: Scale,
     out: Path,
     *,
@@ -91,20 +91,31 @@ def make(
     board: Board | None = None,
 ) -> Outcome:
     """Run what is missing and write every item's table into `out`."""
-    grid = Grid(jobs_of(items, scale, out), out, device=device, board=board or NoBoard())
+    graphs = [(item, list(item.lines(scale))) for item in items]
+    grid = Grid(_measuring(graphs), out, device=device, board=board or NoBoard())
     grid.run(gpus)
-    return _written(items, scale, grid, out)
+    return _written(graphs, scale, grid, out)
 
 
-def write_only(items: Sequence[Item], scale: Scale, out: Path) -> Outcome:
+def write_only(items: Sequence[Experiment], scale: Scale, out: Path) -> Outcome:
     """Every item's table of what has finished in `out`; nothing is run, what is missing is said."""
-    grid = Grid(jobs_of(items, scale, out), out)
+    graphs = [(item, list(item.lines(scale))) for item in items]
+    grid = Grid(_measuring(graphs), out)
     grid.give_up("not run yet")
-    return _written(items, scale, grid, out)
+    return _written(graphs, scale, grid, out)
 
 
-def _written(items: Sequence[Item], scale: Scale, grid: Grid, out: Path) -> Outcome:
-    return Outcome([write(item, scale, grid, out) for item in items], grid.failures)
+Graph = tuple[Experiment, Sequence[Line]]
+"""An experiment with its lines, which are built once."""
+
+
+def _measuring(graphs: Sequence[Graph]) -> list[Job]:
+    return [line.job for _, lines in graphs for line in lines]
+
+
+def _written(graphs: Sequence[Graph], scale: Scale, grid: Grid, out: Path) -> Outcome:
+    made = [write(item, lines, scale, grid, out) for item, lines in graphs]
+    return Outcome(made, grid.failures)
 
 
 def lasting(
@@ -124,16 +135,14 @@ def lasting(
     return with_minutes(scale, minutes, paces)
 
 
-def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
-    """One item's table, of the jobs that have finished; without any, an older one stays."""
-    assert item.table is not None
-    assert item.jobs is not None
-    mine = {job.key: job for job in in_order(item.jobs(scale))}
+def write(item: Experiment, lines: Sequence[Line], scale: Scale, grid: Grid, out: Path) -> Made:
+    """Write an experiment's table from the finished jobs; without any, an older one stays."""
+    mine = {job.key: job for job in in_order([line.job for line in lines])}
     standings = [s for s in grid.standings if s.job.key in mine]
     failed = [f"{s.job.name}: {s.note}" for s in grid.failures if s.job.key in mine]
     results, note = judged_by_others(grid.results, [s.job for s in standings], scale)
     try:
-        table = item.table(scale, results)
+        table = item.table(scale, Answers(lines, results))
     except (KeyError, ValueError) as error:
         if not failed:
             raise
@@ -144,7 +153,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     if item.name in scale.apart:
         notes.append(f"Not part of `all` at scale {scale.name}, for what it costs: made by name.")
     table = replace(table, title=table.title or item.title, notes=[*table.notes, *notes])
-    picture = _draw(item, scale, table, _drawable(results), out / "tables", failed)
+    picture = _draw(item, scale, table, out / "tables", failed)
     edition = Edition(
         item=item.name,
         where=item.where,
@@ -163,7 +172,7 @@ def write(item: Item, scale: Scale, grid: Grid, out: Path) -> Made:
     return Made(item, table, write_table(table, edition, out / "tables"))
 
 
-def _lost(item: Item, why: str, out: Path) -> Made:
+def _lost(item: Experiment, why: str, out: Path) -> Made:
     """An item without numbers of its own: what an earlier run wrote is better than nothing."""
     older = (out / "tables" / f"{item.name}.md").exists()
     stays = "; the one of an earlier run stays as it is" if older else ""
@@ -200,16 +209,6 @@ def judged_by_others(
     return found, note if hidden else ""
 
 
-def _drawable(results: Results) -> dict[str, Any]:
-    """Results without rows that have no perplexity, which a figure has no place for."""
-    return {
-        key: [row for row in found if not isinstance(row, dict) or row.get("ppl", 0) is not None]
-        if isinstance(found, list)
-        else found
-        for key, found in results.items()
-    }
-
-
 def _unjudged(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if any(one in k for one in OWN) else v for k, v in row.items()}
 
@@ -233,26 +232,26 @@ def origin(standings: Sequence[Standing], here: Mapping[str, str]) -> Iterator[t
 
 
 def _draw(
-    item: Item, scale: Scale, table: Table, results: Results, folder: Path, failed: list[str]
+    item: Experiment, scale: Scale, table: Table, folder: Path, failed: list[str]
 ) -> str | None:
     """Name of the figure's file; where it cannot be drawn, `failed` says why."""
     path = folder / f"{item.name}.png"
     path.unlink(missing_ok=True)
-    if item.figure is None or not table.rows:
+    if item.draw is None or not table.rows:
         return None
     if not can_draw():
         failed.append('the figure: matplotlib is missing (pip install "didi-instruct[reproduce]")')
         return None
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        item.figure(scale, table, results, path)
+        item.draw(scale, table, path)
     except UserError as error:
         failed.append(f"the figure: {error}")
         return None
     return path.name
 
 
-def command(item: Item, scale: Scale) -> str:
+def command(item: Experiment, scale: Scale) -> str:
     """What makes this table again; files by their names alone."""
     if scale.made_by:
         return scale.made_by

@@ -8,10 +8,9 @@ from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.lines import (
-    Ask,
-    Item,
-    Results,
-    answers,
+    Answers,
+    Experiment,
+    Line,
     ask_method,
     learnt,
     printed,
@@ -40,15 +39,15 @@ GAIN = Shown("gain", "perplexity below the teacher", ".1%")
 BELOW_MOST = Shown("below_most", "below its most steps", ".1%")
 
 
-def _figure_1(scale: Scale) -> Iterator[Ask]:
+def _figure_1(scale: Scale) -> Iterator[Line]:
     for role in METHODS:
         more = {"teacher": (scale.most_steps,), "didi": scale.beyond}.get(role, ())
         yield from ask_method(scale, role, steps=(*scale.budgets, *more))
 
 
-def _figure_1_table(scale: Scale, results: Results) -> Table:
+def _figure_1_table(scale: Scale, answers: Answers) -> Table:
     left_out = [m.label for role, m in METHODS.items() if role == "dimo" and not scale.has(role)]
-    rows = answers(_figure_1(scale), results)
+    rows = answers.rows()
     lacking = [f"Not at this scale: {', '.join(left_out)}."] if left_out else []
     return Table(
         rows=rows,
@@ -58,20 +57,20 @@ def _figure_1_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _draw_quality(scale: Scale, table: Table, results: Results, path: Path) -> None:
+def _draw_quality(scale: Scale, table: Table, path: Path) -> None:
     caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
     is_paper = scale.name == "paper"
     draw_lines(table, path, drawn(table.shown), paper=is_paper, caption=caption)
 
 
-def _generation(scale: Scale) -> Iterator[Ask]:
+def _generation(scale: Scale) -> Iterator[Line]:
     yield from ask_method(scale, "teacher", steps=(*scale.budgets, scale.most_steps))
     yield from ask_method(scale, "didi-plain")
     yield from ask_method(scale, "didi", steps=(*scale.budgets, *scale.beyond))
 
 
-def _generation_table(scale: Scale, results: Results) -> Table:
-    rows = answers(_generation(scale), results)
+def _generation_table(scale: Scale, answers: Answers) -> Table:
+    rows = answers.rows()
     return Table(
         rows=rows,
         shown=quality(scale),
@@ -80,7 +79,7 @@ def _generation_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _large(scale: Scale) -> Iterator[Ask]:
+def _large(scale: Scale) -> Iterator[Line]:
     """Teacher and students of the larger size."""
     budgets = (*scale.budgets, *scale.large_beyond)
     for seed in scale.seeds:
@@ -94,7 +93,7 @@ def _large(scale: Scale) -> Iterator[Ask]:
             yield _ask_large(scale, "didi", student, steps, seed)
 
 
-def _ask_large(scale: Scale, role: str, model: Job, steps: Sequence[int], seed: int) -> Ask:
+def _ask_large(scale: Scale, role: str, model: Job, steps: Sequence[int], seed: int) -> Line:
     way = METHODS[role]
     job = quality_job(
         scale,
@@ -104,11 +103,11 @@ def _ask_large(scale: Scale, role: str, model: Job, steps: Sequence[int], seed: 
         seed=seed,
         sampler=way.sampler,
     )
-    return Ask(job, {"method": way.label, "role": f"{role}-large"})
+    return Line(job, {"method": way.label, "role": f"{role}-large"})
 
 
-def _scaling_table(scale: Scale, results: Results) -> Table:
-    rows = answers(_large(scale), results)
+def _scaling_table(scale: Scale, answers: Answers) -> Table:
+    rows = answers.rows()
     teacher = {(r["nfe"], r["seed"]): r for r in rows if r["role"] == "teacher-large"}
     for row in (row for row in rows if row["role"] == "didi-large" and row["ppl"]):
         for one, nfe in ((GAIN, row["nfe"]), (BELOW_MOST, scale.most_steps)):
@@ -142,7 +141,7 @@ def _scaling_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _samples(scale: Scale) -> Iterator[Ask]:
+def _samples(scale: Scale) -> Iterator[Line]:
     """Texts of the students that the paper shows: from 16 NFE on the one without regularisation."""
     yield from ask_method(scale, "teacher", steps=(scale.most_steps,), does="texts", named="texts")
     few = [nfe for nfe in scale.budgets if nfe < UNREGULARISED_FROM]
@@ -154,8 +153,8 @@ def _samples(scale: Scale) -> Iterator[Ask]:
             )
 
 
-def _samples_table(scale: Scale, results: Results) -> Table:
-    rows = answers(_samples(scale), results)
+def _samples_table(scale: Scale, answers: Answers) -> Table:
+    rows = answers.rows()
     return Table(
         rows=[{k: v for k, v in row.items() if k != "texts"} for row in rows],
         paper=printed(paper.SAMPLES, labels("teacher", "didi")),
@@ -177,40 +176,36 @@ def _text(row: Row, one: Row) -> str:
     return f"{head}\n\n{numbers}entropy {one['entropy']:.2f}\n\n{quoted}"
 
 
-def _jobs(asks: Iterator[Ask]) -> list[Job]:
-    return [ask.job for ask in asks]
-
-
 GENERATION_ITEMS = (
-    Item(
+    Experiment(
         name="figure-1",
         title="Perplexity against NFE, all methods",
         where="Figure 1",
-        jobs=lambda scale: _jobs(_figure_1(scale)),
+        lines=_figure_1,
         table=_figure_1_table,
-        figure=_draw_quality,
+        draw=_draw_quality,
     ),
-    Item(
+    Experiment(
         name="generation",
         title="Generation results: perplexity with entropy",
         where='Section 4.1, "Generation results"',
-        jobs=lambda scale: _jobs(_generation(scale)),
+        lines=_generation,
         table=_generation_table,
-        figure=_draw_quality,
+        draw=_draw_quality,
     ),
-    Item(
+    Experiment(
         name="scaling",
         title="A larger teacher: 424M parameters",
         where="Section 4.4 and its figure",
-        jobs=lambda scale: _jobs(_large(scale)),
+        lines=_large,
         table=_scaling_table,
-        figure=_draw_quality,
+        draw=_draw_quality,
     ),
-    Item(
+    Experiment(
         name="samples",
         title="Texts, with their perplexity and entropy",
         where='Appendix "Text examples"',
-        jobs=lambda scale: _jobs(_samples(scale)),
+        lines=_samples,
         table=_samples_table,
     ),
 )
@@ -235,16 +230,16 @@ def about_mauve(scale: Scale) -> list[str]:
     ]
 
 
-def _variety(scale: Scale) -> Iterator[Ask]:
+def _variety(scale: Scale) -> Iterator[Line]:
     metrics = ["ppl", "entropy", "unique-4gram", "self-bleu", "self-bleu-words"]
     metrics += ["mauve"] if scale.measures_mauve else []
     for role in ("teacher", "sdtt", "duo", "didi"):
         yield from ask_method(scale, role, metrics=metrics, named="variety")
 
 
-def _variety_table(scale: Scale, results: Results) -> Table:
+def _variety_table(scale: Scale, answers: Answers) -> Table:
     return Table(
-        rows=answers(_variety(scale), results),
+        rows=answers.rows(),
         shown=(MAUVE, SELF_BLEU, TOKENS, UNIQUE, PPL, ENTROPY),
         paper=[
             {
@@ -268,19 +263,19 @@ def _variety_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _draw_variety(scale: Scale, table: Table, results: Results, path: Path) -> None:
+def _draw_variety(scale: Scale, table: Table, path: Path) -> None:
     caption = f"{scale.name} scale; {scale.samples} samples a row; seeds {scale.seed_list}"
     shown = [SELF_BLEU, TOKENS, UNIQUE, *([MAUVE] if scale.measures_mauve else [])]
     draw_lines(table, path, shown, paper=scale.name == "paper", caption=caption)
 
 
 DIVERSITY_ITEMS = (
-    Item(
+    Experiment(
         name="diversity",
         title="MAUVE and Self-BLEU",
         where='Appendix "Diversity and Fidelity Analysis", table',
-        jobs=lambda scale: [ask.job for ask in _variety(scale)],
+        lines=_variety,
         table=_variety_table,
-        figure=_draw_variety,
+        draw=_draw_variety,
     ),
 )

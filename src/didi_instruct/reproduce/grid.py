@@ -83,10 +83,17 @@ class Grid:
 
     def __post_init__(self) -> None:
         """Put the jobs in order, and see which are done."""
-        jobs = in_order(self.jobs, lambda job: finished(job, self.out) is not None)
+        found: dict[str, Done | None] = {}
+
+        def done_before(job: Job) -> Done | None:
+            if job.key not in found:
+                found[job.key] = finished(job, self.out)
+            return found[job.key]
+
+        jobs = in_order(self.jobs, lambda job: done_before(job) is not None)
         self.standings = [Standing(job) for job in jobs]
         for standing in self.standings:
-            done = finished(standing.job, self.out)
+            done = done_before(standing.job)
             if done is not None:
                 standing.state = "kept"
                 standing.take(done)

@@ -17,7 +17,7 @@ from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.anova import PARAMETERS, Strength, design, draw_shares, shares
 from didi_instruct.reproduce.baseline_rows import LATE
 from didi_instruct.reproduce.jobs import Context, Job, spread
-from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.lines import Answers, Experiment, Line
 from didi_instruct.reproduce.measure import (
     WHOLE,
     Rows,
@@ -285,9 +285,8 @@ def _landscape_job(scale: Scale) -> Job:
     )
 
 
-def _landscape_table(scale: Scale, results: Results) -> Table:
-    found = results.get(_landscape_job(scale).key, [])
-    rows = sorted(found, key=lambda row: (row["h"], row["candidates"]))
+def _landscape_table(scale: Scale, answers: Answers) -> Table:
+    rows = sorted(answers.rows(), key=lambda row: (row["h"], row["candidates"]))
     return Table(
         title="RGAS landscape: h and M",
         rows=rows,
@@ -308,7 +307,7 @@ def _landscape_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _draw_landscape(scale: Scale, table: Table, results: Results, path: Path) -> None:
+def _draw_landscape(scale: Scale, table: Table, path: Path) -> None:
     title = f"{scale.name} scale, seed {scale.seeds[0]}, {scale.guided_samples} samples a cell"
     write_atomic(path, as_png(draw_landscape(table.rows, title)))
 
@@ -323,8 +322,8 @@ def _anova_job(scale: Scale) -> Job:
     )
 
 
-def _anova_table(scale: Scale, results: Results) -> Table:
-    found = results.get(_anova_job(scale).key, {"shares": []})["shares"]
+def _anova_table(scale: Scale, answers: Answers) -> Table:
+    found = answers.only({"shares": []})["shares"]
     rows = [row | {"parameter": PARAMETERS[row["parameter"]]} for row in found]
     low, high = scale.anova_h
     return Table(
@@ -352,26 +351,27 @@ def _anova_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _draw_anova(scale: Scale, table: Table, results: Results, path: Path) -> None:
-    found = results[_anova_job(scale).key]["shares"]
-    write_atomic(path, as_png(draw_shares(found, paper.ANOVA)))
+def _draw_anova(scale: Scale, table: Table, path: Path) -> None:
+    names = {title: name for name, title in PARAMETERS.items()}
+    rows = [row | {"parameter": names[row["parameter"]]} for row in table.rows]
+    write_atomic(path, as_png(draw_shares(rows, paper.ANOVA)))
 
 
 GUIDANCE_ITEMS = (
-    Item(
+    Experiment(
         name="rgas-landscape",
         title="RGAS landscape: perplexity and entropy over h and M",
         where='Appendix "Sensitivity Analysis of RGAS", figure',
-        jobs=lambda scale: [_landscape_job(scale)],
+        lines=lambda scale: [Line(_landscape_job(scale))],
         table=_landscape_table,
-        figure=_draw_landscape,
+        draw=_draw_landscape,
     ),
-    Item(
+    Experiment(
         name="rgas-anova",
         title="Functional ANOVA of h and M",
         where='Appendix "Sensitivity Analysis of RGAS", table',
-        jobs=lambda scale: [_anova_job(scale)],
+        lines=lambda scale: [Line(_anova_job(scale))],
         table=_anova_table,
-        figure=_draw_anova,
+        draw=_draw_anova,
     ),
 )

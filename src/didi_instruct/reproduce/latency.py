@@ -26,7 +26,7 @@ from didi_instruct.hub.sources import ModelInfo, peek_models
 from didi_instruct.model import Model, load
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.jobs import Context, Job
-from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.lines import Answers, Experiment, Line
 from didi_instruct.reproduce.measure import (
     Rows,
     Setting,
@@ -293,8 +293,8 @@ def _latency_job(scale: Scale) -> Job:
     )
 
 
-def _latency_table(scale: Scale, results: Results) -> Table:
-    rows = results.get(_latency_job(scale).key, [])
+def _latency_table(scale: Scale, answers: Answers) -> Table:
+    rows = answers.rows()
     ar = next((row["tokens_per_second"] for row in rows if row["role"] == GREEDY), None)
     theirs = paper.LATENCY["ar"].tokens_per_second
     return Table(
@@ -328,11 +328,11 @@ def _over(rate: float | None, other: float | None) -> float | None:
 
 
 LATENCY_ITEMS = (
-    Item(
+    Experiment(
         name="latency",
         title="Latency and throughput",
         where='Appendix "Practical Latency and Throughput Analysis", table',
-        jobs=lambda scale: [_latency_job(scale)],
+        lines=lambda scale: [Line(_latency_job(scale))],
         table=_latency_table,
     ),
 )

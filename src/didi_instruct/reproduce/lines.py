@@ -1,10 +1,10 @@
 """Experiments, and the lines of their tables: which model a line samples, and how."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from didi_instruct.distillation.watch import MOSTLY
 from didi_instruct.reproduce.jobs import Job
@@ -12,37 +12,58 @@ from didi_instruct.reproduce.measure import quality_job
 from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
 from didi_instruct.reproduce.paper import Printed
 from didi_instruct.reproduce.scale import Scale
-from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, Shown
-
-if TYPE_CHECKING:
-    from didi_instruct.reproduce.tables import Table
-
+from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, Shown, Table
 
 Results = Mapping[str, Any]
 """What each finished job returned, by the job's key; a failed one is missing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A job that measures, with the labels of its rows."""
+
+    job: Job
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    group: str = ""
+    """Part of the table, where lines of several kinds make one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Lines of an experiment with the results of their jobs."""
+
+    lines: Sequence[Line]
+    results: Results
+
+    def rows(self, group: str = "") -> list[Row]:
+        """Labelled rows of all finished lines of a group."""
+        return [
+            {**line.labels, **row}
+            for line in self.lines
+            if line.group == group
+            for row in self.results.get(line.job.key, ())
+        ]
+
+    def only(self, otherwise: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Result of an experiment of one job, where it is not a list of rows."""
+        (line,) = self.lines
+        found: Mapping[str, Any] = self.results.get(line.job.key, otherwise)
+        return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """A table or a figure of the paper."""
+class Experiment:
+    """A table or figure of the paper, or of our own."""
 
     name: str
     title: str
     where: str
-    """In the paper; empty for what it does not have."""
-    jobs: Callable[["Scale"], Sequence["Job"]]
-    """Jobs whose results the table needs; theirs follow from them."""
-    table: Callable[["Scale", Results], "Table"]
-    figure: Callable[["Scale", "Table", Results, Path], None] | None = None
-    """Draws a PNG."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A job that measures, and what its rows are called."""
-
-    job: Job
-    labels: Mapping[str, Any]
+    """Place in the paper; empty if the paper has no such table."""
+    lines: Callable[[Scale], Iterable[Line]]
+    """Builds the graph of jobs: one line for each job that measures."""
+    table: Callable[[Scale, Answers], Table]
+    draw: Callable[[Scale, Table, Path], None] | None = None
+    """Draws a PNG of the table."""
 
 
 def ask_method(
@@ -54,7 +75,7 @@ def ask_method(
     does: str = "quality",
     named: str = "measure",
     recipe: str = ALL_TRICKS,
-) -> Iterator[Ask]:
+) -> Iterator[Line]:
     """Rows of one method at all budgets, for all seeds; none where the scale has no such model.
 
     `recipe` is that of the student of DiDi-Instruct.
@@ -64,7 +85,7 @@ def ask_method(
     way = METHODS[role]
     for seed in scale.seeds:
         for model, budgets in _models(scale, role, seed, steps or scale.budgets, recipe):
-            yield Ask(
+            yield Line(
                 quality_job(
                     scale,
                     f"{named}-{role}-{budgets[0]}-seed{seed}",
@@ -140,11 +161,6 @@ def learnt(rows: Iterable[Row]) -> list[str]:
         if mostly:
             notes.append(f"The discriminator was mostly {words}: {'; '.join(mostly)}.")
     return notes
-
-
-def answers(asks: Iterable[Ask], results: Results) -> list[Row]:
-    """Rows of all jobs that have a result, named."""
-    return [{**ask.labels, **row} for ask in asks for row in results.get(ask.job.key, ())]
 
 
 def printed(numbers: Mapping[str, Printed], names: Mapping[str, str]) -> list[Row]:

@@ -23,7 +23,7 @@ from didi_instruct.reproduce.add_tokenizer import ADOPT, here
 from didi_instruct.reproduce.costs import cost_of, model_of
 from didi_instruct.reproduce.experiments import jobs_of
 from didi_instruct.reproduce.jobs import WORDS, Job, in_order
-from didi_instruct.reproduce.lines import Item
+from didi_instruct.reproduce.lines import Experiment
 from didi_instruct.reproduce.minutes import kept, minutes_of, pace_jobs
 from didi_instruct.reproduce.running import bank_of, finished
 from didi_instruct.reproduce.scale import Given, Scale
@@ -61,7 +61,7 @@ class Planned:
 
 
 def plan(
-    items: Sequence[Item], scale: Scale, out: Path, paced: Sequence[Planned] = ()
+    items: Sequence[Experiment], scale: Scale, out: Path, paced: Sequence[Planned] = ()
 ) -> list[Planned]:
     """All jobs, with what is left to do and what it may cost; those of `paced` come first.
 
@@ -96,7 +96,7 @@ def _bank(job: Job) -> str | None:
     return bank_of(job, config) if config else None
 
 
-def checks(items: Sequence[Item], scale: Scale, out: Path) -> Iterator[Check]:
+def checks(items: Sequence[Experiment], scale: Scale, out: Path) -> Iterator[Check]:
     """Everything that the items need at this scale."""
     jobs = [job for job in jobs_of(items, scale, out) if finished(job, out) is None]
     sources = {
@@ -224,7 +224,7 @@ def _hub(name: str, kind: str) -> str:
     return ""
 
 
-def _extras(items: Sequence[Item], scale: Scale, sources: set[str]) -> Iterator[Check]:
+def _extras(items: Sequence[Experiment], scale: Scale, sources: set[str]) -> Iterator[Check]:
     names = {item.name for item in items}
     wanted = [("matplotlib", "reproduce", "figures", True)]
     wanted += [

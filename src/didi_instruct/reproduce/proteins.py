@@ -20,7 +20,7 @@ from didi_instruct.proteins.gallery import Chain, write_structures
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.figures import draw_lines
 from didi_instruct.reproduce.jobs import Context, Job
-from didi_instruct.reproduce.lines import Item, Results
+from didi_instruct.reproduce.lines import Answers, Experiment, Line
 from didi_instruct.reproduce.measure import EVALS
 from didi_instruct.reproduce.protein_scales import FASTA, Proteins
 from didi_instruct.reproduce.scale import Scale
@@ -156,9 +156,9 @@ def _proteins(scale: Scale) -> Proteins:
 
 def _cells(
     scale: Scale, name: str, steps: Sequence[int], metrics: Sequence[str], **more: Job | str
-) -> list[tuple[Way, Job]]:
+) -> list[Line]:
     return [
-        (way, _cell(scale, name, way, seed, steps, metrics, more))
+        Line(_cell(scale, name, way, seed, steps, metrics, more), _labels(way))
         for seed in scale.seeds
         for way in WAYS
     ]
@@ -192,7 +192,11 @@ def _cell(
     )
 
 
-def _plddt(scale: Scale) -> list[tuple[Way, Job]]:
+def _labels(way: Way) -> Row:
+    return {"method": way.label, "role": way.role, "model": None}
+
+
+def _plddt(scale: Scale) -> list[Line]:
     proteins = _proteins(scale)
     if proteins.folding is None:
         raise UserError(
@@ -203,23 +207,24 @@ def _plddt(scale: Scale) -> list[tuple[Way, Job]]:
     return _cells(scale, "plddt", steps, ["plddt"], folding=proteins.folding)
 
 
-def _diversity(scale: Scale) -> list[tuple[Way, Job]]:
+def _diversity(scale: Scale) -> list[Line]:
     """Cells of all lines; the first measures real and shuffled chains too, the same for all."""
     proteins, steps = _proteins(scale), _proteins(scale).diversity_steps
     metrics = ["clusters", "repeats"]
     asked = _cells(scale, "diversity", steps, metrics)
     if proteins.chains is not None:
-        way, job = asked[0]
-        asked[0] = way, replace(job, inputs={**job.inputs, "chains": proteins.chains})
+        job = asked[0].job
+        job = replace(job, inputs={**job.inputs, "chains": proteins.chains})
+        asked[0] = replace(asked[0], job=job)
     return asked
 
 
-def _rows(asked: Sequence[tuple[Way, Job]], results: Results) -> list[Row]:
+def _rows(answers: Answers) -> list[Row]:
     return [
-        row | {"method": way.label, "role": way.role, "model": None}
-        for way, job in asked
-        if job.key in results
-        for row in results[job.key]["rows"]
+        row | line.labels
+        for line in answers.lines
+        if line.job.key in answers.results
+        for row in answers.results[line.job.key]["rows"]
     ]
 
 
@@ -230,12 +235,11 @@ def _by_length(scale: Scale, column: str, title: str, form: str) -> tuple[Shown,
     )
 
 
-def _plddt_table(scale: Scale, results: Results) -> Table:
-    asked = _plddt(scale)
+def _plddt_table(scale: Scale, answers: Answers) -> Table:
     known = ", ".join(f"{plddt} at {length}" for length, plddt in paper.DPLM_PLDDT.items())
     galleries = f"Structures: {STRUCTURES}/ beside this table's folder, a gallery for each line."
     return Table(
-        rows=_rows(asked, results),
+        rows=_rows(answers),
         shown=(
             *_by_length(scale, "plddt", "pLDDT", ".1f"),
             Shown("plddt_above_70", "above 70", ".0%"),
@@ -255,13 +259,12 @@ def _plddt_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _draw_plddt(scale: Scale, table: Table, results: Results, path: Path) -> None:
+def _draw_plddt(scale: Scale, table: Table, path: Path) -> None:
     caption = f"{scale.name} scale; seeds {scale.seed_list}"
     draw_lines(table, path, _by_length(scale, "plddt", "pLDDT", ".1f"), caption=caption)
 
 
-def _diversity_table(scale: Scale, results: Results) -> Table:
-    asked = _diversity(scale)
+def _diversity_table(scale: Scale, answers: Answers) -> Table:
     printed = [
         {"method": PRINTED[role], "nfe": nfe, "cluster_size": size}
         | {
@@ -272,7 +275,7 @@ def _diversity_table(scale: Scale, results: Results) -> Table:
         for nfe, (entropies, size) in cells.items()
     ]
     return Table(
-        rows=_rows(asked, results),
+        rows=_rows(answers),
         shown=(
             *_by_length(scale, "cluster_entropy", "entropy", ".2f"),
             Shown("cluster_size", "cluster size", ".2f"),
@@ -283,7 +286,7 @@ def _diversity_table(scale: Scale, results: Results) -> Table:
         paper=printed,
         over="chains",
         notes=[
-            *_controls(scale, asked[0][1], results),
+            *_controls(scale, answers),
             CEILING,
             "Cluster size, the share of a chain's commonest residue and of chains of low "
             "complexity are means over lengths; the last two see collapse into repeats, which "
@@ -294,9 +297,10 @@ def _diversity_table(scale: Scale, results: Results) -> Table:
     )
 
 
-def _controls(scale: Scale, job: Job, results: Results) -> Iterator[str]:
+def _controls(scale: Scale, answers: Answers) -> Iterator[str]:
     """A sentence on real chains and one on shuffled ones."""
-    found: list[Mapping[str, Any]] = results[job.key]["controls"] if job.key in results else []
+    first = answers.lines[0].job.key
+    found: list[Mapping[str, Any]] = answers.results.get(first, {}).get("controls", [])
     for row in found:
         entropies = ", ".join(
             f"{row[f'cluster_entropy_{length}']:.2f} at {length}"
@@ -311,19 +315,19 @@ def _controls(scale: Scale, job: Job, results: Results) -> Iterator[str]:
 
 
 PROTEIN_ITEMS = (
-    Item(
+    Experiment(
         name="protein-plddt",
         title="Proteins: confidence of structures (pLDDT) against NFE",
         where=f"{WHERE}, figure",
-        jobs=lambda scale: [job for _, job in _plddt(scale)],
+        lines=_plddt,
         table=_plddt_table,
-        figure=_draw_plddt,
+        draw=_draw_plddt,
     ),
-    Item(
+    Experiment(
         name="protein-diversity",
         title="Proteins: diversity by MMseqs2 clusters",
         where=f"{WHERE}, table",
-        jobs=lambda scale: [job for _, job in _diversity(scale)],
+        lines=_diversity,
         table=_diversity_table,
     ),
 )

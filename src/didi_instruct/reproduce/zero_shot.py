@@ -23,7 +23,7 @@ from didi_instruct.evaluation.measuring import Row
 from didi_instruct.evaluation.text_likelihood import Progress, evaluate_zero_shot
 from didi_instruct.pretrain import pretrain
 from didi_instruct.reproduce.jobs import Context, Job
-from didi_instruct.reproduce.lines import Item, Results, learnt
+from didi_instruct.reproduce.lines import Answers, Experiment, Line, learnt
 from didi_instruct.reproduce.measure import EVALS, Rows, progress_of
 from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
 from didi_instruct.reproduce.minutes import learning
@@ -272,11 +272,8 @@ def _zero_shot_job(scale: Scale) -> Job:
     )
 
 
-def _zero_shot_table(scale: Scale, results: Results) -> Table:
-    rows = [
-        row | {"num_samples": row["num_sequences"]}
-        for row in results.get(_zero_shot_job(scale).key, [])
-    ]
+def _zero_shot_table(scale: Scale, answers: Answers) -> Table:
+    rows = [row | {"num_samples": row["num_sequences"]} for row in answers.rows()]
     names = {"MDLM": "teacher", "DiDi-Instruct": "didi", "DUO base": "duo-teacher"}
     names |= {"DUO distilled": "duo"}
     theirs = [
@@ -314,11 +311,11 @@ def _reader_note(scale: Scale) -> list[str]:
 
 
 ZERO_SHOT_ITEMS = (
-    Item(
+    Experiment(
         name="zero-shot",
         title="Zero-shot perplexity on seven corpora",
         where='Appendix "Results on zero-shot perplexities", table',
-        jobs=lambda scale: [_zero_shot_job(scale)],
+        lines=lambda scale: [Line(_zero_shot_job(scale))],
         table=_zero_shot_table,
     ),
 )
