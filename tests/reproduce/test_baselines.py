@@ -41,10 +41,10 @@ from didi_instruct.reproduce.findings import (
 )
 from didi_instruct.reproduce.jobs import Context
 from didi_instruct.reproduce.measure import Found, Terms
+from didi_instruct.reproduce.methods import PATH_FIRST, STUDENTS
 from didi_instruct.reproduce.minutes import (
     DIDI,
     SHARED,
-    STUDENTS,
     bank_minutes,
     learning,
     training_minutes,
@@ -52,7 +52,7 @@ from didi_instruct.reproduce.minutes import (
     with_minutes,
 )
 from didi_instruct.reproduce.running import finished
-from didi_instruct.reproduce.scale import FIRST, Given, Training
+from didi_instruct.reproduce.scale import Given, Training
 from didi_instruct.reproduce.scales import find_scale
 from didi_instruct.sampling.registry import SAMPLERS
 
@@ -533,7 +533,7 @@ def test_token_matching_waits_for_the_student_it_began_as_alone(tmp_path):
     text.write_text('{"text": "a b"}\n')
     small = find_scale("small", Given(data=str(text), teacher="somewhere"))
     paced = with_minutes(small, 1, dict.fromkeys((*STUDENTS, DIDI), 2.0))
-    for scale, began in ((small, "path"), (paced, FIRST)):
+    for scale, began in ((small, "path"), (paced, PATH_FIRST)):
         (inputs, *_) = [
             job.inputs
             for job in measuring_jobs(BASELINE_ITEMS[0], scale)

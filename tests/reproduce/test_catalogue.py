@@ -1,7 +1,6 @@
 """The list of items: complete, and whole at every scale."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,8 @@ import pytest
 from didi_instruct.config.recipes import recipe_names
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.ablations import _reference_asks as _reference
-from didi_instruct.reproduce.ablations import asks as ablation_asks
 from didi_instruct.reproduce.ablations import sampler_of
 from didi_instruct.reproduce.experiments import ITEMS, find_item, jobs_of
-from didi_instruct.reproduce.generation import _figure_1, _generation, _large, _samples, _variety
 from didi_instruct.reproduce.methods import METHODS
 from didi_instruct.reproduce.preflight import require_gpu
 from didi_instruct.reproduce.protein_scales import ITEMS as OF_PROTEINS
@@ -112,7 +108,7 @@ def test_larger_students_follow_the_same_law():
     scale = find_scale("paper", Given())
     laws = {
         nfe: ask.job.inputs["model"].settings().didi.pi
-        for ask in _large(scale)
+        for ask in ITEMS["scaling"].lines(scale)
         if ask.labels["role"] == "didi-large"
         for nfe in ask.job.options["steps"]
     }
@@ -122,25 +118,19 @@ def test_larger_students_follow_the_same_law():
     assert few.inputs["teacher"].key == many.inputs["teacher"].key
     assert "Beta(5, 2), as in the paper" in " ".join(table_of(ITEMS["scaling"], scale, {}).notes)
     toy = find_scale("toy", Given())
-    assert len(list(_large(toy))) == 2, "a teacher and one student"
+    assert len(list(ITEMS["scaling"].lines(toy))) == 2, "a teacher and one student"
 
 
 @pytest.mark.parametrize(
-    ("name", "asks"),
-    [
-        ("figure-1", _figure_1),
-        ("generation", _generation),
-        ("scaling", _large),
-        ("samples", _samples),
-        ("diversity", _variety),
-        ("ablation-cumulative", partial(ablation_asks, paper.CUMULATIVE)),
-        ("ablation-leave-one-out", partial(ablation_asks, paper.LEAVE_ONE_OUT)),
-    ],
+    "name",
+    ["figure-1", "generation", "scaling", "samples", "diversity"]
+    + ["ablation-cumulative", "ablation-leave-one-out"],
 )
-def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name, asks):
+def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name):
     """But for GPT-2, which takes a step per token whatever it is asked for."""
     scale = find_scale("paper", Given())
-    drawn = {(a.labels["method"], nfe) for a in asks(scale) for nfe in a.job.options["steps"]}
+    lines = [line for line in ITEMS[name].lines(scale) if not line.group]
+    drawn = {(each.labels["method"], nfe) for each in lines for nfe in each.job.options["steps"]}
     printed = {(row["method"], row["nfe"]) for row in table_of(ITEMS[name], scale, {}).paper}
     rivals = {(METHODS["ar"].label, 1024), (paper.GENERATION["gpt2"].label, 1024)}
     assert printed - rivals <= drawn
@@ -149,7 +139,7 @@ def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name, asks):
 def test_the_reference_is_read_in_three_ways_and_nothing_else_differs():
     for name, given in (("toy", Given()), ("small", Given(data="oracle")), ("paper", Given())):
         scale = find_scale(name, given)
-        asked = [a for a in _reference(scale) if a.labels["role"] == "didi-plain"]
+        asked = [a for a in ITEMS["reference"].lines(scale) if a.labels["role"] == "didi-plain"]
         assert len(asked) == 3 * len(scale.seeds)
         assert all(ask.job.options["sampler"] is None for ask in asked)
         found = [ask.job.inputs["model"].settings() for ask in asked[:: len(scale.seeds)]]
@@ -204,7 +194,7 @@ def test_the_texts_that_are_shown_are_those_of_the_students_that_the_paper_shows
     scale = find_scale("paper", Given())
     shown = {
         nfe: ask.job.inputs["model"].recipe
-        for ask in _samples(scale)
+        for ask in ITEMS["samples"].lines(scale)
         if ask.labels["role"] == "didi"
         for nfe in ask.job.options["steps"]
     }

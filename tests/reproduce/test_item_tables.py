@@ -6,7 +6,6 @@ import pytest
 
 from didi_instruct.reproduce import paper
 from didi_instruct.reproduce.experiments import ITEMS
-from didi_instruct.reproduce.generation import _large, _samples, _variety
 from didi_instruct.reproduce.methods import METHODS
 from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
@@ -50,7 +49,9 @@ PPL = {
 
 def test_a_larger_student_lies_below_its_teacher_by_a_share():
     """10 beside 40 and 8 beside 20 at the same NFE; both beside 10, the teacher of 32."""
-    results = results_of(_large(TOY), lambda role, nfe, seed: row(nfe, PPL[role, nfe]))
+    results = results_of(
+        ITEMS["scaling"].lines(TOY), lambda role, nfe, seed: row(nfe, PPL[role, nfe])
+    )
     table = table_of(ITEMS["scaling"], TOY, results)
     students = {nfe: found(table, method=STUDENT, nfe=nfe) for nfe in (4, 8)}
     assert {nfe: r["gain"] for nfe, r in students.items()} == pytest.approx({4: 0.75, 8: 0.6})
@@ -63,7 +64,8 @@ def test_a_larger_student_lies_below_its_teacher_by_a_share():
 def test_gains_are_those_of_the_same_seed():
     scale = replace(TOY, seeds=(0, 1))
     results = results_of(
-        _large(scale), lambda role, nfe, seed: row(nfe, PPL[role, nfe] * (1 + seed), seed=seed)
+        ITEMS["scaling"].lines(scale),
+        lambda role, nfe, seed: row(nfe, PPL[role, nfe] * (1 + seed), seed=seed),
     )
     lost = {key: rows for key, rows in results.items() if rows[0]["ppl"] != 80.0}
     table = table_of(ITEMS["scaling"], scale, lost)
@@ -124,7 +126,7 @@ def test_variety_stands_under_its_method_beside_the_papers():
     def make(role, nfe, seed):
         return row(nfe, 9.0, self_bleu_words=nfe / 100, unique_4gram=0.5)
 
-    table = table_of(ITEMS["diversity"], TOY, results_of(_variety(TOY), make))
+    table = table_of(ITEMS["diversity"], TOY, results_of(ITEMS["diversity"].lines(TOY), make))
     names = {METHODS[role].label for role in ("teacher", "sdtt", "duo", "didi")}
     assert {r["method"] for r in table.rows} == {r["method"] for r in table.paper} == names
     assert found(table, method=STUDENT, nfe=8)["self_bleu_words"] == 0.08
@@ -133,7 +135,9 @@ def test_variety_stands_under_its_method_beside_the_papers():
 
 
 def test_a_lost_method_leaves_the_others():
-    made = results_of(_variety(TOY), lambda role, nfe, seed: row(nfe, 9.0, role=role))
+    made = results_of(
+        ITEMS["diversity"].lines(TOY), lambda role, nfe, seed: row(nfe, 9.0, role=role)
+    )
     kept = {key: rows for key, rows in made.items() if rows[0]["role"] != "duo"}
     table = table_of(ITEMS["diversity"], TOY, kept)
     assert {r["role"] for r in table.rows} == {"teacher", "sdtt", "didi"}
@@ -163,7 +167,7 @@ def test_texts_follow_the_table_each_under_its_numbers():
         first = {"text": f"one of {role}\nin {nfe}", "ppl": 12.345, "entropy": 2.5}
         return row(nfe, 9.0, texts=[first, {"text": "", "ppl": None, "entropy": 0.0}])
 
-    table = table_of(ITEMS["samples"], TOY, results_of(_samples(TOY), make))
+    table = table_of(ITEMS["samples"], TOY, results_of(ITEMS["samples"].lines(TOY), make))
     assert {(r["method"], r["nfe"]) for r in table.rows} == {
         (TEACHER, 32), (STUDENT, 4), (STUDENT, 8)
     }  # fmt: skip

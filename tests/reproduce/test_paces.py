@@ -9,15 +9,15 @@ import pytest
 
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce import experiments
-from didi_instruct.reproduce.baseline_rows import CHAIN, WAYS
+from didi_instruct.reproduce.baseline_rows import WAYS
 from didi_instruct.reproduce.baselines import BASELINE_ITEMS
 from didi_instruct.reproduce.experiments import lasting
 from didi_instruct.reproduce.jobs import in_order
+from didi_instruct.reproduce.methods import METHODS, PATH_FIRST, STUDENTS
 from didi_instruct.reproduce.minutes import (
     AFTER,
     DIDI,
     STEPS,
-    STUDENTS,
     expected,
     kept,
     measured,
@@ -27,7 +27,7 @@ from didi_instruct.reproduce.minutes import (
 )
 from didi_instruct.reproduce.preflight import plan, plan_paces
 from didi_instruct.reproduce.running import RUN, folder_of
-from didi_instruct.reproduce.scale import FIRST, Given
+from didi_instruct.reproduce.scale import Given
 from didi_instruct.reproduce.scales import find_scale
 
 from .kit import measuring_jobs
@@ -91,8 +91,8 @@ def test_a_student_waits_for_no_larger_a_share_of_its_steps(small, minutes):
 def test_rates_rise_for_no_larger_a_share_of_the_steps(small, minutes):
     """Else short runs of those that warm up, SDTT, DUO and path, learn less than others do."""
     scale, warmed = with_minutes(small, minutes, PACES), 0
-    usual = replace(small, models={**small.models, FIRST: small.models["path"]})
-    for role in (*STUDENTS, FIRST):
+    usual = replace(small, models={**small.models, PATH_FIRST: small.models["path"]})
+    for role in (*STUDENTS, PATH_FIRST):
         before, after = (each.model(role).settings() for each in (usual, scale))
         most = before.optim.warmup / before.train.steps
         assert after.optim.warmup <= before.optim.warmup
@@ -105,17 +105,17 @@ def test_a_chain_of_two_students_takes_no_longer(small):
     scale = with_minutes(small, 1.5, PACES)
     last = scale.model("token-matching", 1)
     first = last.inputs["teacher"]
-    assert first.key == scale.model(FIRST, 1).key != scale.model("path", 1).key
+    assert first.key == scale.model(PATH_FIRST, 1).key != scale.model("path", 1).key
     seconds = steps_of(last) / PACES["token-matching"] + steps_of(first) / PACES["path"]
     assert seconds == pytest.approx(90, rel=0.02)
     assert steps_of(last) == int(90 * AFTER * PACES["token-matching"])
-    assert CHAIN["token-matching"][0] == FIRST
+    assert METHODS["token-matching"].starts_from[0] == PATH_FIRST
     (asked,) = [job.inputs for job in ways(scale) if "token-matching" in job.inputs]
-    assert asked[FIRST].key == scale.model(FIRST, 0).key
+    assert asked[PATH_FIRST].key == scale.model(PATH_FIRST, 0).key
 
 
 def test_without_minutes_nothing_changes(small):
-    assert not any(FIRST in job.inputs for job in measuring_jobs(BASELINE_ITEMS[0], small))
+    assert not any(PATH_FIRST in job.inputs for job in measuring_jobs(BASELINE_ITEMS[0], small))
     assert small.model("token-matching").inputs["teacher"].key == small.model("path").key
 
 

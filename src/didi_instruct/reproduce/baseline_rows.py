@@ -34,8 +34,8 @@ from didi_instruct.reproduce.measure import (
     measure,
     terms_of,
 )
+from didi_instruct.reproduce.methods import METHODS, PATH_FIRST
 from didi_instruct.reproduce.minutes import bank_minutes, learning, training_minutes, training_texts
-from didi_instruct.reproduce.scale import FIRST
 
 BASELINE = "MDLM, ancestral"
 STREAMS, BESIDE_STREAMS = "MDLM, streams order", "streams_"
@@ -52,8 +52,6 @@ ABOVE = 1.1
 where plain rows lie, so that half of the resamples of one that differs in nothing had no vsF."""
 LATE = "-late"
 """Ends the role of a model that stands in for another from some NFE on."""
-CHAIN = {"duo": ("duo-teacher",), "token-matching": (FIRST, "path")}
-"""Students whose teacher is not the teacher of all, and that teacher's role, or roles in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,24 +85,24 @@ WAYS = (
     Way(role=TEACHER, method="MDLM, margin order", sampler="margin"),
     Way(role=TEACHER, method="MDLM, re-masking", sampler="remasking"),
     Way(role=TEACHER, method="MDLM, token by token", sampler="first-hitting", own_steps=True),
-    Way(role="ar", method="AR, the same trunk", own_steps=True),
-    Way(role="sdtt", method="SDTT", as_fast_as=BASELINE),
-    Way(role="dimo", method="DiMO", sampler="dimo", loose=True),
+    Way(role="ar", method=METHODS["ar"].label, own_steps=True),
+    Way(role="sdtt", method=METHODS["sdtt"].label, as_fast_as=BASELINE),
+    Way(role="dimo", method=METHODS["dimo"].label, sampler="dimo", loose=True),
     Way(role="duo-teacher", method="DUO, its teacher"),
-    Way(role="duo", method="DUO distilled"),
+    Way(role="duo", method=METHODS["duo"].label),
     Way(role="duo", method="DUO distilled, greedy tail", options={"greedy_tail": True}),
-    Way(role="didi", method="DiDi-Instruct, unguided", as_fast_as=BASELINE),
-    Way(role="didi", method="DiDi-Instruct", sampler="rgas"),
+    Way(role="didi", method=METHODS["didi-plain"].label, as_fast_as=BASELINE),
+    Way(role="didi", method=METHODS["didi"].label, sampler="rgas"),
     Way(
         role="didi",
         method="DiDi-Instruct, h 10",
         sampler="rgas",
         options={"h_start": 10.0, "h_end": 10.0},
-        as_fast_as="DiDi-Instruct",
+        as_fast_as=METHODS["didi"].label,
     ),
-    Way(role="jump", method="DiDi-Instruct, jump variant (ours)", as_fast_as=BASELINE),
-    Way(role="path", method="likelihood along streams (ours)", as_fast_as=STREAMS),
-    Way(role="token-matching", method="token matching (ours)", as_fast_as=STREAMS),
+    Way(role="jump", method=METHODS["jump"].label, as_fast_as=BASELINE),
+    Way(role="path", method=METHODS["path"].label, as_fast_as=STREAMS),
+    Way(role="token-matching", method=METHODS["token-matching"].label, as_fast_as=STREAMS),
 )
 """Of each role that has a model."""
 
@@ -130,7 +128,7 @@ def settings_of(
     """
     if TEACHER not in models:
         raise UserError("The baselines need a teacher, whose sweep all rows are compared with.")
-    known = {FIRST, *(way.role for way in WAYS)}
+    known = {PATH_FIRST, *(way.role for way in WAYS)}
     unknown = {role.removesuffix(LATE) for role in models} - known
     assert not unknown, f"nothing samples {unknown}"
     found = []
@@ -212,7 +210,8 @@ def way_rows(
 
 def began_as(role: str, models: Mapping[str, Any]) -> str | None:
     """Role of the model that one began its training with, where that is not the teacher of all."""
-    return next((earlier for earlier in CHAIN.get(role, ()) if earlier in models), None)
+    starts = METHODS[role.removesuffix(LATE)].starts_from
+    return next((start for start in starts if start in models), None)
 
 
 def _costs(role: str, models: Mapping[str, str]) -> Row:

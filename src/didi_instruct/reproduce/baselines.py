@@ -36,17 +36,15 @@ from didi_instruct.reproduce.generation import MAUVE, SELF_BLEU, about_mauve
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.latency import untimed
 from didi_instruct.reproduce.lines import Answers, Experiment, Line, learnt
-from didi_instruct.reproduce.methods import ALL_TRICKS
-from didi_instruct.reproduce.scale import FIRST, Scale
+from didi_instruct.reproduce.methods import ALL_TRICKS, PATH_FIRST, RIVALS
+from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Shown, Table
 
 TIMED = "timed"
 """Group of the lines that are timed."""
 SPEED = ("tokens_per_second", "tokens_per_second_note", "machine")
-ROLES = ("ar", "sdtt", "dimo", "duo-teacher", "duo", "jump", "path", "token-matching")
-"""Models beside teacher and student, where a scale has them."""
-TRAINED = (*ROLES, FIRST)
-"""Those, and who is asked for the minutes of its training alone."""
+TRAINED = (*RIVALS, PATH_FIRST)
+"""Rivals, and the student whose training time alone is part of the table."""
 SHOWN = (
     PASSES,
     PPL,
@@ -80,7 +78,7 @@ def _lines(scale: Scale) -> Iterator[Line]:
 
 
 def _ways(scale: Scale) -> list[Way]:
-    return [way for way in WAYS if way.role in (TEACHER, "didi") or scale.has(way.role)]
+    return [way for way in WAYS if scale.has(way.role)]
 
 
 def _models(scale: Scale, seed: int) -> dict[str, Job | str]:
@@ -256,7 +254,7 @@ def _reading(scale: Scale) -> list[str]:
 
 def _absent(scale: Scale) -> list[str]:
     """Models that are not in the table."""
-    lacking = [role for role in ROLES if not (scale.has(role) or role in scale.left_out)]
+    lacking = [role for role in RIVALS if not (scale.has(role) or role in scale.left_out)]
     told = [f"Not at this scale: {', '.join(lacking)}."] if lacking else []
     if scale.left_out:
         told.append(f"Left out by --rivals: {', '.join(scale.left_out)}.")

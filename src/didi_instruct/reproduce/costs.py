@@ -22,6 +22,7 @@ from didi_instruct.reproduce.add_tokenizer import ADOPT, here
 from didi_instruct.reproduce.baseline_rows import WAYS, budgets_of, sweep_of
 from didi_instruct.reproduce.jobs import NO_MODELS, Job
 from didi_instruct.reproduce.measure import WHOLE
+from didi_instruct.reproduce.methods import DISTILLATIONS
 
 PEAK = 989e12
 """FLOPs a second of an H100 or H200 in bfloat16, without sparsity."""
@@ -34,21 +35,6 @@ CORPORA, DRAWS = 7, 8
 """Of a zero-shot table."""
 CHEAP = ("speeds", "task", "adaptation")
 """Tasks that take a few batches, or one pass over a task's texts, of each model."""
-PER_ITERATION = {
-    # Two steps of the student drawn, then scored with gradient; the teacher at both for the KL; the
-    # discriminator learns from two texts and rewards one.
-    "didi": 2 * FORWARD + 2 * LEARN + 2 * FORWARD + 2 * LEARN + FORWARD,
-    # A path of a few steps, the auxiliary denoiser's updates, teacher and student at the contexts.
-    "token-matching": 4 * FORWARD + 2 * LEARN + 2 * FORWARD + LEARN,
-    "mixture": FORWARD + 2 * LEARN,
-    # Two steps of the teacher, one update of the student.
-    "sdtt": 2 * FORWARD + LEARN,
-    # The target one small step earlier, one update of the student.
-    "duo": FORWARD + LEARN,
-    # The student's text, the auxiliary denoiser's updates, the teacher, the student's update.
-    "dimo": FORWARD + 2 * LEARN + 2 * FORWARD + LEARN,
-}
-"""Passes over a batch in one iteration of each method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +90,7 @@ def _distillation(job: Job, draws_bank: bool) -> Cost:
         return Cost(None, None)
     config, once = job.settings(), forward_flops(model)
     texts = config.iterations * config.train.batch_size
-    passes = PER_ITERATION[config.method] + (config.didi.rollout_steps - 1) * FORWARD
+    passes = DISTILLATIONS[config.method].passes + (config.didi.rollout_steps - 1) * FORWARD
     reference, banked = config.reference, config.reads_bank
     if config.method == "didi" and reference.source == "online":
         passes += (reference.steps - 1) * FORWARD  # the first step has one row for all texts

@@ -153,11 +153,7 @@ WHERE = 'Section 4.3 and appendix "Downstream Task Evaluation", table'
 
 def _roles(scale: Scale) -> list[str]:
     """The paper's models, and a left-to-right one where the scale has it."""
-    return [
-        role
-        for role in ("teacher", "sdtt", "duo", "didi", "ar")
-        if role in ("teacher", "didi") or scale.has(role)
-    ]
+    return [role for role in ("teacher", "sdtt", "duo", "didi", "ar") if scale.has(role)]
 
 
 def _models_by_role(scale: Scale, roles: list[str]) -> dict[str, Job | str]:

@@ -17,7 +17,7 @@ from didi_instruct.reproduce.lines import (
     quality,
 )
 from didi_instruct.reproduce.measure import quality_job
-from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS, labels
+from didi_instruct.reproduce.methods import ALL_TRICKS, COMPARED, METHODS, labels
 from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PPL, Row, Shown, Table
 
@@ -40,7 +40,7 @@ BELOW_MOST = Shown("below_most", "below its most steps", ".1%")
 
 
 def _figure_1(scale: Scale) -> Iterator[Line]:
-    for role in METHODS:
+    for role in COMPARED:
         more = {"teacher": (scale.most_steps,), "didi": scale.beyond}.get(role, ())
         yield from ask_method(scale, role, steps=(*scale.budgets, *more))
 

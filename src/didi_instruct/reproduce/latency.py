@@ -266,7 +266,7 @@ GREEDY, GREEDY_LABEL = "ar-greedy", f"{METHODS['ar'].label}, greedy"
 def _latency_job(scale: Scale) -> Job:
     """Time of one machine: its name is part of what decides the numbers."""
     seed, known = scale.seeds[0], provenance()
-    roles = {role: nfe for role, nfe in scale.latency.items() if role != "ar" or scale.has("ar")}
+    roles = {role: nfe for role, nfe in scale.latency.items() if scale.has(role)}
     greedy = {GREEDY: roles["ar"]} if "ar" in roles else {}
     models: dict[str, Job | str] = {
         "teacher": scale.teacher,

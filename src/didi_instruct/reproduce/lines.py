@@ -80,7 +80,7 @@ def ask_method(
 
     `recipe` is that of the student of DiDi-Instruct.
     """
-    if role not in ("teacher", "didi", "didi-plain") and not scale.has(role):
+    if not scale.has(role):
         return
     way = METHODS[role]
     for seed in scale.seeds:

@@ -20,9 +20,9 @@ from didi_instruct.distillation.bank import drawing_seconds
 from didi_instruct.errors import UserError
 from didi_instruct.evaluation.training_curves import read_log
 from didi_instruct.reproduce.jobs import Job
-from didi_instruct.reproduce.methods import ALL_TRICKS
+from didi_instruct.reproduce.methods import ALL_TRICKS, DISTILLATIONS, PATH_FIRST, STUDENTS
 from didi_instruct.reproduce.running import RUN, folder_of
-from didi_instruct.reproduce.scale import FIRST, Scale, Training, role_of
+from didi_instruct.reproduce.scale import Scale, Training, role_of
 
 LOG, RECIPE = "log.jsonl", "recipe.yaml"
 SHARED = "shared-gpu"
@@ -125,26 +125,14 @@ BANK = ("reference.rows=256", "reference.steps=16")
 STUDENT = (
     *SHORT,
     "watch.budgets=[]",
-    "discriminator.warmup=2",
-    "dimo.warmup=2",
-    "token_matching.warmup=2",
-    f"sdtt.iterations={STEPS}",
-    f"duo.iterations={STEPS}",
+    *(f"{method.warmup}=2" for method in DISTILLATIONS.values() if method.warmup),
+    *(f"{method.rounds}={STEPS}" for method in DISTILLATIONS.values() if method.rounds),
 )
-"""What makes a training brief, and yet takes steps as it does later."""
-STUDENTS = ("sdtt", "dimo", "duo", "jump", "path", "token-matching")
+"""Overrides for a short training whose steps are as fast as those of a long one."""
 DIDI = "didi"
 AFTER = 0.2
 """Share of the minutes that token matching has for itself, its first student has the others: as the
 recipes share them (on an H200, 150 steps of 0.41 s after 5,000 of 0.05)."""
-ROUNDS = {"sdtt": "sdtt.iterations", "duo": "duo.iterations"}
-"""Methods in rounds, each of as many steps as a setting says."""
-WARM_UPS = {
-    "didi": "discriminator.warmup",
-    "dimo": "dimo.warmup",
-    "token-matching": "token_matching.warmup",
-}
-"""Methods whose student waits at first, for as many steps as a setting says."""
 
 
 def pace_jobs(scale: Scale) -> dict[str, Job]:
@@ -226,7 +214,7 @@ def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Sc
 
     models = {**scale.models, **{r: lasting(r) for r in STUDENTS if scale.has(r)}}
     if scale.has("path") and scale.has("token-matching"):
-        models[FIRST] = lasting("path", 1 - AFTER)
+        models[PATH_FIRST] = lasting("path", 1 - AFTER)
         models["token-matching"] = lasting("token-matching", AFTER)
     more = schedule(Training(ALL_TRICKS, scale.ablation), int(60 * minutes * paces[DIDI]))
     ablation = (*scale.ablation, *more)
@@ -246,31 +234,31 @@ def minutes_of(job: Job, scale: Scale) -> float | None:
     """Minutes that a student of a scale is to train; None where its steps are given."""
     if scale.minutes is None or job.does != "distill":
         return None
-    shares = {FIRST: 1 - AFTER, "token-matching": AFTER} if scale.has(FIRST) else {}
+    shares = {PATH_FIRST: 1 - AFTER, "token-matching": AFTER} if scale.has(PATH_FIRST) else {}
     return scale.minutes * shares.get(role_of(job), 1.0)
 
 
 def schedule(training: Training, steps: int) -> tuple[str, ...]:
     """Overrides for so many steps, or a few less: as many rounds, no larger a share of waiting."""
     config = _settings(training)
-    method = config.method
+    method = DISTILLATIONS[config.method]
 
     def usual(setting: str) -> int:
         section, key = setting.split(".")
         value: int = getattr(getattr(config, section), key)
         return value
 
-    rounds = config.rounds.count if method in ROUNDS else 1
-    each = max(1 if method in ROUNDS else 2, steps // rounds)
+    rounds = config.rounds.count if method.rounds else 1
+    each = max(1 if method.rounds else 2, steps // rounds)
     found = [f"train.steps={rounds * each}"]
-    if method in ROUNDS:
-        found.append(f"{ROUNDS[method]}={each}")
-    waits = ["optim.warmup", *([WARM_UPS[method]] if method in WARM_UPS else [])]
+    if method.rounds:
+        found.append(f"{method.rounds}={each}")
+    waits = ["optim.warmup", *([method.warmup] if method.warmup else [])]
     for name in waits:
         wait = usual(name)
         if wait:
             share = min(wait, max(1, wait * rounds * each // config.iterations))
             found.append(f"{name}={share}")
-            if config.warmup_on_top and name == WARM_UPS.get(method):
+            if config.warmup_on_top and name == method.warmup:
                 found[0] = f"train.steps={max(1, each - share)}"
     return tuple(found)

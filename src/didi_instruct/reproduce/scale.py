@@ -8,6 +8,7 @@ from didi_instruct.config.distill import DistillConfig
 from didi_instruct.config.recipes import load_recipe
 from didi_instruct.errors import UserError
 from didi_instruct.reproduce.jobs import DATA, Job
+from didi_instruct.reproduce.methods import COMMON, METHODS
 
 if TYPE_CHECKING:
     from didi_instruct.reproduce.protein_scales import Proteins
@@ -16,16 +17,6 @@ ScaleName = Literal["toy", "small", "paper"]
 NAMES: tuple[ScaleName, ...] = get_args(ScaleName)
 EARLY, LATE = (2, 5), "didi.pi=[5,2]"
 """The paper's law of τ for few steps, and its law for 32 and more."""
-
-
-LARGE = "-large"
-"""Ends the role of a model of the larger size, which the baselines do not have."""
-FIRST = "path-first"
-"""The student that token matching starts from, where it is not `path` itself."""
-
-
-STARTS = {"duo": "duo-teacher", "token-matching": "path"}
-"""Models that start from another one, where a scale has that."""
 
 
 class Training(NamedTuple):
@@ -175,7 +166,7 @@ class Scale:
     @property
     def rivals(self) -> list[str]:
         """Models of the baselines by role, beside the teacher and DiDi-Instruct."""
-        return [role for role in self.models if not (role.endswith(LARGE) or role == FIRST)]
+        return [role for role in self.models if METHODS[role].compared]
 
     def with_rivals(self, roles: Sequence[str]) -> "Scale":
         """The same with these models of the baselines alone, and those that they start from."""
@@ -185,14 +176,14 @@ class Scale:
                 f"--rivals {','.join(unknown)}: at scale {self.name} there are "
                 f"{', '.join(self.rivals)}."
             )
-        wanted = {*roles, *(STARTS[role] for role in roles if role in STARTS)}
+        wanted = {*roles, *(start for role in roles for start in METHODS[role].starts_from)}
         left_out = tuple(role for role in self.rivals if role not in wanted)
         models = {role: of for role, of in self.models.items() if role not in left_out}
         return replace(self, models=models, left_out=left_out)
 
     def has(self, role: str) -> bool:
-        """Whether the scale has such a model."""
-        return role in self.models
+        """True if the scale has a model of that role."""
+        return role in COMMON or role in self.models
 
     @property
     def law(self) -> str:
@@ -211,9 +202,8 @@ class Scale:
 
         The larger student's law of τ is that for `nfe` steps.
         """
-        training = self.models[role]
-        teachers = ("ar", "duo-teacher", "teacher-large")
-        if role in teachers:
+        training, method = self.models[role], METHODS[role]
+        if not method.distilled:
             return Job(
                 name=role,
                 does="pretrain",
@@ -221,15 +211,10 @@ class Scale:
                 overrides=training.overrides,
                 inputs={} if self.corpus is None else {DATA: self.corpus},
             )
-        teacher: Job | str = self.teacher
-        if role == "duo":
-            teacher = self.model("duo-teacher")
-        elif role == "didi-large":
-            teacher = self.model("teacher-large")
-            if self._is_late(training, nfe):
-                training, role = _late(training), f"{role}-late"
-        elif role == "token-matching" and self.has("path"):
-            teacher = self.model(FIRST if self.has(FIRST) else "path", seed)
+        start = next((start for start in method.starts_from if self.has(start)), None)
+        teacher = self.teacher if start is None else self.model(start, seed)
+        if self._is_late(training, nfe):
+            training, role = _late(training), f"{role}-late"
         return self._student(f"{role}-seed{seed}", training, teacher, seed)
 
     def ablated(

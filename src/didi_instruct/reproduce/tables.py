@@ -15,6 +15,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from didi_instruct.data.files import no_space_as_user_error, write_atomic
+from didi_instruct.reproduce.methods import TRAINED_ONCE
 
 Row = dict[str, Any]
 NOTHING = "–"
@@ -22,8 +23,6 @@ ENOUGH_SEEDS = 3
 """Seeds whose range says something."""
 GEOMETRIC = ("ppl",)
 """Averaged over seeds by its logarithm: one that diverged says nothing of the others."""
-TRAINED_ONCE = ("teacher", "ar", "duo-teacher", "teacher-large")
-"""Roles whose seeds differ in what is drawn, not in what was trained."""
 ALWAYS = ("seed", "num_samples")
 """What every row of ours says beside its numbers."""
 SOMETIMES = (
