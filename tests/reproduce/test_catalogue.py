@@ -123,8 +123,15 @@ def test_larger_students_follow_the_same_law():
 
 @pytest.mark.parametrize(
     "name",
-    ["figure-1", "generation", "scaling", "samples", "diversity"]
-    + ["ablation-cumulative", "ablation-leave-one-out"],
+    [
+        "figure-1",
+        "generation",
+        "scaling",
+        "samples",
+        "diversity",
+        "ablation-cumulative",
+        "ablation-leave-one-out",
+    ],
 )
 def test_at_paper_scale_all_that_the_paper_prints_is_drawn(name):
     """But for GPT-2, which takes a step per token whatever it is asked for."""

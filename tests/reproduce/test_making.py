@@ -98,7 +98,7 @@ def test_a_run_without_results_leaves_the_older_table_as_it_is(toy, tmp_path):
     module.value = refuse_to_run
     (done,) = (tmp_path / "jobs").glob("*/done.json")
     done.unlink()
-    empty = replace(item(), table=lambda scale, results: Table(rows=[], shown=()))
+    empty = replace(item(), table=lambda scale, answers: Table(rows=[], shown=()))
     for thing in (item(), empty):
         made = make([thing], scale, tmp_path).made[0]
         assert made.table is None
@@ -136,8 +136,8 @@ def test_a_table_of_results_alone_names_the_trainings_behind_them(toy, tmp_path)
     row = {"method": "a", "nfe": 4, "x": 3.5, "seed": 0, "num_samples": 1}
     thing = replace(
         item(),
-        jobs=lambda scale: [drawn],
-        table=lambda scale, results: Table(rows=[row], shown=(Shown("x", "x"),)),
+        lines=lambda scale: [Line(drawn)],
+        table=lambda scale, answers: Table(rows=[row], shown=(Shown("x", "x"),)),
     )
     assert write_only([thing], toy[1], tmp_path).whole
     text = (tmp_path / "tables" / "thing.md").read_text()

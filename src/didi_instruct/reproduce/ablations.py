@@ -30,7 +30,7 @@ PLAIN = {UNGUIDED.column: "path_kl", f"{UNGUIDED.column}_ci95": "path_kl_ci95"}
 
 
 def sampler_of(recipe: str) -> str:
-    """How a row of the tables is sampled."""
+    """Sampler of a row of Tables 1 and 2."""
     guided = recipe in GUIDED or recipe.startswith(ALSO_GUIDED)
     return "rgas" if guided and recipe != "ablation-without-guidance" else "ancestral"
 

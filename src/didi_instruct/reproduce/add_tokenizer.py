@@ -30,14 +30,14 @@ def adopt(context: Context) -> dict[str, bool]:
 
 
 def given_source(model: Job | str) -> str | None:
-    """What the user named, of a model that is used as it is or was adopted."""
+    """Source that the user named for a model, given a tokenizer or not."""
     if isinstance(model, str):
         return model
     return str(model.inputs["model"]) if model.does == ADOPT else None
 
 
 def here(source: str) -> Path | None:
-    """Where a model lies on this machine, the hub's cache included; None where it does not."""
+    """Local path of a model, the hub's cache included; None if it is not on this machine."""
     path = find_shipped(source) or Path(source).expanduser()
     if path.exists():
         return path

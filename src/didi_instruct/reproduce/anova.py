@@ -65,7 +65,7 @@ class Parameter:
         return self.low + place * (self.high - self.low)
 
     def place(self, value: Value) -> float:
-        """Where a value lies, between 0 and 1; whole numbers amid their part."""
+        """Scale a value to 0..1; a whole number to the middle of its part."""
         if self.scale == "integer":
             return (value - self.low + 0.5) / (self.high - self.low + 1)
         return (value - self.low) / (self.high - self.low)
@@ -100,7 +100,7 @@ class Importances:
     errors: dict[str, float]
     """Standard errors of the shares over points of the design; empty where there are too few."""
     rest: float
-    """What no main effect explains: interaction, and noise."""
+    """Share that no main effect explains: interaction and noise."""
     points: int
 
 

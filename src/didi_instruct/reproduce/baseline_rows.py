@@ -63,16 +63,16 @@ class Way:
     sampler: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     own_steps: bool = False
-    """Whether it takes a step per token: it then stands beside the others, not on equal terms."""
+    """True if it takes one step per token; such rows are shown but not ranked by NFE."""
     loose: bool = False
-    """Whether its path KL is a looser bound than the others', and not to be ranked with them."""
+    """True if its path KL is a looser bound than the others', and is not ranked with them."""
 
     as_fast_as: str = ""
     """Another way that takes as long, whatever the weights are; empty: its own time."""
 
     @property
     def is_baseline(self) -> bool:
-        """Whether others are set against it."""
+        """True if the other rows are compared with this one."""
         return self.method in (BASELINE, STREAMS)
 
 
@@ -232,7 +232,7 @@ def _costs(role: str, models: Mapping[str, str]) -> Row:
 
 
 def _start(source: str) -> dict[str, float]:
-    """Where a student of DiMO starts from: what it was distilled with, if its run says so."""
+    """Initialisation options of a DiMO student, read from the recipe of its run."""
     recipe = Path(source) / "recipe.yaml"
     if not recipe.is_file():
         return {}
@@ -291,7 +291,7 @@ def _measured(row: Row) -> Measured:
 
 
 def _beside_streams(rows: Sequence[Measured], most_steps: int | None, seed: int) -> list[Row]:
-    """What sets every row apart from the teacher in streams order, at its own best settings."""
+    """Columns that compare every row with the teacher in streams order."""
     rivals = [m for m in rows if m.row["method"] == STREAMS]
     if not rivals:
         return [{} for _ in rows]
@@ -307,7 +307,7 @@ def _beside_streams(rows: Sequence[Measured], most_steps: int | None, seed: int)
 
 
 SWEEP = ("most_steps", "late_from", "few", "costly", "temperatures", "top_ps")
-"""What is drawn of each way to sample, beside the budgets."""
+"""Options of `settings_of` in a job, beside the budgets."""
 
 
 def way(context: Context, *, method: str, steps: Sequence[int], **asked: Any) -> Rows:

@@ -65,7 +65,7 @@ SHOWN = (
     Shown("tokens_per_second", "tokens/s", ",.0f"),
 )
 BRIEF = ("passes", "ppl", "entropy", "vsf", "vsf_best", "path_kl_best", "gap_closed_best")
-"""What fits on a terminal."""
+"""Columns that fit on a terminal."""
 
 
 def _lines(scale: Scale) -> Iterator[Line]:
@@ -211,7 +211,7 @@ PUNISHES = (
 
 
 def _reading(scale: Scale) -> list[str]:
-    """How to read the columns."""
+    """Notes on the columns."""
     count = 1 + len(scale.temperatures) + len(scale.top_ps)
     return [
         "vsF is perplexity over the lowest that the teacher's ancestral sampler reaches at the "

@@ -1,7 +1,7 @@
-"""What a job costs, in FLOPs: parameters times tokens, and how many passes a method makes of them.
+"""Estimate the cost of a job in FLOPs: parameters times tokens, times the passes of its method.
 
-An estimate to plan with, not to compare with: attention is counted, data loading is not, and what
-share of a GPU's peak is reached is assumed.
+It serves planning, not comparison: attention is counted, data loading is not, and the share of a
+GPU's peak that is reached is assumed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Cost:
     sampling: float | None = 0.0
 
     def shared(self, parts: int) -> "Cost":
-        """What one of several parts costs."""
+        """Cost of one of several equal parts."""
         known = (self.training, self.sampling)
         return Cost(*(None if flops is None else flops / parts for flops in known))
 
@@ -67,7 +67,7 @@ def forward_flops(model: ModelConfig) -> float:
 
 
 def cost_of(job: Job, *, draws_bank: bool = True) -> Cost:
-    """What a job costs; a bank of texts counts for the run that draws it."""
+    """Cost of a job; a bank of texts counts for the run that draws it."""
     if job.does == "pretrain":
         config = job.settings()
         model = _resolve(job)

@@ -53,25 +53,25 @@ def find_item(name: str, items: Mapping[str, Experiment]) -> Experiment:
 
 @dataclass(slots=True)
 class Made:
-    """An item as it came out."""
+    """An experiment with its table, or the reason why there is none."""
 
     item: Experiment
     table: Table | None
     files: list[Path] = field(default_factory=list)
     error: str = ""
-    """Why there is no table."""
+    """Reason for the missing table."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """All items, and the jobs that failed."""
+    """Tables of all experiments, and the jobs that failed."""
 
     made: list[Made]
     failures: list[Standing]
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing."""
+        """True if nothing failed."""
         return not self.failures and not any(one.error for one in self.made)
 
 
@@ -173,7 +173,7 @@ def write(item: Experiment, lines: Sequence[Line], scale: Scale, grid: Grid, out
 
 
 def _lost(item: Experiment, why: str, out: Path) -> Made:
-    """An item without numbers of its own: what an earlier run wrote is better than nothing."""
+    """An experiment without results; a table of an earlier run is left in place."""
     older = (out / "tables" / f"{item.name}.md").exists()
     stays = "; the one of an earlier run stays as it is" if older else ""
     return Made(item, None, error=f"no table: {why}{stays}")
@@ -214,7 +214,7 @@ def _unjudged(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def origin(standings: Sequence[Standing], here: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Where the results come from, as their jobs tell, and who writes the table: `here`."""
+    """Provenance of a table: that of its jobs, and `here`, that of the process that writes it."""
     made = [s.provenance for s in standings if s.provenance]
     days = sorted(one["date"] for one in made if "date" in one)
     if days:
@@ -252,7 +252,7 @@ def _draw(
 
 
 def command(item: Experiment, scale: Scale) -> str:
-    """What makes this table again; files by their names alone."""
+    """Command that makes this table again, with files by name alone."""
     if scale.made_by:
         return scale.made_by
     words = f"didi reproduce {item.name} --scale {scale.name} --seeds {len(scale.seeds)}"
@@ -274,7 +274,7 @@ def command(item: Experiment, scale: Scale) -> str:
 
 
 def _name(source: str) -> str:
-    """Where a file lay on this machine says nothing to a reader."""
+    """Name of a local file without its folder; other sources as they are."""
     return Path(source).name if Path(source).exists() else source
 
 

@@ -46,7 +46,7 @@ def new_axis(figure: "Figure", box: tuple[float, float, float, float], title: st
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

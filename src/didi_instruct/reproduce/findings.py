@@ -47,7 +47,7 @@ def _summary(group: Sequence[Row]) -> Row:
 
 
 def winners(rows: Sequence[Row]) -> list[str]:
-    """Which method has the lowest path KL at which NFE, over all seeds, as far as intervals tell.
+    """Rank methods by path KL at each NFE, over all seeds, as far as intervals tell them apart.
 
     Those without the number have no part in it, nor have those of a step per token, which share no
     budget with the others, nor those whose number is a looser bound. Orders are ranked apart: in
@@ -64,7 +64,7 @@ def winners(rows: Sequence[Row]) -> list[str]:
 
 
 def at_the_edge(rows: Sequence[Row]) -> list[str]:
-    """Which methods have their lowest path KL at the end of the sweep: beyond it may be lower."""
+    """Name methods whose lowest path KL lies at the end of the sweep; beyond it may be lower."""
     told = []
     for place, (name, column) in enumerate((("temperature", "temperature"), ("top-p", "top_p"))):
         end = min((row[column] for row in rows), default=PLAIN[place])
@@ -85,7 +85,7 @@ def _naming(words: str, found: Mapping[str, str]) -> list[str]:
 
 
 def less_varied(rows: Sequence[Row]) -> list[str]:
-    """Who is below the baseline of its order, both at best, and has texts more like each other.
+    """Name methods below the baseline of their order, both at best, whose texts are less varied.
 
     By intervals of Self-BLEU. Path KL alone rewards a sampler that leaves out what it is bad at.
     """
@@ -119,12 +119,12 @@ def less_varied(rows: Sequence[Row]) -> list[str]:
 
 
 def _place(row: Row, temperature: float, top_p: float) -> tuple[object, ...]:
-    """What tells settings of all methods apart."""
+    """Key of a setting among those of all methods."""
     return row["method"], row["nfe"], row["seed"], temperature, top_p
 
 
 def of_other_lengths(rows: Sequence[Row]) -> list[str]:
-    """Which plain rows have texts of another length than the baseline's, as their intervals say.
+    """Name methods whose plain texts differ in length from the baseline's, by their intervals.
 
     Entropy grows with length, so that of these vsF is not at equal terms.
     """
@@ -141,7 +141,7 @@ def of_other_lengths(rows: Sequence[Row]) -> list[str]:
 
 
 def of_like_lengths(rows: Sequence[Row]) -> list[str]:
-    """Which plain rows have texts of much more even lengths than the baseline's.
+    """Name methods whose plain texts vary much less in length than the baseline's.
 
     That is variety too, and none of the other numbers shows it: judges and entropy read one text
     at a time, Self-BLEU its n-grams.
@@ -169,7 +169,7 @@ def _beside_baseline(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def gains(rows: Sequence[Row]) -> list[str]:
-    """Which methods have a vsF below 1 by their interval, over all seeds; the baseline has 1."""
+    """Name methods whose vsF lies below 1 by its interval, over all seeds; the baseline has 1."""
     told = []
     for nfe, found in _by_method([row for row in rows if not row["is_baseline"]], "vsf"):
         below = sorted(
@@ -229,7 +229,7 @@ def _ranked(found: Mapping[str, Cell]) -> str:
 
 
 def without_vsf(rows: Sequence[Row]) -> list[str]:
-    """Which plain rows have no vsF, and why, a sentence for each NFE and reason."""
+    """Name methods whose plain rows have no vsF, a sentence for each NFE and reason."""
     told = []
     plain = [row for row in summary(rows) if not row["own_steps"]]
     lacking = [row for row in plain if not _has(row, "vsf")]
@@ -244,7 +244,7 @@ def without_vsf(rows: Sequence[Row]) -> list[str]:
 
 
 def _seeds(rows: Sequence[Row], method: str, nfe: int, seeds: Sequence[int]) -> str:
-    """Which seeds are meant, where not all are: the number in the table is of the others."""
+    """Name the seeds without vsF, unless all are; the table then averages the others."""
     everyone = {r["seed"] for r in rows if (r["method"], r["nfe"]) == (method, nfe)}
     return "" if everyone == set(seeds) else f" (seed {', '.join(map(str, seeds))})"
 

@@ -217,7 +217,7 @@ UNIQUE = Shown("unique_4gram", "unique 4-grams", ".3f")
 
 
 def about_mauve(scale: Scale) -> list[str]:
-    """Why a table has no MAUVE, or what to know of it."""
+    """Notes on MAUVE: the reason for its absence, or a caveat."""
     if not scale.causal_judge:
         return ["MAUVE compares features of a causal LM, which the judge of this scale is not."]
     if not scale.mauve:

@@ -27,20 +27,20 @@ State = Literal["waiting", "running", "done", "kept", "failed", "blocked"]
 """`kept`: done before. `blocked`: something it needs has failed."""
 FOUND, LOST = ("done", "kept"), ("failed", "blocked")
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
-"""What CUDA and its libraries say, each in its own way."""
+"""Phrases by which CUDA and its libraries report that memory ran out."""
 PAUSE = 0.2
 """Seconds between two looks at the processes."""
 
 
 @dataclass(slots=True)
 class Standing:
-    """How a job stands."""
+    """State and result of a job."""
 
     job: Job
     state: State = "waiting"
     seconds: float = 0.0
     note: str = ""
-    """How far it is, what it waits for, or why it failed."""
+    """Progress, what it waits for, or the reason of its failure."""
     result: Any = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Of the process that made the result."""
@@ -49,7 +49,7 @@ class Standing:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else may run on its GPU meanwhile."""
+        """True if it must have its GPU to itself."""
         return self.job.timed or self.crowded
 
     def take(self, done: Done) -> None:
@@ -198,7 +198,7 @@ class Grid:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What finished jobs returned, by key."""
+        """Results of finished jobs, by key."""
         return {s.job.key: s.result for s in self.standings if s.state in FOUND}
 
     @property
@@ -236,12 +236,12 @@ class Processes:
 
     @property
     def free(self) -> bool:
-        """Whether a GPU is idle."""
+        """True if a GPU is idle."""
         return bool(self._free)
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs."""
+        """True if a job is running."""
         return bool(self._running)
 
     def start(self, job: Job) -> None:

@@ -74,7 +74,7 @@ def guided_rows(
 
 
 def sign_control(rows: Sequence[Row]) -> list[str]:
-    """Whether a negative h does harm beside the same h above 0; a sentence per budget and M."""
+    """Sentences on the sign of h, one for each budget and M: a negative h should do harm."""
     found = {(row["nfe"], row["candidates"], row["h"]): row for row in rows}
     told = []
     for nfe, m, h in sorted(place for place in found if place[2] < 0):

@@ -127,7 +127,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether the result is a model."""
+        """True if the result is a model."""
         return self.does in SETTINGS
 
     @property
@@ -158,7 +158,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What a function is given when a job calls it: `function(context, **options)`."""
+    """Inputs and folders of a task, which is called as `function(context, **options)`."""
 
     folder: Path
     """Of this job, to write what is its own."""
@@ -185,13 +185,13 @@ def digest(*parts: Any) -> str:
 
 
 def content(source: str) -> str:
-    """What a model is, by hash; a shipped name is what lies behind it, which may change."""
+    """Hash of a model's content; a shipped name stands for the model it currently refers to."""
     return stored(str(find_shipped(source) or source))
 
 
 @lru_cache(maxsize=256)
 def stored(source: str) -> str:
-    """What is in a file or folder, by hash; a name alone (hub id, `oracle`) stands for itself."""
+    """Hash of a file or folder; a bare name (hub id, `oracle`) stands for itself."""
     path = Path(source)
     if not path.exists():
         return source

@@ -106,7 +106,7 @@ def time_settings(
 
 
 def _way(setting: Setting, model: ModelInfo, until_eot: bool) -> Hashable:
-    """What decides how long a setting takes, equal for those that share a timing.
+    """Key of everything that decides how long a setting takes; equal keys share a timing.
 
     Weights do not, where neither what a step writes nor where a text ends follows from them: in
     ancestral sampling of texts that fill their windows, or whose lengths are drawn first.
@@ -140,7 +140,7 @@ def _numbers(timing: Timing, tokens: Sequence[int], batch: int) -> Row:
 
 
 def untimed(rows: Sequence[Row]) -> list[str]:
-    """Which rows have no speed, and why, a sentence each."""
+    """Notes on rows without a speed, with the reason."""
     told = [
         f"{row['method']} at {row['nfe']} NFE was not timed: {row['tokens_per_second_note']}."
         for row in rows

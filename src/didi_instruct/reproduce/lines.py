@@ -15,7 +15,7 @@ from didi_instruct.reproduce.scale import Scale
 from didi_instruct.reproduce.tables import ENTROPY, PASSES, PATH_KL, PPL, Row, Shown, Table
 
 Results = Mapping[str, Any]
-"""What each finished job returned, by the job's key; a failed one is missing."""
+"""Results of finished jobs by key; failed jobs are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,12 @@ def ablated(
 
 
 def quality(scale: Scale) -> tuple[Shown, ...]:
-    """What tables of generation show; path KL where the judge may know the law of the data."""
+    """Columns of tables of generation; path KL except at paper scale."""
     return (PPL, ENTROPY, *(() if scale.name == "paper" else (PATH_KL,)), PASSES)
 
 
 def learnt(rows: Iterable[Row]) -> list[str]:
-    """How often the students of some rows learnt; loud of one that never did."""
+    """Notes on how often each student was updated; a student without updates comes first."""
     found: dict[tuple[str, Any], Row] = {}
     for row in rows:
         place = row["method"], row.get("seed")

@@ -157,7 +157,7 @@ class Setting:
     temperature: float = 1.0
     top_p: float = 1.0
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What else the row says."""
+    """Further columns of the row."""
     without: tuple[str, ...] = ()
     """Metrics of the terms that its row does not have."""
 
@@ -177,7 +177,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What all rows of a table share."""
+    """Settings that all rows of a table share."""
 
     out: Path
     """Folder of samples and numbers; what is there is not made again."""
@@ -191,7 +191,7 @@ class Terms:
     reference: str | None = None
     """Text to compare with, for MAUVE."""
     part: tuple[int, int] = WHOLE
-    """Which settings are drawn and measured: of so many parts, the one of this number, from 0."""
+    """(i, n): measure part i of n, from 0."""
     device: str | None = None
     progress: Progress | None = None
 
@@ -277,7 +277,7 @@ def terms_of(
     metrics: Sequence[str] = ("ppl", "entropy"),
     part: Sequence[int] = WHOLE,
 ) -> Terms:
-    """What all rows of a job share; a part of it draws and measures some of them."""
+    """Settings that all rows of a job share, from its options."""
     return Terms(
         out=context.shared / EVALS,
         judge=judge_of(context, judging),

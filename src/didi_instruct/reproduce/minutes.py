@@ -76,7 +76,7 @@ def training_texts(folder: Path) -> int | None:
 
 
 def learning(folder: Path) -> dict[str, Any]:
-    """How many steps changed a student (`updates`) of all (`updates_of`), and why not all.
+    """Count the steps that updated a student (`updates`) among all (`updates_of`).
 
     A student waits while its discriminator warms up or is at chance; one that always waited is its
     teacher. A discriminator waits while it is saturated. `at_chance` and `saturated` are shares of
@@ -121,7 +121,7 @@ SHORT = (
     "train.save_every=1000000",
 )
 BANK = ("reference.rows=256", "reference.steps=16")
-"""What is drawn before the first step, for which the time is not taken."""
+"""Overrides for a small bank: drawing it is not timed."""
 STUDENT = (
     *SHORT,
     "watch.budgets=[]",
@@ -159,7 +159,7 @@ def _brief(role: str, training: Training) -> Training:
 
 
 def _student(training: Training) -> tuple[str, ...]:
-    """What makes a student's training brief; a reference that is drawn on the way stays."""
+    """Overrides for a short training of a student; references drawn online stay as they are."""
     return STUDENT if _settings(training).reference.source == "online" else (*STUDENT, *BANK)
 
 

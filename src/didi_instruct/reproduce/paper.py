@@ -205,7 +205,7 @@ ANOVA_CANDIDATES = (1, 32)
 SCALING_GAIN: Mapping[int, float] = {
     8: 0.885, 16: 0.877, 32: 0.853, 64: 0.827, 128: 0.790, 1024: 0.642,
 }  # fmt: skip
-"""How far the student's perplexity lies below the teacher's at the same NFE."""
+"""Share by which the student's perplexity lies below the teacher's at the same NFE."""
 SCALING_BELOW_MOST: Mapping[int, float] = {16: 0.114, 64: 0.568, 128: 0.612, 1024: 0.642}
 """The same below the teacher's of 1,024 NFE."""
 SCALING_PRINTED = 32.79

@@ -155,7 +155,7 @@ def _together(scale: Scale) -> Check:
 
 
 def _lent(scale: Scale) -> str:
-    """Which tokenizer a teacher is given that brings none."""
+    """Note on the tokenizer that is given to a teacher without one."""
     teacher = scale.teacher
     if isinstance(teacher, str) or teacher.does != ADOPT:
         return ""
@@ -170,7 +170,7 @@ def _lent(scale: Scale) -> str:
 
 
 def _corpora(jobs: Sequence[Job], scale: Scale) -> set[str]:
-    """What zero-shot likelihood reads from the hub where no folder was given."""
+    """Corpora that zero-shot likelihood reads from the hub where no folder was given."""
     if scale.corpora is not None or not any(job.does == "zero_shot" for job in jobs):
         return set()
     return {f"hf:{corpus.hub}" for corpus in CORPORA.values()}
@@ -206,7 +206,7 @@ def _source(source: str, remedy: str = FETCH, what: str = "model") -> Check:
 
 
 def _hub(name: str, kind: str) -> str:
-    """Why a name cannot be had from the hub or from its cache here; empty where it can."""
+    """Reason why a name is neither on the hub nor in its local cache; empty if it is."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     files = TOKENIZERS if kind == "tokenizer" else ("config.json",)

@@ -45,14 +45,14 @@ class Done:
 
 
 def folder_of(job: Job, out: Path) -> Path:
-    """Where a job lives; one that had another name keeps its folder."""
+    """Folder of a job; a renamed job keeps its folder."""
     for found in sorted((out / "jobs").glob(f"*-{job.key}")):
         return found
     return out / "jobs" / f"{job.name}-{job.key}"
 
 
 def finished(job: Job, out: Path) -> Done | None:
-    """What a job found when it finished, None where it has not."""
+    """Stored result of a finished job, else None."""
     folder = folder_of(job, out)
     try:
         told = json.loads((folder / DONE).read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def run_job(job: Job, out: Path, *, device: str | None = None, tell: Tell | None
 
 
 def sources(job: Job, out: Path) -> dict[str, str]:
-    """What stands for each input: a trained model's folder, or the SOURCE that was given."""
+    """Resolve inputs by role: the folder of a trained model, or the SOURCE that was given."""
     return {
         role: str(folder_of(given, out) / RUN) if isinstance(given, Job) else given
         for role, given in job.inputs.items()

@@ -1,4 +1,4 @@
-"""What a scale says: which models there are, on what they learn, how they are drawn and judged."""
+"""Models, data, sampling and judge of one reproduction scale."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the user brings."""
+    """Sources and options that the user gives."""
 
     data: str | None = None
     judge: str | None = None
@@ -42,18 +42,18 @@ class Given:
     """Model that folds proteins."""
     seeds: int | None = None
     mauve: bool = True
-    """Whether MAUVE is measured, where the judge can."""
+    """Measure MAUVE, where the judge can."""
     judge_options: Mapping[str, Any] = field(default_factory=dict)
-    """How the judge reads: temperature, collapse_spaces, end, beyond."""
+    """Options of the judge: temperature, collapse_spaces, end, beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """All that an item needs to know to make its jobs."""
+    """Everything that experiments need to build their jobs."""
 
     name: ScaleName
     says: str
-    """What it is, and what may be compared with the paper."""
+    """Description, with what may be compared with the paper."""
     teacher: Job | str
     judge: Job | str
     judge_name: str
@@ -65,9 +65,9 @@ class Scale:
     models: Mapping[str, Training]
     """Other models by role."""
     ablation: tuple[str, ...]
-    """What is changed of the ablation recipes."""
+    """Overrides of the ablation recipes."""
     among_rivals: tuple[str, ...] = ()
-    """What is changed beside that of DiDi-Instruct among the baselines, as others are tuned."""
+    """Further overrides of DiDi-Instruct among the baselines, where the others are tuned too."""
     late_from: int | None = None
     """NFE from which a student of the other law of τ is used; None: one student for all."""
     budgets: tuple[int, ...]
@@ -84,15 +84,15 @@ class Scale:
     seeds: tuple[int, ...]
     until_eot: bool = False
     mauve: bool = True
-    """Whether MAUVE is wanted, where it can be had."""
+    """Measure MAUVE, where the judge can."""
     minutes: float | None = None
     """That every student of the baselines trains, where that was asked for."""
     made_by: str = ""
-    """What makes its tables again, where that is not `didi reproduce`."""
+    """Command that makes its tables, where that is not `didi reproduce`."""
     left_out: tuple[str, ...] = ()
     """Models of the baselines that the user does not want."""
     causal_judge: bool = False
-    """Whether the judge is a causal LM, whose features MAUVE compares."""
+    """True if the judge is a causal LM, whose features MAUVE compares."""
     corpora: str | None = None
     """Folder of the zero-shot corpora; None: the hub."""
     apart: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Scale:
     tasks: Mapping[str, Job | str] = field(default_factory=dict)
     """Files of the downstream tasks by the name of their item."""
     finetuning: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What is changed of the recipes that fine-tune, by task."""
+    """Overrides of the fine-tuning recipes, by task."""
     task_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of the tasks where they are not the defaults."""
     proteins: "Proteins | None" = None
@@ -140,12 +140,12 @@ class Scale:
 
     @property
     def is_of_proteins(self) -> bool:
-        """Whether its models are those of the items on proteins alone."""
+        """True if its models are those of the experiments on proteins alone."""
         return self.proteins is not None and self.teacher == self.proteins.teacher
 
     @property
     def measures_mauve(self) -> bool:
-        """Whether it is wanted, and can be had."""
+        """True if MAUVE is wanted and the judge can measure it."""
         return self.mauve and self.causal_judge
 
     @property
@@ -187,7 +187,7 @@ class Scale:
 
     @property
     def law(self) -> str:
-        """Which law of τ the paper's students have here, for people."""
+        """Note on the law of τ of the paper's students at this scale."""
         if self.late_from is None:
             return (
                 "One law of τ (Beta(2, 5)) for all budgets; the paper prefers Beta(5, 2) from 32 "
@@ -244,7 +244,7 @@ class Scale:
         )
 
     def _is_late(self, training: Training, nfe: int | None) -> bool:
-        """Whether a student of a law for few steps is asked for many."""
+        """True if `nfe` calls for the late law of τ and the recipe has the early one."""
         if self.late_from is None or nfe is None or nfe < self.late_from:
             return False
         return load_recipe(DistillConfig, training.recipe).didi.pi == EARLY

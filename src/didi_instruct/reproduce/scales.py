@@ -1,4 +1,4 @@
-"""Three scales: what is trained, on what, how long, and who judges.
+"""The three scales of a reproduction: models, data, duration and judge.
 
 `toy` is the oracle language on a CPU, in minutes: the judge is the truth, so a table shows whether
 the machinery works and not how large models behave. `small` is stories on one GPU. `paper` is the
@@ -250,7 +250,7 @@ def words_of(source: str) -> str | None:
 
 
 def _reads_text(judge: str) -> bool:
-    """Whether a judge is a causal LM of texts, not one of ours, which read tokens."""
+    """True if a judge is a causal LM, which reads texts; models of ours read tokens."""
     return judge != "oracle" and not is_ours(Path(judge))
 
 

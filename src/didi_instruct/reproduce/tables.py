@@ -24,12 +24,12 @@ ENOUGH_SEEDS = 3
 GEOMETRIC = ("ppl",)
 """Averaged over seeds by its logarithm: one that diverged says nothing of the others."""
 ALWAYS = ("seed", "num_samples")
-"""What every row of ours says beside its numbers."""
+"""Columns of the CSV that every row has."""
 SOMETIMES = (
     "temperature", "top_p", "training_minutes", "bank_minutes", "updates", "updates_of",
     "at_chance", "saturated",
 )  # fmt: skip
-"""What a CSV says where a row of it does."""
+"""Columns of the CSV that appear if some row has a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Table:
     across_title: str = "NFE"
     shown: tuple[Shown, ...] = (PPL, ENTROPY)
     brief: tuple[Shown, ...] = ()
-    """What a terminal shows of many columns; empty: all."""
+    """Columns for a terminal, where there are many; empty: all."""
     paper: Sequence[Row] = ()
     over: str = "samples"
-    """What intervals of the numbers are over."""
+    """Units that the intervals are computed over."""
     notes: Sequence[str] = ()
-    """What a reader has to know, one sentence or two each."""
+    """Notes below the table, one or two sentences each."""
     appendix: str = ""
     """Markdown that follows the table."""
     sweep: Sequence[Row] = ()
@@ -200,7 +200,7 @@ def _word(title: str, place: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edition:
-    """What stands around a table when it is written: scale, origin, what failed."""
+    """Context that is written with a table: scale, judge, provenance, failures."""
 
     item: str
     where: str
@@ -280,7 +280,7 @@ def _how_to_read(table: Table, edition: Edition) -> str:
 
 
 def _spread(seeds: int, over: str) -> str:
-    """What stands behind ±."""
+    """Meaning of ± for that many seeds."""
     if seeds < 2:
         return f"half of the 95% interval over {over}"
     if seeds < ENOUGH_SEEDS:
@@ -292,7 +292,7 @@ def _spread(seeds: int, over: str) -> str:
 
 
 def _draws(table: Table) -> str:
-    """What seeds are of rows whose model is trained once."""
+    """A note on rows whose model is trained once: their seeds are draws."""
     seeds = {row.get("seed") for row in table.rows}
     once = any(row.get("role") in TRAINED_ONCE for row in table.rows)
     return " Seeds of a teacher's or an AR row are draws alone." if once and len(seeds) > 1 else ""

@@ -102,7 +102,7 @@ def with_ratios(rows: Sequence[Row], teacher_of: Mapping[str, str]) -> list[Row]
 
 
 def mean_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """What distillation cost each student, as the geometric mean over corpora."""
+    """Perplexity of each student over its teacher's, as the geometric mean over corpora."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio_to_teacher"] is not None:
