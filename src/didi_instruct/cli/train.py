@@ -39,7 +39,8 @@ MEASURES = {
 }
 """Measures of samples at each budget: their names for people, and formats."""
 WRITTEN = (
-    "model.safetensors", "adapter_model.safetensors", "discriminator.safetensors", "config.json",
+    "model.safetensors", "adapter_model.safetensors", "discriminator.safetensors", "discriminator/",
+    "config.json",
     "tokenizer.json", "recipe.yaml", "log.jsonl", "curves.png", "data/", "bank/", "checkpoints/",
 )  # fmt: skip
 """Files of a finished run, where it has them."""
