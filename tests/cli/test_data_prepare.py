@@ -39,8 +39,7 @@ def test_it_writes_data_and_says_so(corpus: Path) -> None:
     assert f"train: {data.num_sequences} rows of 16 tokens from 290 documents" in result.stdout
     assert "valid: " in result.stdout
     # Not a terminal: plain lines, beside the result.
-    assert "Reading: 100%" in result.stderr
-    assert "Tokenising" in result.stderr
+    assert "Tokenising: 100%" in result.stderr
 
 
 @pytest.mark.skipif("stories/teacher" not in shipped(), reason="this installation ships no model")
@@ -116,7 +115,7 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left(corpus: Path, monkeypatch
     result = runner.invoke(app, arguments(corpus, "--valid", "10"))
     assert result.exit_code == 0
     assert "Tokenising" in result.stderr
-    assert "M characters/s" in result.stderr
+    assert "MB/s" in result.stderr
     assert "0:00:00" in result.stderr
 
 
@@ -126,13 +125,13 @@ def test_plain_lines_tell_rate_and_time_left(monkeypatch, capsys) -> None:
     with PrepareBar() as bar:
         for seconds, done in ((0, 0), (5, 10), (20, 40), (21, 50), (100, 100)):
             now[0] = float(seconds)
-            bar(PrepareProgress("tokenise", done * 10**6, 400 * 10**6, "characters"))
-        bar(PrepareProgress("read", 5, 0, "bytes"))
+            bar(PrepareProgress("tokenise", done * 10**6, 400 * 10**6))
+        bar(PrepareProgress("learn tokenizer", 5, 0))
     assert capsys.readouterr().err.splitlines() == [
         "Tokenising: 0%",
-        "Tokenising: 10%, 2.0 M characters/s, 0:03:00 left",
-        "Tokenising: 25%, 1.0 M characters/s, 0:05:00 left",
-        "Reading",
+        "Tokenising: 10%, 2.0 MB/s, 0:03:00 left",
+        "Tokenising: 25%, 1.0 MB/s, 0:05:00 left",
+        "Learning the tokenizer",
     ]
 
 

@@ -1,9 +1,12 @@
 import os
+from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture
-def fast_disk(monkeypatch) -> None:
+@pytest.fixture(autouse=True, scope="package")
+def fast_disk() -> Iterator[None]:
     """Waiting for the disk proves nothing here, and takes most of the time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from didi_instruct.data import packing, readers
+from didi_instruct.data import packing
 from didi_instruct.data.dataset import open_data
 from didi_instruct.data.oracle import OracleLanguage
 from didi_instruct.data.prepare import PrepareSettings, prepare
@@ -92,35 +92,6 @@ def test_long_chains_are_split_into_rows(tmp_path: Path) -> None:
         *("ACDEF", "GHIKL", "MN<eos><eos><eos>"),
         "W<eos><eos><eos><eos>",
     ]
-
-
-@pytest.mark.parametrize("batch", [1, 9, 1 << 20])
-def test_a_preparation_stopped_within_a_chain_goes_on_there(tmp_path, monkeypatch, batch) -> None:
-    """The rows of a chain lie in several shards, and the run ends after each of them."""
-    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 4)
-    options = {"length": 3, "shard_rows": 1, "batch_characters": batch}
-    whole = prepared(tmp_path, out=tmp_path / "whole", **options)
-    close, left = packing.ShardWriter._close, [0]
-
-    def stop(self: packing.ShardWriter) -> None:
-        close(self)
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(packing.ShardWriter, "_close", stop)
-    parts, attempts = tmp_path / "parts", 0
-    while not (parts / "manifest.json").exists():
-        left[0], attempts = 1, attempts + 1
-        try:
-            prepared(tmp_path, out=parts, **options)
-        except KeyboardInterrupt:
-            continue
-    assert attempts > 4
-    names = [path.name for path in whole.iterdir()]
-    assert sorted(names) == sorted(path.name for path in parts.iterdir())
-    for name in names:
-        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
 def test_lower_case_and_white_space_are_no_matter(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ def test_what_is_not_prepared_data_is_refused(copy: Path, tmp_path: Path) -> Non
     Tokenizer.from_words(["a", "</s>"]).save(copy)
     with pytest.raises(UserError, match=r"tokenizer.json: is not the tokenizer"):
         open_data(copy)
-    (copy / "manifest.json").rename(copy / "progress.json")
+    (copy / "unfinished").mkdir()
+    (copy / "manifest.json").rename(copy / "unfinished" / "progress.json")
     with pytest.raises(UserError, match="is not finished: run its `didi data prepare` again"):
         open_data(copy)
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0
 
 _STAGES = {
-    "read": "Reading",
     "learn tokenizer": "Learning the tokenizer",
     "tokenise": "Tokenising",
 }
@@ -73,7 +72,7 @@ class PrepareBar(ProgressBar):
     def __call__(self, progress: "PrepareProgress") -> None:
         """Show the progress."""
         stage = _STAGES[progress.stage]
-        self.update(stage, progress.done, progress.total or None, progress.unit)
+        self.update(stage, progress.done, progress.total or None, "bytes")
 
 
 class BankBar(ProgressBar):

@@ -1,93 +1,80 @@
-"""A corpus as one stream of numbered pieces: counted first, then split, then read again."""
+"""A corpus read from end to end: its pieces, their number, and which are held out."""
 
-import itertools
+import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from didi_instruct.data.files import sha256_file
 from didi_instruct.data.manifest import SourceScan, Split
-from didi_instruct.data.readers import ReadOptions, read_pieces
+from didi_instruct.data.readers import Piece, ReadOptions, read_pieces
 from didi_instruct.data.sources import Meter, Source
+from didi_instruct.data.tokenizer import Tokenizer, train_tokenizer
 from didi_instruct.errors import Argument, UserError
 
 _MOST_HELD_OUT = 100_000
 _REPORT_EVERY = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """A place between two pieces."""
+@dataclass(slots=True)
+class Counts:
+    """The size of a text, in documents, pieces and characters."""
 
-    file: int = 0
+    documents: int = 0
+    """Those that have ended."""
     pieces: int = 0
-    """Pieces of that file that lie before it."""
+    characters: int = 0
+
+    def add(self, piece: Piece) -> None:
+        """Count one more piece."""
+        self.documents += piece.last
+        self.pieces += 1
+        self.characters += len(piece.text)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPiece:
-    """A piece and where it stands in the corpus."""
+class CorpusReader:
+    """Reads the pieces of all sources in order, and counts and hashes each file on the way."""
 
-    text: str
-    last: bool
-    """It ends its document."""
-    document: int
-    number: int
-    """Of the piece, counted over the whole corpus."""
-    characters: int
-    """Characters of the corpus up to its end."""
-    after: Cursor
-    """The place behind it."""
+    def __init__(
+        self, sources: Sequence[Source], options: ReadOptions, scans: Sequence[SourceScan] = ()
+    ) -> None:
+        """Begin behind the sources that `scans` describes."""
+        self._sources, self._options = sources, options
+        self.scans = list(scans)
+        """Sources that were read to their end."""
+        self.here = Counts()
+        """The source being read, up to the last piece that was given."""
+        self.meter = Meter(read=sum(scan.bytes or 0 for scan in scans))
 
+    def pieces(self, skip: int = 0) -> Iterator[Piece]:
+        """Yield all pieces that follow, except the first `skip`."""
+        for source in self._sources[len(self.scans) :]:
+            self.here = Counts()
+            self.meter.digest = None if source.kind == "parquet" else hashlib.sha256()
+            for piece in read_pieces(source, self._options, self.meter):
+                self.here.add(piece)
+                if skip:
+                    skip -= 1
+                else:
+                    yield piece
+            self.scans.append(self._scan(source))
+            self.here = Counts()
+        if skip:
+            raise UserError(
+                "The corpus has become shorter: start over ({}).", Argument("overwrite")
+            )
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Sources whose content was counted."""
-
-    sources: Sequence[Source]
-    options: ReadOptions
-    scans: Sequence[SourceScan]
-
-    @property
-    def documents(self) -> int:
-        """How many documents there are."""
-        return sum(scan.documents for scan in self.scans)
-
-    @property
-    def pieces(self) -> int:
-        """How many pieces they make."""
-        return sum(scan.pieces for scan in self.scans)
-
-    @property
-    def characters(self) -> int:
-        """How many characters they have."""
-        return sum(scan.characters for scan in self.scans)
-
-    def walk(self, start: Cursor | None = None) -> Iterator[PlacedPiece]:
-        """Give the pieces from `start` on; those before it in its file are read and skipped."""
-        start = start or Cursor()
-        document = number = characters = 0
-        for file, scan in enumerate(self.scans):
-            if file >= start.file:
-                pieces = self._walk_file(file, document, number, characters)
-                yield from itertools.islice(pieces, start.pieces if file == start.file else 0, None)
-            document += scan.documents
-            number += scan.pieces
-            characters += scan.characters
-
-    def _walk_file(
-        self, file: int, document: int, number: int, characters: int
-    ) -> Iterator[PlacedPiece]:
-        source, scan = self.sources[file], self.scans[file]
-        expected = (document + scan.documents, scan.pieces)
-        pieces = 0
-        for piece in read_pieces(source, self.options, Meter()):
-            characters += len(piece.text)
-            after = Cursor(file, pieces + 1)
-            yield PlacedPiece(piece.text, piece.last, document, number + pieces, characters, after)
-            document, pieces = document + piece.last, pieces + 1
-        if (document, pieces) != expected:
+    def _scan(self, source: Source) -> SourceScan:
+        counts = self.here.documents, self.here.pieces, self.here.characters
+        if source.path is None:
+            return SourceScan(source.name, None, None, *counts)
+        digest = self.meter.digest
+        sha256 = sha256_file(source.path) if digest is None else digest.hexdigest()
+        now = source.path.stat()
+        if (now.st_size, now.st_mtime_ns) != (source.size, source.modified):
             raise UserError(f"{source.name}: changed while it was read: run the command again.")
+        return SourceScan(source.name, source.size, sha256, *counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,78 +89,131 @@ class SplitPlan:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """In the order in which they are written."""
+        """The splits that have documents."""
         return ("train", "valid") if self.boundary < self.total else ("train",)
 
-    def split_of(self, piece: PlacedPiece) -> Split:
-        """Tell the split of a piece."""
-        place = piece.document if self.by == "document" else piece.number
-        return "train" if place < self.boundary else "valid"
+    def is_train(self, document: int, piece: int) -> bool:
+        """Tell whether a piece of a document, both counted from 0, is in the training part."""
+        return (document if self.by == "document" else piece) < self.boundary
 
     def documents(self, split: Split) -> int:
-        """How many documents a split has; one that is split between its pieces counts in both."""
+        """Documents of a split; one that is split between its pieces counts in both."""
         if self.by == "piece":
             return 1
         return self.boundary if split == "train" else self.total - self.boundary
 
-    def first_file(self, split: Split, scans: Sequence[SourceScan]) -> int:
-        """Find the file in which a split begins."""
-        if split == "train":
-            return 0
-        by_document = self.by == "document"
-        counts = (scan.documents if by_document else scan.pieces for scan in scans)
-        ends = itertools.accumulate(counts)
-        return next(file for file, end in enumerate(ends) if end > self.boundary)
 
+def split_at_end(documents: int, pieces: int, valid: int | None) -> SplitPlan:
+    """Hold out the last `valid` documents, by default 1% of them, at least one.
 
-def plan_split(corpus: Corpus, valid: int | None) -> SplitPlan:
-    """Hold out the last `valid` documents, by default 1% of them, at least one."""
-    documents, pieces = corpus.documents, corpus.pieces
-    assert documents > 0
+    The boundary never moves back as a corpus grows: what is in the training part of its beginning
+    is in the training part of the whole.
+    """
     if valid == 0:
         return SplitPlan("document", documents, documents)
     if documents == 1 and valid in (None, 1):
-        if pieces == 1:
-            raise UserError(
-                "The corpus is a single short document, of which no part can be held out: use {} "
-                "or paragraph, add text, or hold out nothing with {}.",
-                Argument("documents", "line"),
-                Argument("valid", 0),
-            )
         return SplitPlan("piece", pieces - max(1, pieces // 100), pieces)
-    if valid is None:
-        valid = min(_MOST_HELD_OUT, max(1, documents // 100))
-    if valid >= documents:
-        raise UserError(
-            "{} leaves nothing to train on: the corpus has {} documents.",
-            Argument("valid", valid),
-            documents,
-        )
-    return SplitPlan("document", documents - valid, documents)
+    held_out = min(_MOST_HELD_OUT, max(1, documents // 100)) if valid is None else valid
+    return SplitPlan("document", documents - held_out, documents)
 
 
-def scan_sources(
-    sources: Sequence[Source], options: ReadOptions, report: Callable[[int], None]
-) -> list[SourceScan]:
-    """Read everything once, so that bad input is refused before anything is written.
+def checked_split(
+    src: str, counts: Counts, valid: int | None, *, whole_documents: bool
+) -> SplitPlan:
+    """Split the corpus `src`; refuse an empty one, and a split that leaves nothing to train on.
 
-    `report` is told the bytes read so far, now and then.
+    With `whole_documents` a document is not split between its pieces either.
     """
-    meter = Meter()
-    scans = []
-    for source in sources:
-        documents = pieces = characters = 0
-        for piece in read_pieces(source, options, meter):
-            documents += piece.last
-            pieces += 1
-            characters += len(piece.text)
-            if pieces % _REPORT_EVERY == 0:
-                report(meter.read)
-        report(meter.read)
-        if source.path is None:
-            scans.append(SourceScan(source.name, None, None, documents, pieces, characters))
-        else:
-            digest = sha256_file(source.path)
-            scan = SourceScan(source.name, source.size, digest, documents, pieces, characters)
-            scans.append(scan)
-    return scans
+    if counts.documents == 0:
+        raise UserError(f"{src}: the corpus is empty, no document has any text.")
+    plan = split_at_end(counts.documents, counts.pieces, valid)
+    if plan.by == "piece" and plan.total == 1:
+        raise UserError(
+            "{}: is a single short document, of which no part can be held out: use {} or "
+            "paragraph, add text, or hold out nothing with {}.",
+            src,
+            Argument("documents", "line"),
+            Argument("valid", 0),
+        )
+    if plan.by == "piece" and whole_documents:
+        raise UserError(
+            "{}: is a single document, which {} keeps whole, so no part can be held out: use {} or "
+            "paragraph, add text, or use {}.",
+            src,
+            Argument("rows", "document"),
+            Argument("documents", "line"),
+            Argument("valid", 0),
+        )
+    if plan.boundary <= 0:
+        raise UserError(
+            "{}: {} leaves nothing to train on: there are {} documents.",
+            src,
+            Argument("valid", valid),
+            plan.total,
+        )
+    return plan
+
+
+class LearningText:
+    """What a tokenizer is learnt from: the training part, or an even sample of a large one.
+
+    Up to `most` characters the corpus is read once. A larger one is counted to its end, and read
+    again for every so manieth piece.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        options: ReadOptions,
+        valid: int | None,
+        most: int,
+        report: Callable[[int], None],
+    ) -> None:
+        """Learn from at most about `most` characters; `report` is told the bytes read."""
+        self._sources, self._options, self._valid, self._most = sources, options, valid, most
+        self._report = report
+        self.counts = Counts()
+        """What the corpus amounts to, once it has been read."""
+
+    def learn(self, size: int) -> Tokenizer:
+        """Learn a tokenizer of `size` ids."""
+        pieces = self._read()
+        try:
+            return train_tokenizer(self._training_text(pieces), size)
+        except _TooLargeError:
+            for piece in pieces:
+                self.counts.add(piece)
+        return train_tokenizer(self._sample(), size)
+
+    def _read(self) -> Iterator[Piece]:
+        reader = CorpusReader(self._sources, self._options)
+        for number, piece in enumerate(reader.pieces()):
+            if number % _REPORT_EVERY == 0:
+                self._report(reader.meter.read)
+            yield piece
+
+    def _training_text(self, pieces: Iterator[Piece]) -> Iterator[str]:
+        """Yield each piece as soon as no longer corpus would hold it out."""
+        waiting: deque[tuple[int, int, str]] = deque()
+        for piece in pieces:
+            waiting.append((self.counts.documents, self.counts.pieces, piece.text))
+            self.counts.add(piece)
+            if self.counts.characters > self._most:
+                raise _TooLargeError
+            plan = split_at_end(waiting[-1][0] + 1, self.counts.pieces, self._valid)
+            while waiting and plan.is_train(*waiting[0][:2]):
+                yield waiting.popleft()[2]
+
+    def _sample(self) -> Iterator[str]:
+        plan = split_at_end(self.counts.documents, self.counts.pieces, self._valid)
+        stride, document = -(-self.counts.characters // self._most), 0
+        for number, piece in enumerate(self._read()):
+            if not plan.is_train(document, number):
+                return
+            if number % stride == 0:
+                yield piece.text
+            document += piece.last
+
+
+class _TooLargeError(Exception):
+    """There is more text than a tokenizer is learnt from."""

@@ -151,10 +151,11 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Read a finished folder's manifest."""
         path = folder / MANIFEST_FILE
-        return read_json(path, _FORMAT, _VERSION, cls._parse)
+        return read_json(path, _FORMAT, _VERSION, cls.parse)
 
     @classmethod
-    def _parse(cls, content: dict[str, Any]) -> "Manifest":
+    def parse(cls, content: dict[str, Any]) -> "Manifest":
+        """Read a description as `asdict` gives it."""
         return cls(
             tokenizer=TokenizerInfo(**content["tokenizer"]),
             length=int(content["length"]),

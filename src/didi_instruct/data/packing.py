@@ -1,40 +1,27 @@
 """Pieces to tokens, tokens to rows, rows to shards."""
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-from didi_instruct.data.corpus import Cursor, PlacedPiece, SplitPlan
-from didi_instruct.data.files import AtomicFile
 from didi_instruct.data.manifest import Layout, Long, Shard, Split
+from didi_instruct.data.readers import Piece
 from didi_instruct.data.tokenizer import Tokenizer
 from didi_instruct.errors import Argument, UserError
+
+T = TypeVar("T")
 
 LONGEST_SPLIT = 1 << 24
 """Tokens of a document that is split into rows, which is in memory as a whole."""
 
 _PIECE_COST = 64  # characters' worth of memory that even an empty piece takes in a batch
-
-
-class SplitStream:
-    """A stream of pieces, read up to the end of one split and then on to the next."""
-
-    def __init__(self, plan: SplitPlan, pieces: Iterator[PlacedPiece]) -> None:
-        self._plan, self._pieces = plan, pieces
-        self._put_back: PlacedPiece | None = None
-
-    def of(self, split: Split) -> Iterator[PlacedPiece]:
-        """Give the pieces that come next, as long as they belong to `split`."""
-        while (piece := self._put_back or next(self._pieces, None)) is not None:
-            self._put_back = piece
-            if self._plan.split_of(piece) != split:
-                return
-            self._put_back = None
-            yield piece
+_COPIED_AT_ONCE = 1 << 22
 
 
 class Stream:
@@ -42,6 +29,7 @@ class Stream:
 
     piece_cost = _PIECE_COST
     long = 0
+    held = 0
 
     def __init__(self, eot_id: int) -> None:
         self._eot_id = eot_id
@@ -67,6 +55,8 @@ class OneDocument:
         self.piece_cost = _PIECE_COST + length  # a short document takes a whole row too
         self.long = long
         """Documents so far that were too long."""
+        self.held = 0
+        """Pieces of a document that has begun, which has no tokens in the rows before it ends."""
 
     def place(self, ids: list[int], last: bool) -> list[int]:
         """Tokens that the next piece adds to the rows: whole rows, or none yet, or none at all."""
@@ -79,8 +69,9 @@ class OneDocument:
                 Argument("rows", "stream"),
             )
         if not last:
+            self.held += 1
             return []
-        document, self._begun = self._begun, []
+        document, self._begun, self.held = self._begun, [], 0
         if len(document) >= self._length:
             self.long += 1
             if self._when_long == "drop":
@@ -96,52 +87,9 @@ def arrange(layout: Layout, eot_id: int | None, length: int, long: int = 0) -> S
     return OneDocument(eot_id, length, layout.long, long)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """Tokens for the rows from successive pieces, end-of-text tokens included."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    """Where in `tokens` each piece ends."""
-    cursors: Sequence[Cursor]
-    """The place in the corpus behind each piece."""
-    long: Sequence[int]
-    """Documents too long for a row, of all up to each piece."""
-    characters: int
-    """Characters of the corpus up to the end of the batch."""
-
-    def split_at(self, position: int) -> tuple[Cursor, np.ndarray, int]:
-        """Tell what continues after `position` tokens: a place, and tokens of a piece before it.
-
-        The third is how many documents before that place were too long.
-        """
-        piece = int(np.searchsorted(self.ends, position, side="left"))
-        return self.cursors[piece], self.tokens[position : self.ends[piece]], self.long[piece]
-
-
-def encode_pieces(
-    pieces: Iterable[PlacedPiece],
-    tokenizer: Tokenizer,
-    rows: Stream | OneDocument,
-    dtype: str,
-    batch_characters: int,
-) -> Iterator[TokenBatch]:
-    """Tokenise pieces in batches, and place their tokens as `rows` does."""
-    for batch in _batches(pieces, batch_characters, rows.piece_cost):
-        placed, long = [], []
-        for piece, ids in zip(batch, tokenizer.encode([p.text for p in batch]), strict=True):
-            placed.append(rows.place(ids, piece.last))
-            long.append(rows.long)
-        ends = np.cumsum([len(part) for part in placed])
-        parts = itertools.chain.from_iterable(placed)
-        tokens = np.fromiter(parts, dtype=dtype, count=int(ends[-1]))
-        yield TokenBatch(tokens, ends, [p.after for p in batch], long, batch[-1].characters)
-
-
-def _batches(
-    pieces: Iterable[PlacedPiece], characters: int, piece_cost: int
-) -> Iterator[list[PlacedPiece]]:
-    batch: list[PlacedPiece] = []
+def batches(pieces: Iterable[Piece], characters: int, piece_cost: int) -> Iterator[list[Piece]]:
+    """Group pieces into batches that cost about `characters` each."""
+    batch: list[Piece] = []
     room = characters
     for piece in pieces:
         batch.append(piece)
@@ -153,68 +101,113 @@ def _batches(
         yield batch
 
 
-class ShardWriter:
-    """Packs the tokens of one split into rows, and writes rows to shards of equal size.
+def encode_ahead(
+    batches: Iterable[tuple[list[Piece], T]], tokenizer: Tokenizer
+) -> Iterator[tuple[list[Piece], T, list[list[int]]]]:
+    """Yield each batch with the ids of its pieces; meanwhile the next one is read and encoded.
 
-    `shards` lists the finished ones; it may hold those of an earlier run.
+    Encoding leaves Python to itself, so both go on at the same time.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        waiting: deque[tuple[list[Piece], T, Future[list[list[int]]]]] = deque()
+        for batch, mark in batches:
+            encoded = pool.submit(tokenizer.encode, [piece.text for piece in batch])
+            waiting.append((batch, mark, encoded))
+            if len(waiting) == 2:
+                batch, mark, encoded = waiting.popleft()
+                yield batch, mark, encoded.result()
+        for batch, mark, encoded in waiting:
+            yield batch, mark, encoded.result()
+
+
+class TokenFiles:
+    """The tokens of one split as files of `capacity` tokens, the shards; the last is shorter.
+
+    Tokens are only ever added, so a file that was cut short can go on from any point.
     """
 
-    def __init__(
-        self, folder: Path, split: str, length: int, shard_rows: int, shards: list[Shard]
-    ) -> None:
-        self._folder, self._split, self._length = folder, split, length
-        self._capacity = shard_rows * length
-        self.shards = shards
-        self._begin()
-
-    def _begin(self) -> None:
-        self._file: AtomicFile | None = None
+    def __init__(self, folder: Path, split: Split, capacity: int, dtype: np.dtype) -> None:
+        self._folder, self._split, self._capacity, self._dtype = folder, split, capacity, dtype
+        self.tokens = 0
+        self.hashes: list[str] = []
+        """SHA-256 of each full file."""
         self._digest = hashlib.sha256()
-        self._rows = 0
-        self._tail = np.empty(0, np.uint16)  # tokens of the row that is not complete yet
+        self._file: BinaryIO | None = None
 
-    def add(self, tokens: np.ndarray) -> Iterator[int]:
-        """Pack tokens; yield how many of them are used, each time a shard is finished."""
-        used = 0
-        while used < len(tokens):
-            room = self._capacity - self._rows * self._length - len(self._tail)
-            part = tokens[used : used + room]
-            used += len(part)
-            self._append(part)
-            if len(part) == room:
-                self._close()
-                yield used
+    def path(self, index: int) -> Path:
+        """Where the file of that number lies."""
+        return self._folder / f"{self._split}-{index:05d}.bin"
 
-    def finish(self) -> int:
-        """Close the last shard; return how many tokens are left over for want of a whole row."""
-        dropped = len(self._tail)
-        if self._rows:
-            self._close()
-        return dropped
+    def go_on(self, tokens: int, hashes: list[str]) -> None:
+        """Cut the files back to `tokens` tokens, of which the full ones have these hashes."""
+        full, rest = divmod(tokens, self._capacity)
+        sizes = [self._capacity] * full + [rest] * (rest > 0)
+        for index, size in enumerate(sizes):
+            path, expected = self.path(index), size * self._dtype.itemsize
+            found = path.stat().st_size if path.is_file() else -1
+            if found < expected or (index < full and found != expected):
+                raise UserError(
+                    "{}: is missing or has another size than when the unfinished run wrote it: "
+                    "start over ({}).",
+                    path,
+                    Argument("overwrite"),
+                )
+            os.truncate(path, expected)
+        for path in self._folder.glob(f"{self._split}-*.bin"):
+            if path not in {self.path(index) for index in range(len(sizes))}:
+                path.unlink()
+        self.tokens, self.hashes = tokens, list(hashes)
+        if rest:
+            self._digest.update(self.path(full).read_bytes())
 
-    def discard(self) -> None:
-        """Remove the shard that is not finished."""
+    def add(self, tokens: np.ndarray) -> None:
+        """Append tokens, file after file."""
+        while len(tokens):
+            index, filled = divmod(self.tokens, self._capacity)
+            part, tokens = np.split(tokens, [self._capacity - filled])
+            self._file = self._file or self.path(index).open("ab")
+            self._file.write(part.data)
+            self._digest.update(part.data)
+            self.tokens += len(part)
+            if filled + len(part) == self._capacity:
+                self.close()
+                self.hashes.append(self._digest.hexdigest())
+                self._digest = hashlib.sha256()
+
+    def flush(self) -> None:
+        """Put all tokens on disk."""
         if self._file is not None:
-            self._file.discard()
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
-    def _append(self, tokens: np.ndarray) -> None:
-        tokens = np.concatenate([self._tail.astype(tokens.dtype), tokens])
-        rows = len(tokens) // self._length
-        whole, self._tail = np.split(tokens, [rows * self._length])
-        if rows == 0:
-            return
-        if self._file is None:
-            self._file = AtomicFile(self._folder / self._name)
-        self._rows += rows
-        self._file.write(whole.data)
-        self._digest.update(whole.data)
+    def close(self) -> None:
+        """Put all tokens on disk and let go of the file; more can still be added."""
+        if self._file is not None:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None
 
-    @property
-    def _name(self) -> str:
-        return f"{self._split}-{len(self.shards):05d}.bin"
+    def read(self, start: int) -> Iterator[np.ndarray]:
+        """Read the tokens from `start` on."""
+        while start < self.tokens:
+            index, offset = divmod(start, self._capacity)
+            count = min(self._capacity - offset, self.tokens - start, _COPIED_AT_ONCE)
+            size = self._dtype.itemsize
+            yield np.fromfile(self.path(index), self._dtype, count, offset=offset * size)
+            start += count
 
-    def _close(self) -> None:
-        assert self._file is not None
-        self._file.commit()
-        self.shards.append(Shard(self._name, self._rows, self._digest.hexdigest()))
-        self._begin()
+    def shards(self, rows: int, length: int) -> list[Shard]:
+        """Describe the shards of the first `rows` rows; nothing is changed on disk."""
+        full, rest = divmod(rows * length, self._capacity)
+        found = [
+            Shard(self.path(index).name, self._capacity // length, self.hashes[index])
+            for index in range(full)
+        ]
+        if rest:
+            with self.path(full).open("rb") as file:
+                content = file.read(rest * self._dtype.itemsize)
+            digest = hashlib.sha256(content).hexdigest()
+            found.append(Shard(self.path(full).name, rest // length, digest))
+        return found

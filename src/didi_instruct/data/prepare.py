@@ -1,13 +1,16 @@
 """`didi data prepare`: a corpus in, memory-mapped rows of tokens out.
 
-Two passes. The first reads and counts, so that bad input is refused before anything is written; the
-second tokenises, packs and writes shards, and after each records where to go on. The result depends
-on the input and the settings alone: not on cores, batches or interruptions.
+The text is read once: as it comes it is tokenised and appended to the shards of the training part,
+and where each piece ends is noted beside them. Which part is held out is known only at the end of
+the corpus; its tokens then move to shards of their own. Learning a tokenizer takes one reading of
+its own, or two where there are over `TOKENIZER_CHARACTERS` characters. The result depends on the
+input and the settings alone: not on cores, batches or interruptions.
 """
 
+import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,34 +18,45 @@ from typing import Any, Literal
 import numpy as np
 
 from didi_instruct.data import readers
-from didi_instruct.data.corpus import Corpus, Cursor, SplitPlan, plan_split, scan_sources
-from didi_instruct.data.files import no_space_as_user_error, remove_temporaries, require_space
+from didi_instruct.data.corpus import (
+    CorpusReader,
+    Counts,
+    LearningText,
+    SplitPlan,
+    checked_split,
+)
+from didi_instruct.data.files import no_space_as_user_error, require_space
 from didi_instruct.data.manifest import (
     Layout,
     Long,
     Manifest,
     Rows,
+    SourceScan,
     Split,
     SplitInfo,
     TokenizerInfo,
 )
-from didi_instruct.data.packing import ShardWriter, SplitStream, TokenBatch, arrange, encode_pieces
-from didi_instruct.data.readers import Documents, ReadOptions, check_documents
+from didi_instruct.data.packing import TokenFiles, arrange, batches, encode_ahead
+from didi_instruct.data.readers import Documents, Piece, ReadOptions, check_documents
 from didi_instruct.data.resume import (
-    PROGRESS_FILE,
+    WORK,
+    PieceEnds,
     PrepareState,
+    begin_work,
     check_settings,
-    check_shards,
     check_sources,
-    clear_folder,
+    discard_work,
     inspect_folder,
+    publish,
 )
 from didi_instruct.data.sources import Source, find_sources
-from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, residues_of, train_tokenizer
+from didi_instruct.data.tokenizer import END_OF_TEXT, Tokenizer, residues_of
 from didi_instruct.errors import Argument, UserError
 
+TOKENIZER_CHARACTERS = 200_000_000
+"""Characters that a tokenizer is learnt from; of a larger corpus it sees an even sample."""
+
 _SHARD_BYTES = 64 << 20
-_TOKENIZER_CHARACTERS = 200_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +115,11 @@ class PrepareSettings:
         residues = "" if tokenizer is None else residues_of(tokenizer.vocabulary)
         return ReadOptions(field=self.field, documents=self.documents, residues=residues)
 
+    def split(self, counts: Counts) -> SplitPlan:
+        """Decide which part of a corpus is held out."""
+        whole = self.rows == "document"
+        return checked_split(self.src, counts, self.valid, whole_documents=whole)
+
     @property
     def bpe_size(self) -> int | None:
         """The N of `bpe:N`; None for a tokenizer that exists already."""
@@ -119,18 +138,17 @@ class PrepareSettings:
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """How far a stage has come."""
+    """How far a stage has come, in bytes of the corpus."""
 
-    stage: Literal["read", "learn tokenizer", "tokenise"]
+    stage: Literal["learn tokenizer", "tokenise"]
     done: int
     total: int
     """0 where it is not known."""
-    unit: Literal["bytes", "characters"]
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareResult:
-    """What there is now."""
+    """The data in a folder."""
 
     folder: Path
     manifest: Manifest
@@ -148,29 +166,28 @@ def prepare(
 
     `tokenizer` is what `settings.tokenizer` names, where it is loaded already.
     """
-    report = progress or (lambda _: None)
+    folder, report = settings.out, progress or (lambda _: None)
+    absent = [place for place in (folder, *folder.parents) if not place.exists()]
     sources = find_sources(settings.src)
     if tokenizer is None and settings.bpe_size is None:
         tokenizer = Tokenizer.load(settings.tokenizer, settings.eot)
     identity = _identity(settings, tokenizer)
-    found = inspect_folder(settings.out, settings.overwrite)
+    found = inspect_folder(folder, settings.overwrite)
     if isinstance(found, Manifest) and not settings.overwrite:
-        check_settings(settings.out, found.settings, identity, "data prepared otherwise")
-        check_sources(settings.out, found.sources, sources, "data prepared from other text")
-        (settings.out / PROGRESS_FILE).unlink(missing_ok=True)  # killed just after the manifest
-        return PrepareResult(settings.out, found, already_prepared=True)
+        check_settings(folder, found.settings, identity, "data prepared otherwise")
+        check_sources(folder, "data prepared from other text", sources, found.sources)
+        discard_work(folder)  # what a run that was killed at its very end has left
+        return PrepareResult(folder, found, already_prepared=True)
 
-    with _all_cores(), no_space_as_user_error(settings.out):
-        if isinstance(found, PrepareState) and not settings.overwrite:
-            state, corpus, tokenizer = _resume(settings, identity, found, sources)
+    with _all_cores(), no_space_as_user_error(folder):
+        if isinstance(found, PrepareState):
+            tokenizer = _unfinished_tokenizer(settings, identity, found, sources)
+            state = found
         else:
-            state, corpus, tokenizer = _begin(settings, identity, sources, tokenizer, report)
-        plan = _plan(settings, corpus)
-        _pack(settings, state, corpus, plan, tokenizer, report)
-        manifest = _manifest(settings, state, plan)
-        manifest.write(settings.out)
-        (settings.out / PROGRESS_FILE).unlink()
-    return PrepareResult(settings.out, manifest, already_prepared=False)
+            state, tokenizer = _begin(settings, identity, sources, tokenizer, report)
+        manifest = state.manifest or _finish(settings, state, sources, tokenizer, report, absent)
+        publish(folder, manifest)
+    return PrepareResult(folder, manifest, already_prepared=False)
 
 
 def _identity(settings: PrepareSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -194,112 +211,186 @@ def _identity(settings: PrepareSettings, tokenizer: Tokenizer | None) -> dict[st
 def _begin(
     settings: PrepareSettings,
     identity: dict[str, Any],
-    sources: list[Source],
+    sources: Sequence[Source],
     tokenizer: Tokenizer | None,
     report: Report,
-) -> tuple[PrepareState, Corpus, Tokenizer]:
-    """Read the corpus, make sure that the run can succeed, and only then touch the folder."""
-    options = settings.reading(tokenizer)
-    modified = [_modified(source) for source in sources]
-    size = sum(source.size for source in sources)
-    scans = scan_sources(
-        sources, options, lambda read: report(PrepareProgress("read", read, size, "bytes"))
-    )
-    corpus = Corpus(sources, options, scans)
-    if corpus.documents == 0:
-        raise UserError(f"{settings.src}: the corpus is empty, no document has any text.")
-    plan = _plan(settings, corpus)
+) -> tuple[PrepareState, Tokenizer]:
+    """Learn the tokenizer, where that is asked for, and begin an unfinished folder."""
     if tokenizer is None:
         assert settings.bpe_size is not None
-        text = _tokenizer_text(corpus, plan, report)
-        tokenizer = train_tokenizer(text, settings.bpe_size)
-    info = TokenizerInfo.of(tokenizer, settings.tokenizer)
-    _check_rows_and_space(settings, corpus, plan, tokenizer, info)
-
-    clear_folder(settings.out)
-    tokenizer.save(settings.out)
-    state = PrepareState(info, identity, scans, modified)
-    state.write(settings.out)
-    return state, corpus, tokenizer
-
-
-def _plan(settings: PrepareSettings, corpus: Corpus) -> SplitPlan:
-    """Decide what is held out; a document in a row of its own stays whole."""
-    plan = plan_split(corpus, settings.valid)
-    if plan.by == "piece" and settings.rows == "document":
-        raise UserError(
-            "{}: is a single document, which {} keeps whole, so no part can be held out: use {} or "
-            "paragraph, add text, or use {}.",
-            settings.src,
-            Argument("rows", "document"),
-            Argument("documents", "line"),
-            Argument("valid", 0),
+        total = sum(source.size for source in sources)
+        text = LearningText(
+            sources,
+            settings.reading(None),
+            settings.valid,
+            TOKENIZER_CHARACTERS,
+            lambda read: report(PrepareProgress("learn tokenizer", read, total)),
         )
-    return plan
+        tokenizer = text.learn(settings.bpe_size)
+        settings.split(text.counts)  # an impossible one is refused before any text is tokenised
+    state = PrepareState(
+        identity,
+        TokenizerInfo.of(tokenizer, settings.tokenizer),
+        [(source.name, source.size, source.modified) for source in sources],
+    )
+    tokenizer.save(begin_work(settings.out))
+    state.write(settings.out)
+    return state, tokenizer
 
 
-def _modified(source: Source) -> int | None:
-    return None if source.path is None else source.path.stat().st_mtime_ns
-
-
-def _resume(
+def _unfinished_tokenizer(
     settings: PrepareSettings, identity: dict[str, Any], state: PrepareState, sources: list[Source]
-) -> tuple[PrepareState, Corpus, Tokenizer]:
-    """Go on with an unfinished run, if it is the same one."""
+) -> Tokenizer:
+    """Return the tokenizer of an unfinished run, if this one has the same settings and sources."""
     folder = settings.out
     check_settings(folder, state.settings, identity, "an unfinished run with other settings")
     what = "an unfinished run over other text"
-    check_sources(folder, state.sources, sources, what, state.modified)
-    check_shards(folder, state, settings.length * np.dtype(state.tokenizer.dtype).itemsize)
-    tokenizer = Tokenizer.load(folder, settings.eot)
+    check_sources(folder, what, sources, state.scans, state.sources)
+    path = folder / WORK / "tokenizer.json"
+    place = folder / WORK if path.is_file() else folder  # stopped while files took their places
+    tokenizer = Tokenizer.load(place, settings.eot)
     if tokenizer.hash != state.tokenizer.hash:
         raise UserError(
             "{}: changed since the unfinished run wrote it: start over ({}).",
-            folder / "tokenizer.json",
+            path,
             Argument("overwrite"),
         )
-    remove_temporaries(folder)
-    options = settings.reading(tokenizer)
-    return state, Corpus(sources, options, state.sources), tokenizer
+    return tokenizer
 
 
-def _tokenizer_text(corpus: Corpus, plan: SplitPlan, report: Report) -> Iterator[str]:
-    """Give training text for a tokenizer: every piece, or every so manieth of a large corpus."""
-    total = corpus.characters
-    stride = -(-total // _TOKENIZER_CHARACTERS)
-    for piece in corpus.walk():
-        if plan.split_of(piece) != "train":
-            return
-        if piece.number % stride == 0:
-            report(PrepareProgress("learn tokenizer", piece.characters, total, "characters"))
-            yield piece.text
-
-
-def _check_rows_and_space(
+def _finish(
     settings: PrepareSettings,
-    corpus: Corpus,
-    plan: SplitPlan,
+    state: PrepareState,
+    sources: Sequence[Source],
     tokenizer: Tokenizer,
-    info: TokenizerInfo,
-) -> None:
-    """Make sure, from the beginning of each split, that it fills a row; and that all will fit."""
-    tokens_per_character = 0.0
-    for split in plan.splits:
-        start = Cursor(plan.first_file(split, corpus.scans), 0)
-        pieces = (piece for piece in corpus.walk(start) if plan.split_of(piece) == split)
-        tokens = 0
-        rows = arrange(settings.layout, info.eot_id, settings.length)
-        for batch in encode_pieces(pieces, tokenizer, rows, info.dtype, settings.batch_characters):
-            tokens += len(batch.tokens)
-            if split == "train":
-                tokens_per_character = tokens / batch.characters
-            if tokens >= settings.length:
-                break
-        if tokens < settings.length:
-            raise _no_row(settings, plan, split, tokens, rows.long)
-    # One part in ten more than the sample says, as the rest may be harder to compress.
-    size = 1.1 * tokens_per_character * corpus.characters * np.dtype(info.dtype).itemsize
-    require_space(settings.out, int(size))
+    report: Report,
+    absent: Sequence[Path],
+) -> Manifest:
+    """Tokenise the rest of the corpus, and record the description of the complete data.
+
+    Where that fails the folders that were `absent` are so again.
+    """
+    with contextlib.closing(_Run(settings, state, sources)) as run:
+        try:
+            run.tokenise(tokenizer, report)
+            manifest = run.divide()
+        except UserError:
+            # Bad input leaves no trace. Of the hub it may be the network that failed.
+            if sources[0].kind != "hub" or not state.pieces:
+                discard_work(settings.out)
+                for place in absent:
+                    place.rmdir()
+            raise
+    state.manifest = manifest
+    state.write(settings.out)
+    return manifest
+
+
+class _Run:
+    """The files of an unfinished run, which goes on where its state says."""
+
+    def __init__(
+        self, settings: PrepareSettings, state: PrepareState, sources: Sequence[Source]
+    ) -> None:
+        self._settings, self._state, self._sources = settings, state, sources
+        work, dtype = settings.out / WORK, np.dtype(state.tokenizer.dtype)
+        self._dtype = dtype
+        row_bytes = settings.length * dtype.itemsize
+        rows = settings.shard_rows or max(1, _SHARD_BYTES // row_bytes)
+        self._train = TokenFiles(work, "train", rows * settings.length, dtype)
+        self._valid = TokenFiles(work, "valid", rows * settings.length, dtype)
+        self._ends = PieceEnds(work / "ends.bin", state.pieces)
+        self._begin: list[int] = self._ends.read()[-1:].sum(0).tolist()
+        self._train.go_on(self._begin[1], state.hashes)
+
+    def close(self) -> None:
+        for file in (self._train, self._valid, self._ends):
+            file.close()
+
+    def tokenise(self, tokenizer: Tokenizer, report: Report) -> None:
+        """Append the tokens of all pieces to `train`, and record the state after each shard."""
+        settings, state = self._settings, self._state
+        documents, tokens, long = self._begin
+        rows = arrange(settings.layout, state.tokenizer.eot_id, settings.length, long)
+        reader = CorpusReader(self._sources, settings.reading(tokenizer), state.scans)
+        total = sum(source.size for source in self._sources)
+
+        def read() -> Iterator[tuple[list[Piece], tuple[int, int, int]]]:
+            pieces = reader.pieces(state.skip)
+            for batch in batches(pieces, settings.batch_characters, rows.piece_cost):
+                yield batch, (len(reader.scans), reader.here.pieces, reader.meter.read)
+
+        for batch, (files, pieces, done), encoded in encode_ahead(read(), tokenizer):
+            placed, numbers, before = [], np.empty((len(batch), 3), np.int64), tokens
+            for index, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
+                placed.append(rows.place(ids, piece.last))
+                documents += piece.last
+                tokens += len(placed[-1])
+                numbers[index] = documents, tokens, rows.long
+            if before == 0:
+                self._require_space(tokens, done, total)
+            flat = itertools.chain.from_iterable(placed)
+            self._train.add(np.fromiter(flat, self._dtype, tokens - before))
+            self._ends.add(numbers)
+            if len(self._train.hashes) > len(state.hashes):
+                self._record(reader.scans[:files], pieces - rows.held)
+            report(PrepareProgress("tokenise", done, total))
+        state.scans, state.skip = reader.scans, 0
+        report(PrepareProgress("tokenise", total, total))
+
+    def _require_space(self, tokens: int, read: int, total: int) -> None:
+        """Refuse a disk that is too small, judging by the first batch."""
+        if all(source.kind not in ("hub", "parquet") for source in self._sources):
+            size = tokens * self._dtype.itemsize * total / max(1, read)
+            # One part in ten more than the sample says, as the rest may be harder to compress.
+            require_space(self._settings.out, int(1.1 * size))
+
+    def _record(self, scans: list[SourceScan], skip: int) -> None:
+        self._train.flush()
+        self._ends.flush()
+        self._state.scans, self._state.skip = scans, skip
+        self._state.hashes = list(self._train.hashes)
+        self._state.write(self._settings.out)
+
+    def divide(self) -> Manifest:
+        """Copy the held-out part from the end of `train` to `valid`, and describe both.
+
+        `train` keeps it until all is recorded, since the run may be stopped here too.
+        """
+        settings, state, ends = self._settings, self._state, self._ends.read()
+        characters = sum(scan.characters for scan in state.scans)
+        documents = int(ends[-1, 0]) if len(ends) else 0
+        plan = settings.split(Counts(documents, len(ends), characters))
+        pieces = plan.boundary
+        if plan.by == "document":
+            pieces = int(np.searchsorted(ends[:, 0], plan.boundary)) + 1
+        _, boundary, train_long = ends[pieces - 1].tolist()
+        _, total, long = ends[-1].tolist()
+        parts: dict[Split, tuple[int, int]] = {
+            "train": (boundary, train_long),
+            "valid": (total - boundary, long - train_long),
+        }
+        for split in plan.splits:
+            if parts[split][0] < settings.length:
+                raise _no_row(settings, plan, split, *parts[split])
+        self._train.close()
+        self._valid.go_on(0, [])
+        for part in self._train.read(boundary):
+            self._valid.add(part)
+        self._valid.close()
+        splits: dict[str, SplitInfo] = {}
+        for split, files in (("train", self._train), ("valid", self._valid)):
+            tokens, long = parts[split]
+            rows, dropped = divmod(tokens, settings.length)
+            splits[split] = SplitInfo(
+                plan.documents(split) if split in plan.splits else 0,
+                rows * settings.length,
+                rows,
+                dropped,
+                files.shards(rows, settings.length),
+                long if settings.rows == "document" else None,
+            )
+        return Manifest(state.tokenizer, settings.length, splits, state.scans, state.settings)
 
 
 def _no_row(
@@ -336,63 +427,7 @@ def _no_row(
     )
 
 
-def _pack(
-    settings: PrepareSettings,
-    state: PrepareState,
-    corpus: Corpus,
-    plan: SplitPlan,
-    tokenizer: Tokenizer,
-    report: Report,
-) -> None:
-    """Write the shards that are still to be written."""
-    dtype = state.tokenizer.dtype
-    row_bytes = settings.length * np.dtype(dtype).itemsize
-    shard_rows = settings.shard_rows or max(1, _SHARD_BYTES // row_bytes)
-    pieces = SplitStream(plan, corpus.walk(state.cursor))
-    while state.split is not None:
-        split = state.split
-        writer = ShardWriter(settings.out, split, settings.length, shard_rows, state.shards[split])
-        carried = np.array(state.leftover, dtype)
-        long = state.long[split]
-        rows = arrange(settings.layout, state.tokenizer.eot_id, settings.length, long)
-        batch = TokenBatch(carried, np.array([len(carried)]), [state.cursor], [long], 0)
-        try:
-            _pack_batch(settings.out, state, writer, batch)
-            for batch in encode_pieces(
-                pieces.of(split), tokenizer, rows, dtype, settings.batch_characters
-            ):
-                _pack_batch(settings.out, state, writer, batch)
-                done, total = batch.characters, corpus.characters
-                report(PrepareProgress("tokenise", done, total, "characters"))
-            state.dropped[split] = writer.finish()
-        finally:
-            writer.discard()
-        state.cursor, state.leftover, state.long[split] = batch.cursors[-1], [], rows.long
-        state.split = "valid" if split == "train" and "valid" in plan.splits else None
-        state.write(settings.out)
-
-
-def _pack_batch(folder: Path, state: PrepareState, writer: ShardWriter, batch: TokenBatch) -> None:
-    """Pack a batch, and after each shard it completes record where to go on."""
-    assert state.split is not None
-    for used in writer.add(batch.tokens):
-        state.cursor, leftover, state.long[state.split] = batch.split_at(used)
-        state.leftover = leftover.tolist()
-        state.write(folder)
-
-
-def _manifest(settings: PrepareSettings, state: PrepareState, plan: SplitPlan) -> Manifest:
-    splits: dict[str, SplitInfo] = {}
-    for split, shards in state.shards.items():
-        rows = sum(shard.rows for shard in shards)
-        documents = plan.documents(split) if split in plan.splits else 0
-        tokens = rows * settings.length
-        long = state.long[split] if settings.rows == "document" else None
-        splits[split] = SplitInfo(documents, tokens, rows, state.dropped[split], shards, long)
-    return Manifest(state.tokenizer, settings.length, splits, state.sources, state.settings)
-
-
-@contextmanager
+@contextlib.contextmanager
 def _all_cores() -> Iterator[None]:
     """Let the tokenizer use all cores, whatever the environment says; the result is the same."""
     name = "TOKENIZERS_PARALLELISM"

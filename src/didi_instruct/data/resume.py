@@ -1,18 +1,19 @@
-"""An unfinished folder: where its run stopped, and whether a command is the same as before."""
+"""An unfinished preparation: how far it has come, and whether a command is the same as before."""
 
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from didi_instruct.data.corpus import Cursor
-from didi_instruct.data.files import remove_temporaries, sha256_file
+import numpy as np
+
+from didi_instruct.data.files import remove_temporaries, sha256_file, sync_folder
 from didi_instruct.data.manifest import (
     MANIFEST_FILE,
     Manifest,
-    Shard,
     SourceScan,
-    Split,
     TokenizerInfo,
     read_json,
     write_json,
@@ -20,65 +21,100 @@ from didi_instruct.data.manifest import (
 from didi_instruct.data.sources import Source
 from didi_instruct.errors import Argument, UserError
 
-PROGRESS_FILE = "progress.json"
+WORK = "unfinished"
+"""Folder, inside that of the data, of what is not finished."""
+PROGRESS_FILE = f"{WORK}/progress.json"
 _FORMAT = "didi-tokens-progress"
-_VERSION = 1
-_OURS = ("tokenizer.json", "tokenizer_config.json", "train-*.bin", "valid-*.bin")
+_VERSION = 2
 
 
 @dataclass(slots=True)
 class PrepareState:
-    """What a run needs to go on after its last finished shard."""
+    """How far a run has come: it goes on behind the pieces that are recorded here."""
 
-    tokenizer: TokenizerInfo
     settings: dict[str, Any]
-    sources: list[SourceScan]
-    modified: list[int | None]
-    """Modification times of the sources: where they are the same, nothing is read again."""
-    split: Split | None = "train"
-    """The split being written; None when only the manifest is missing."""
-    cursor: Cursor = field(default_factory=Cursor)
-    """The next piece to tokenise."""
-    leftover: list[int] = field(default_factory=list)
-    """Tokens of pieces before it that are in no finished shard."""
-    shards: dict[Split, list[Shard]] = field(default_factory=lambda: {"train": [], "valid": []})
-    dropped: dict[Split, int] = field(default_factory=lambda: {"train": 0, "valid": 0})
-    long: dict[Split, int] = field(default_factory=lambda: {"train": 0, "valid": 0})
-    """Documents before `cursor` that were too long for a row."""
+    tokenizer: TokenizerInfo
+    sources: list[tuple[str, int, int | None]]
+    """Name, size and modification time of each source when the run began."""
+    scans: list[SourceScan] = field(default_factory=list)
+    """Sources that were read to their end."""
+    skip: int = 0
+    """Pieces of the next source whose tokens are written."""
+    hashes: list[str] = field(default_factory=list)
+    """SHA-256 of each full shard."""
+    manifest: Manifest | None = None
+    """The finished data, of which only the place is not the final one."""
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the corpus whose tokens are written."""
+        return sum(scan.pieces for scan in self.scans) + self.skip
 
     def write(self, folder: Path) -> None:
         """Record the state beside the shards."""
-        content = {"format": _FORMAT, "version": _VERSION, "begun": True, **asdict(self)}
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         write_json(folder / PROGRESS_FILE, content)
 
     @classmethod
-    def read(cls, folder: Path) -> "PrepareState | None":
-        """Read the state; None where the run had written nothing of worth yet."""
+    def read(cls, folder: Path) -> "PrepareState":
+        """Read the state."""
         return read_json(folder / PROGRESS_FILE, _FORMAT, _VERSION, cls._parse)
 
     @classmethod
-    def _parse(cls, content: dict[str, Any]) -> "PrepareState | None":
-        if not content["begun"]:
-            return None
+    def _parse(cls, content: dict[str, Any]) -> "PrepareState":
+        finished = content["manifest"]
         return cls(
-            tokenizer=TokenizerInfo(**content["tokenizer"]),
             settings=dict(content["settings"]),
-            sources=[SourceScan(**source) for source in content["sources"]],
-            modified=list(content["modified"]),
-            split=content["split"],
-            cursor=Cursor(**content["cursor"]),
-            leftover=list(content["leftover"]),
-            shards={
-                split: [Shard(**shard) for shard in shards]
-                for split, shards in content["shards"].items()
-            },
-            dropped=dict(content["dropped"]),
-            long=dict(content.get("long", {"train": 0, "valid": 0})),  # absent in older runs
+            tokenizer=TokenizerInfo(**content["tokenizer"]),
+            sources=[(str(name), size, modified) for name, size, modified in content["sources"]],
+            scans=[SourceScan(**scan) for scan in content["scans"]],
+            skip=int(content["skip"]),
+            hashes=list(content["hashes"]),
+            manifest=Manifest.parse(finished) if finished else None,
         )
 
 
+class PieceEnds:
+    """A file with a line of numbers for each piece: documents, tokens and long documents so far.
+
+    Where a split begins is known only when the corpus has been read, and this says at which token.
+    """
+
+    def __init__(self, path: Path, pieces: int = 0) -> None:
+        """Open the file, cut back to the first `pieces` pieces."""
+        self._path = path
+        size = pieces * 3 * 8
+        if pieces and (not path.is_file() or path.stat().st_size < size):
+            raise UserError(
+                "{}: is missing or damaged: start over ({}).", path, Argument("overwrite")
+            )
+        self._file = path.open("r+b" if pieces else "wb")
+        self._file.truncate(size)
+        self._file.seek(size)
+
+    def add(self, ends: np.ndarray) -> None:
+        """Append the numbers of more pieces: (pieces, 3)."""
+        self._file.write(np.ascontiguousarray(ends, "<i8").data)
+
+    def flush(self) -> None:
+        """Put them on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def read(self) -> np.ndarray:
+        """Return all of them, (pieces, 3), memory-mapped."""
+        self._file.flush()
+        if not self._path.stat().st_size:
+            return np.empty((0, 3), "<i8")
+        return np.memmap(self._path, "<i8", mode="r").reshape(-1, 3)
+
+
 def inspect_folder(folder: Path, overwrite: bool) -> Manifest | PrepareState | None:
-    """Tell what `folder` holds: finished data, an unfinished run, or nothing to keep.
+    """Tell what `folder` holds: an unfinished run, finished data, or nothing to keep.
 
     A folder with anything else in it is refused, whatever `overwrite` says.
     """
@@ -87,30 +123,51 @@ def inspect_folder(folder: Path, overwrite: bool) -> Manifest | PrepareState | N
     if not folder.is_dir():
         raise UserError("{}: is a file, but {} names a folder.", folder, Argument("out"))
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    if names and not names & {MANIFEST_FILE, PROGRESS_FILE}:
+    if names and not names & {MANIFEST_FILE, WORK}:
         raise UserError(
             f"{folder}: has other files in it (`{min(names)}`, for one): choose a new folder."
         )
-    try:
-        if MANIFEST_FILE in names:
-            return Manifest.read(folder)
-        return PrepareState.read(folder) if PROGRESS_FILE in names else None
-    except UserError:
-        if overwrite and PROGRESS_FILE in names and MANIFEST_FILE not in names:
-            return None  # a damaged record of an unfinished run: nothing to keep
-        raise
+    if (folder / PROGRESS_FILE).is_file() and not overwrite:
+        return PrepareState.read(folder)
+    return Manifest.read(folder) if MANIFEST_FILE in names else None
 
 
-def clear_folder(folder: Path) -> None:
-    """Make `folder` an empty unfinished one. Killed at any point, it stays recognisable."""
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = {"format": _FORMAT, "version": _VERSION, "begun": False}
-    write_json(folder / PROGRESS_FILE, marker)
-    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # first: it vouches for the shards
-    for pattern in _OURS:
-        for path in folder.glob(pattern):
-            path.unlink()
+def begin_work(folder: Path) -> Path:
+    """Make an empty folder for work; finished data in `folder` stay until the new are complete."""
+    discard_work(folder)
+    (folder / WORK).mkdir(parents=True)
+    return folder / WORK
+
+
+def discard_work(folder: Path) -> None:
+    """Remove unfinished work."""
+    if (folder / WORK).is_dir():
+        (folder / PROGRESS_FILE).unlink(missing_ok=True)  # first: it vouches for the rest
+        shutil.rmtree(folder / WORK)
+
+
+def publish(folder: Path, manifest: Manifest) -> None:
+    """Put finished files in their places; killed at any point, it can be done again."""
+    work = folder / WORK
     remove_temporaries(folder)
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # first: it vouches for the shards
+    itemsize = np.dtype(manifest.tokenizer.dtype).itemsize
+    wanted = {"tokenizer.json", "tokenizer_config.json"}
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        wanted.add(shard.file)
+        if (work / shard.file).is_file():
+            size = shard.rows * manifest.length * itemsize
+            os.truncate(work / shard.file, size)
+    for name in wanted:
+        if (work / name).is_file():
+            (work / name).replace(folder / name)
+    for pattern in ("train-*.bin", "valid-*.bin"):
+        for path in folder.glob(pattern):
+            if path.name not in wanted:
+                path.unlink()
+    sync_folder(folder)
+    manifest.write(folder)
+    discard_work(folder)
 
 
 def check_settings(folder: Path, recorded: dict[str, Any], now: dict[str, Any], what: str) -> None:
@@ -125,39 +182,29 @@ def check_settings(folder: Path, recorded: dict[str, Any], now: dict[str, Any], 
 
 def check_sources(
     folder: Path,
-    recorded: Sequence[SourceScan],
-    sources: Sequence[Source],
     what: str,
-    modified: Sequence[int | None] | None = None,
+    sources: Sequence[Source],
+    scans: Sequence[SourceScan],
+    begun: Sequence[tuple[str, int, int | None]] = (),
 ) -> None:
-    """Refuse sources that are not those of the run before; name one that differs."""
-    before, now = [scan.path for scan in recorded], [source.name for source in sources]
+    """Refuse sources that are not those of the run before; name one that differs.
+
+    `begun` tells those of an unfinished run, of which `scans` has only the ones that were read.
+    """
+    before = [name for name, *_ in begun] or [scan.path for scan in scans]
+    now = [source.name for source in sources]
     if before != now:
         odd = min(set(before) ^ set(now), default=now[0])
         came = "is new" if odd not in before else "is gone" if odd not in now else "moved"
         raise _refusal(folder, what, f"source `{odd}` {came}")
-    times = modified or [None] * len(recorded)
-    for scan, source, time in zip(recorded, sources, times, strict=True):
-        if source.path is None:
+    read = {scan.path: scan for scan in scans}
+    for index, source in enumerate(sources):
+        if source.path is None or (begun and begun[index][1:] == (source.size, source.modified)):
             continue
-        same = scan.bytes == source.size
-        if same and (time is None or time != source.path.stat().st_mtime_ns):
-            same = sha256_file(source.path) == scan.sha256
-        if not same:
+        scan = read.get(source.name)  # of a file that was not read to its end there is no hash
+        same = scan is not None and scan.bytes == source.size
+        if not same or scan is None or sha256_file(source.path) != scan.sha256:
             raise _refusal(folder, what, f"source `{source.name}` changed")
-
-
-def check_shards(folder: Path, state: PrepareState, row_bytes: int) -> None:
-    """Make sure that the shards an unfinished run had finished are still there."""
-    for shard in (shard for shards in state.shards.values() for shard in shards):
-        path = folder / shard.file
-        if not path.is_file() or path.stat().st_size != shard.rows * row_bytes:
-            raise UserError(
-                "{}: is missing or has another size than when the unfinished run wrote it: start "
-                "over ({}).",
-                path,
-                Argument("overwrite"),
-            )
 
 
 def _refusal(folder: Path, what: str, difference: str) -> UserError:

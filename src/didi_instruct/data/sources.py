@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, Literal, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Literal, cast
 
 from didi_instruct.errors import MissingExtraError, UserError
+
+if TYPE_CHECKING:
+    import hashlib
 
 Kind = Literal["text", "jsonl", "csv", "parquet", "fasta", "hub"]
 Compression = Literal["gz", "xz", "zst"]
@@ -40,13 +43,17 @@ class Source:
     compression: Compression | None = None
     size: int = 0
     """Bytes on disk."""
+    modified: int | None = None
+    """When the file was last written, in nanoseconds."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counts the bytes read from disk, for a progress bar."""
+    """Counts the bytes read from disk and, where asked to, hashes them."""
 
     read: int = 0
+    digest: "hashlib._Hash | None" = None
+    """Takes in all bytes of a file that is read from its beginning to its end."""
 
 
 def find_sources(src: str) -> list[Source]:
@@ -84,8 +91,15 @@ def _as_source(path: Path, name: str) -> Source | None:
     kind = _KINDS.get(ending.lower())
     if kind is None:
         return None
-    size = path.stat().st_size
-    return Source(name=name, kind=kind, path=path, compression=compression, size=size)
+    stat = path.stat()
+    return Source(
+        name=name,
+        kind=kind,
+        path=path,
+        compression=compression,
+        size=stat.st_size,
+        modified=stat.st_mtime_ns,
+    )
 
 
 @contextmanager
@@ -104,6 +118,9 @@ def open_decompressed(source: Source, meter: Meter) -> Iterator[BinaryIO]:
         else:
             with io.BufferedReader(_ZstdReader(cast("BinaryIO", raw)), _BUFFER) as buffered:
                 yield cast("BinaryIO", buffered)
+        if meter.digest is not None:  # what a format has no use for is still part of the file
+            while raw.read(_BUFFER):
+                pass
 
 
 @contextmanager
@@ -130,6 +147,8 @@ class _MeteredFile(io.FileIO):
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
         count = super().readinto(buffer) or 0
         self._meter.read += count
+        if self._meter.digest is not None:
+            self._meter.digest.update(memoryview(buffer)[:count])
         return count
 
 
