@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -373,6 +374,22 @@ def test_variants_of_a_model_are_rows_in_their_order(model, tmp_path, monkeypatc
     assert loaded == [model, other]
     plain = run(model, tmp_path / "out", ("ppl", "entropy"), num=4, steps=(2,)).rows[0]
     assert plain == found.rows[2]
+
+
+def test_sources_may_be_paths(model, tmp_path):
+    config = EvalConfig(metrics=("entropy",), steps=(2,), num=4, device="cpu")
+    by_name = didi.evaluate(model, config, out=tmp_path / "out", baseline=model)
+    by_path = didi.evaluate(Path(model), config, out=tmp_path / "out", baseline=Path(model))
+    assert by_path.rows == by_name.rows
+    assert by_path.baseline == by_name.baseline
+
+
+def test_a_variant_is_refused_before_anything_is_drawn(model, tmp_path):
+    config = EvalConfig(metrics=("entropy",), steps=(2,), num=4, device="cpu")
+    ways = [model, Variant(model, replace(config, metrics=("c2st",)))]
+    with pytest.raises(UserError, match="c2st compares with text"):
+        didi.evaluate(ways, config, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

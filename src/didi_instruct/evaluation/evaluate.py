@@ -64,14 +64,14 @@ OF_A_SAMPLER = (
 
 
 def evaluate(
-    models: str | Sequence[str | Variant],
+    models: str | Path | Sequence[str | Path | Variant],
     config: EvalConfig | None = None,
     *,
     out: str | Path,
-    judge: str | Judge | None = None,
-    baseline: str | None = None,
+    judge: str | Path | Judge | None = None,
+    baseline: str | Path | None = None,
     samples: Sequence[str | Path] = (),
-    folding: str | Folding | None = None,
+    folding: str | Path | Folding | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Draw samples of models, measure them, and compare them with those of a baseline.
@@ -83,13 +83,17 @@ def evaluate(
     each, joined row by row, with the means.
     """
     config, out = config or EvalConfig(), Path(out)
-    named = [models] if isinstance(models, str) else models
-    rows = [row if isinstance(row, Variant) else Variant(row, config) for row in named]
+    named = [models] if isinstance(models, str | Path) else models
+    rows = [row if isinstance(row, Variant) else Variant(str(row), config) for row in named]
     if not rows and not samples:
         raise UserError("Nothing to evaluate: name a model, or saved samples with --samples FILE.")
     if samples and len(config.lengths) > 1:
         raise UserError("Saved samples have the length that they have: leave out --lengths.")
-    check_requirements(config, judge=judge is not None, folding=folding is not None)
+    for own in [config, *(row.config for row in rows if row.config is not config)]:
+        check_requirements(own, judge=judge is not None, folding=folding is not None)
+    judge = str(judge) if isinstance(judge, Path) else judge
+    folding = str(folding) if isinstance(folding, Path) else folding
+    baseline = None if baseline is None else str(baseline)
     inputs = _open_inputs(rows, config, judge, baseline, samples, folding, out)
     tables = [_open_table(length, rows, config, inputs) for length in config.lengths or (None,)]
     _draw(tables, inputs, progress)
