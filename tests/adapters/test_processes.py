@@ -18,6 +18,7 @@ from tests.runs import entries
 
 import didi_instruct as didi
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.adapters.test_processes"
 RECIPE = """
