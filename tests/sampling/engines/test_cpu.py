@@ -5,6 +5,7 @@ import gc
 import math
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from didi_instruct.process.schedule import make_schedule
 from didi_instruct.sampling.denoiser import CachedDenoiser, make_denoiser, network_denoiser
 from didi_instruct.sampling.engines import cpu
 from didi_instruct.sampling.engines.cpu import PackedDiT, PackedLinear, fits, packs
+from didi_instruct.sampling.generate import Request, generate
 from didi_instruct.sampling.state import Reads
 
 TINY = {"layers": 2, "hidden": 24, "heads": 2, "cond_dim": 8, "vocab_size": 11, "length": 40}
@@ -171,7 +173,7 @@ def make():
 @pytest.mark.parametrize(
     "sampler", ["ancestral", "confidence", "remasking", "first-hitting", "dplm"]
 )
-def test_samples_are_the_networks(sampler, monkeypatch):
+def test_samples_are_the_networks(sampler):
     """The same seed, and so the same tokens.
 
     Rounding moves a cumulative probability by about 1e-6, and so one of some hundred tokens in a
@@ -179,12 +181,13 @@ def test_samples_are_the_networks(sampler, monkeypatch):
     positions tell masks apart, so that confidence has no ties for rounding to break.
     """
     model = make()
-    wish = {"num": 6, "steps": None if sampler == "first-hitting" else 8, "sampler": sampler}
-    assert engine(model._denoiser.current()) == PACKED
-    ours = model.draw(**wish)
+    steps = None if sampler == "first-hitting" else 8
+    wish = Request(num=6, steps=steps, sampler=sampler, measure_path=True)
+    packed = model.sampled()
+    assert engine(packed.denoiser) == PACKED
+    ours = generate(wish, packed)
     plain = network_denoiser(model.network, model.schedule)
-    monkeypatch.setattr(model._denoiser, "current", lambda: plain)
-    expected = model.draw(**wish)
+    expected = generate(wish, replace(packed, denoiser=plain))
     assert torch.equal(ours.tokens, expected.tokens)
     torch.testing.assert_close(ours.log_prob, expected.log_prob, rtol=1e-5, atol=1e-4)
 
