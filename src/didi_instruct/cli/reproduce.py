@@ -129,7 +129,6 @@ def command(
     What is done is kept: the same command goes on where it stopped.
     """
     from didi_instruct.reproduce.experiments import ITEMS, find_item
-    from didi_instruct.reproduce.minutes import LASTING
     from didi_instruct.reproduce.preflight import check_given
     from didi_instruct.reproduce.scale import Given
     from didi_instruct.reproduce.scales import find_scale
@@ -161,11 +160,13 @@ def command(
         apart = ", ".join(chosen.apart)
         typer.echo(f"Not part of `all` at scale {scale}, name it to have it: {apart}.", err=True)
     folder = out or Path("reproduce") / scale
-    if minutes is not None and (item not in LASTING or not minutes > 0):
-        raise UserError(f"--minutes is for {' and '.join(LASTING)}, and more than 0: leave it out.")
+    if minutes is not None and not (minutes > 0 and all(i.equal_minutes for i in items)):
+        able = " and ".join(i.name for i in ITEMS.values() if i.equal_minutes)
+        raise UserError(f"--minutes is for {able}, and more than 0: leave it out.")
     if rivals is not None:
-        if item != "baselines":
-            raise UserError("--rivals is for baselines: leave it out.")
+        if not all(i.chooses_rivals for i in items):
+            able = " and ".join(i.name for i in ITEMS.values() if i.chooses_rivals)
+            raise UserError(f"--rivals is for {able}: leave it out.")
         chosen = chosen.with_rivals([role.strip() for role in rivals.split(",") if role.strip()])
     _refuse_file(folder)
     if dry_run:
@@ -173,7 +174,7 @@ def command(
     if write_only:
         sys.exit(_write_only(items, chosen, folder, minutes))
     if at_once > 1:
-        items = _shared(items, item, device)
+        items = _shared(items, device)
     sys.exit(_run(items, chosen, folder, device, at_once, minutes))
 
 
@@ -189,18 +190,21 @@ def _of_proteins(scale: str, asked: "Iterable[str]") -> bool:
     return True in of_proteins
 
 
-def _shared(items: "list[Experiment]", named: str, device: str | None) -> "list[Experiment]":
+def _shared(items: "list[Experiment]", device: str | None) -> "list[Experiment]":
     """Items that may be made by several jobs on one GPU."""
     from didi_instruct.reproduce.grid import visible_gpus
 
     if device is not None or not visible_gpus():
         raise UserError("--at-once is for jobs that share GPUs: leave it out here, or --device.")
-    if named == "baselines":  # whose trainings are timed, and so run alone
+    kept = [item for item in items if not item.timed_training]
+    apart = [item.name for item in items if item.timed_training]
+    if not kept:  # a grid runs timed trainings alone
         return items
-    kept = [item for item in items if item.name != "baselines"]
-    if len(kept) < len(items):
+    if apart:
         typer.echo(
-            "Not part of `all` with --at-once: baselines, whose trainings must run alone.", err=True
+            f"Not part of this run with --at-once: {', '.join(apart)}, whose trainings must run "
+            "alone.",
+            err=True,
         )
     return kept
 

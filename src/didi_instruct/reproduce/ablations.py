@@ -3,16 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.lines import (
     Answers,
     Experiment,
     Line,
     ablated,
     ask_method,
+    draw_quality,
     learnt,
     printed,
     quality,
@@ -101,11 +100,6 @@ def _ablation_table(numbers: Mapping[str, paper.Printed], scale: Scale, answers:
     )
 
 
-def _draw(scale: Scale, table: Table, path: Path) -> None:
-    caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
-    draw_lines(table, path, drawn(table.shown), paper=scale.name == "paper", caption=caption)
-
-
 def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed]) -> Experiment:
     return Experiment(
         name=name,
@@ -113,7 +107,7 @@ def _item(name: str, title: str, where: str, numbers: Mapping[str, paper.Printed
         where=where,
         lines=partial(_ablation_lines, numbers),
         table=partial(_ablation_table, numbers),
-        draw=_draw,
+        draw=draw_quality,
     )
 
 

@@ -277,5 +277,9 @@ BASELINE_ITEMS = (
         lines=_lines,
         table=_table,
         draw=_draw,
+        packages=("mauve",),
+        equal_minutes=True,
+        chooses_rivals=True,
+        timed_training=True,
     ),
 )

@@ -20,7 +20,7 @@ from didi_instruct.reproduce.guidance import GUIDANCE_ITEMS
 from didi_instruct.reproduce.jobs import Job, in_order
 from didi_instruct.reproduce.latency import LATENCY_ITEMS
 from didi_instruct.reproduce.lines import Answers, Experiment, Line, Results
-from didi_instruct.reproduce.minutes import LASTING, kept, measured, pace_jobs, with_minutes
+from didi_instruct.reproduce.minutes import kept, measured, pace_jobs, with_minutes
 from didi_instruct.reproduce.proteins import PROTEIN_ITEMS
 from didi_instruct.reproduce.running import finished
 from didi_instruct.reproduce.scale import Scale
@@ -266,7 +266,7 @@ def command(item: Experiment, scale: Scale) -> str:
     for name, option in scale.judge_options.items():
         flag = f" --judge-{name.replace('_', '-')}"
         words += flag if option is True else f"{flag} {shlex.quote(str(option))}"
-    if scale.minutes is not None and item.name in LASTING:
+    if scale.minutes is not None and item.equal_minutes:
         words += f" --minutes {scale.minutes:g}"
     if scale.left_out:
         words += f" --rivals {','.join(scale.rivals)}"

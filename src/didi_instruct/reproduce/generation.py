@@ -5,13 +5,14 @@ from pathlib import Path
 
 from didi_instruct.data.manifest import is_prepared
 from didi_instruct.reproduce import paper
-from didi_instruct.reproduce.figures import draw_lines, drawn
+from didi_instruct.reproduce.figures import draw_lines
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.lines import (
     Answers,
     Experiment,
     Line,
     ask_method,
+    draw_quality,
     learnt,
     printed,
     quality,
@@ -55,12 +56,6 @@ def _figure_1_table(scale: Scale, answers: Answers) -> Table:
         paper=printed(paper.GENERATION, labels("teacher", "didi") | {"gpt2": METHODS["ar"].label}),
         notes=[*learnt(rows), UNMATCHED, PATH, COST, *lacking],
     )
-
-
-def _draw_quality(scale: Scale, table: Table, path: Path) -> None:
-    caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
-    is_paper = scale.name == "paper"
-    draw_lines(table, path, drawn(table.shown), paper=is_paper, caption=caption)
 
 
 def _generation(scale: Scale) -> Iterator[Line]:
@@ -183,7 +178,7 @@ GENERATION_ITEMS = (
         where="Figure 1",
         lines=_figure_1,
         table=_figure_1_table,
-        draw=_draw_quality,
+        draw=draw_quality,
     ),
     Experiment(
         name="generation",
@@ -191,7 +186,7 @@ GENERATION_ITEMS = (
         where='Section 4.1, "Generation results"',
         lines=_generation,
         table=_generation_table,
-        draw=_draw_quality,
+        draw=draw_quality,
     ),
     Experiment(
         name="scaling",
@@ -199,7 +194,7 @@ GENERATION_ITEMS = (
         where="Section 4.4 and its figure",
         lines=_large,
         table=_scaling_table,
-        draw=_draw_quality,
+        draw=draw_quality,
     ),
     Experiment(
         name="samples",
@@ -277,5 +272,6 @@ DIVERSITY_ITEMS = (
         lines=_variety,
         table=_variety_table,
         draw=_draw_variety,
+        packages=("mauve", "nltk"),
     ),
 )

@@ -373,5 +373,6 @@ GUIDANCE_ITEMS = (
         lines=lambda scale: [Line(_anova_job(scale))],
         table=_anova_table,
         draw=_draw_anova,
+        packages=("optuna", "sklearn", "scipy"),
     ),
 )

@@ -334,5 +334,6 @@ LATENCY_ITEMS = (
         where='Appendix "Practical Latency and Throughput Analysis", table',
         lines=lambda scale: [Line(_latency_job(scale))],
         table=_latency_table,
+        equal_minutes=True,
     ),
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from didi_instruct.distillation.watch import MOSTLY
+from didi_instruct.reproduce.figures import draw_lines, drawn
 from didi_instruct.reproduce.jobs import Job
 from didi_instruct.reproduce.measure import quality_job
 from didi_instruct.reproduce.methods import ALL_TRICKS, METHODS
@@ -64,6 +65,14 @@ class Experiment:
     table: Callable[[Scale, Answers], Table]
     draw: Callable[[Scale, Table, Path], None] | None = None
     """Draws a PNG of the table."""
+    packages: tuple[str, ...] = ()
+    """Packages and programs beyond the core that it needs (`preflight.PACKAGES`)."""
+    equal_minutes: bool = False
+    """Its students may train equal minutes (`--minutes`)."""
+    chooses_rivals: bool = False
+    """Its models may be chosen (`--rivals`)."""
+    timed_training: bool = False
+    """Its trainings are timed, and must not share a GPU."""
 
 
 def ask_method(
@@ -161,6 +170,13 @@ def learnt(rows: Iterable[Row]) -> list[str]:
         if mostly:
             notes.append(f"The discriminator was mostly {words}: {'; '.join(mostly)}.")
     return notes
+
+
+def draw_quality(scale: Scale, table: Table, path: Path) -> None:
+    """Draw the numbers of a table over NFE; at paper scale the paper's too."""
+    caption = f"{scale.name} scale; judge: {scale.judge_name}; seeds {scale.seed_list}"
+    is_paper = scale.name == "paper"
+    draw_lines(table, path, drawn(table.shown), paper=is_paper, caption=caption)
 
 
 def printed(numbers: Mapping[str, Printed], names: Mapping[str, str]) -> list[Row]:

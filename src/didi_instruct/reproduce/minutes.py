@@ -108,8 +108,6 @@ def _tokens_per_step(folder: Path) -> int:
     return config.train.batch_size * config.model.row_length
 
 
-LASTING = ("baselines", "latency")
-"""Whose students may train equal minutes."""
 KEPT = "paces.json"
 """Iterations per second by the key of the job that measured them."""
 STEPS = 48

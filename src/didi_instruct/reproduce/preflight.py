@@ -38,6 +38,16 @@ STATE_BYTES, CHECKPOINTS, WEIGHT_BYTES = 16, 3, 4
 and its bytes in a model alone."""
 TOKENIZERS = ("tokenizer.json", "vocab.json")
 """Files, one of which a tokenizer on the hub has."""
+PACKAGES = {
+    "matplotlib": ("reproduce", "figures"),
+    "optuna": ("reproduce", "rgas-anova"),
+    "sklearn": ("reproduce", "rgas-anova"),
+    "scipy": ("reproduce", "rgas-anova"),
+    "mauve": ("eval", "MAUVE"),
+    "nltk": ("eval", "Self-BLEU of words"),
+    "datasets": ("data", "data of the hub"),
+}
+"""Extra that brings each package, and what it is for."""
 OPENWEBTEXT = 60e9
 """Bytes of the corpus, downloaded and as tokens."""
 
@@ -225,26 +235,14 @@ def _hub(name: str, kind: str) -> str:
 
 
 def _extras(items: Sequence[Experiment], scale: Scale, sources: set[str]) -> Iterator[Check]:
-    names = {item.name for item in items}
-    wanted = [("matplotlib", "reproduce", "figures", True)]
-    wanted += [
-        (package, "reproduce", "rgas-anova", "rgas-anova" in names)
-        for package in ("optuna", "sklearn", "scipy")
-    ]
-    wanted += [
-        (
-            "mauve",
-            "eval",
-            "MAUVE",
-            scale.measures_mauve and bool(names & {"diversity", "baselines"}),
-        ),
-        ("nltk", "eval", "Self-BLEU of words", "diversity" in names),
-        ("datasets", "data", "data of the hub", any(s.startswith("hf:") for s in sources)),
-    ]
-    if "protein-diversity" in names:
+    asked = {package for item in items for package in item.packages}
+    if "mmseqs" in asked:
         yield Check("mmseqs", shutil.which("mmseqs") is not None, "apt install mmseqs2")
-    for package, extra, use, needed in wanted:
-        if needed:
+    asked |= {"matplotlib"}
+    asked |= {"datasets"} if any(source.startswith("hf:") for source in sources) else set()
+    asked -= set() if scale.measures_mauve else {"mauve"}
+    for package, (extra, use) in PACKAGES.items():
+        if package in asked:
             remedy = f'pip install "didi-instruct[{extra}]"'
             yield Check(f"{package} (for {use})", find_spec(package) is not None, remedy)
 

@@ -329,5 +329,6 @@ PROTEIN_ITEMS = (
         where=f"{WHERE}, table",
         lines=_diversity,
         table=_diversity_table,
+        packages=("mmseqs",),
     ),
 )

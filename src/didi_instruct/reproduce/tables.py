@@ -9,7 +9,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -213,7 +213,6 @@ class Edition:
     failed: Sequence[str] = ()
     figure: str | None = None
     """Its file, beside the table's."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def to_markdown(table: Table, edition: Edition) -> str:
@@ -344,7 +343,6 @@ def to_json(table: Table, edition: Edition) -> str:
         "failed": list(edition.failed),
         "jobs": list(edition.jobs),
         "provenance": dict(edition.provenance),
-        **edition.extra,
     }
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
