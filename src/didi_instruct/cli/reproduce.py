@@ -161,7 +161,7 @@ def command(
         typer.echo(f"Not part of `all` at scale {scale}, name it to have it: {apart}.", err=True)
     folder = out or Path("reproduce") / scale
     if minutes is not None and not (minutes > 0 and all(i.equal_minutes for i in items)):
-        able = " and ".join(i.name for i in ITEMS.values() if i.equal_minutes)
+        able = " and ".join(sorted(i.name for i in ITEMS.values() if i.equal_minutes))
         raise UserError(f"--minutes is for {able}, and more than 0: leave it out.")
     if rivals is not None:
         if not all(i.chooses_rivals for i in items):
