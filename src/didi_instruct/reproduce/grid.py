@@ -45,7 +45,7 @@ class Standing:
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Of the process that made the result."""
     crowded: bool = False
-    """It found no memory beside others."""
+    """It ran out of memory beside other jobs."""
 
     @property
     def alone(self) -> bool:
@@ -53,22 +53,22 @@ class Standing:
         return self.job.timed or self.crowded
 
     def take(self, done: Done) -> None:
-        """Note what a finished job found."""
+        """Take over the result of a finished job."""
         self.seconds, self.result, self.provenance = done.seconds, done.result, done.provenance
 
 
 class Board(Protocol):
-    """Shows how all jobs stand."""
+    """Display of the states of all jobs."""
 
     def show(self, standings: Sequence[Standing], changed: Standing) -> None:
-        """One of them has changed."""
+        """Show the states after one has changed."""
 
 
 class NoBoard:
-    """Shows nothing."""
+    """A board without output."""
 
     def show(self, standings: Sequence[Standing], changed: Standing) -> None:
-        """Nothing."""
+        """Ignore the change."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Grid:
                 standing.take(done)
 
     def run(self, gpus: Sequence[str] = ()) -> None:
-        """Run what is missing; here, or in a process for each of several GPUs (or names of one)."""
+        """Run missing jobs, here or in one process for each name in `gpus`."""
         if len(gpus) > 1:
             self._run_in_processes(gpus)
             return
@@ -149,7 +149,7 @@ class Grid:
                 time.sleep(PAUSE)
 
     def _next(self, shared: bool = False) -> Standing | None:
-        """The first job that can run now; those that never can are marked on the way.
+        """Find the first job that can run now, and mark those that never can.
 
         Where jobs share a GPU, one that has to be alone runs while no other does.
         """
@@ -178,7 +178,7 @@ class Grid:
         return None
 
     def _failed(self, standing: Standing, error: str, shared: bool) -> None:
-        """Note why a job failed; if others may have taken its memory, let it wait for its turn."""
+        """Record a failure; if other jobs may have taken its memory, queue the job again."""
         if shared and not standing.alone and any(word in error for word in NO_MEMORY):
             standing.crowded = True
             self._change(standing, "waiting", "found no memory beside others")
@@ -203,13 +203,13 @@ class Grid:
 
     @property
     def failures(self) -> list[Standing]:
-        """Jobs without a result that were to have one, and that something was lost with."""
+        """Jobs that failed or were blocked, unless their dependents finished without them."""
         managed = {job.key for s in self.standings if s.state in FOUND for job in s.job.before}
         return [s for s in self.standings if s.state in LOST and s.job.key not in managed]
 
 
 def explain(error: Exception) -> str:
-    """An error on one line."""
+    """Format an error on one line."""
     text = " ".join(str(error).split())
     known = type(error).__name__ in ("UserError", "TrainingError", "MissingExtraError")
     return text if known and text else f"{type(error).__name__}: {text}"
@@ -228,7 +228,7 @@ JOB, ERROR, LOG = "job.json", "error.txt", "log.txt"
 
 
 class Processes:
-    """Jobs in processes of their own, each of which sees one GPU; left, all have ended."""
+    """Jobs in processes of their own, each with one GPU; leaving the context ends them all."""
 
     def __init__(self, gpus: Sequence[str], out: Path) -> None:
         self._free, self._out = list(gpus), out
@@ -260,7 +260,7 @@ class Processes:
         self._running[job.key] = (process, gpu, folder)
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """Keys of jobs that have ended, and what went wrong, if anything did."""
+        """Yield the key of each job that has ended, with its error or an empty string."""
         for key, (process, gpu, folder) in list(self._running.items()):
             if process.poll() is None:
                 continue
@@ -278,7 +278,7 @@ class Processes:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Ask what still runs to save and stop, and wait for it."""
+        """Ask running jobs to save and stop, and wait for them."""
         for process, _, _ in self._running.values():
             process.send_signal(signal.SIGTERM)
         for process, _, _ in self._running.values():
@@ -317,7 +317,7 @@ def from_plain(value: Mapping[str, Any]) -> Job:
 
 
 def work(folder: Path, out: Path) -> int:
-    """Run the job that a grid wrote into `folder`; what goes wrong is left there for it."""
+    """Run the job that a grid wrote into `folder`; an error is written there too."""
     try:
         run_job(from_plain(json.loads((folder / JOB).read_text(encoding="utf-8"))), out)
     except StoppedError as stopped:

@@ -40,10 +40,10 @@ SETTINGS = {"pretrain": PretrainConfig, "distill": DistillConfig, "finetune": Fi
 DATA = "data"
 """Role of what a training learns from, where it is given as an input."""
 TEXTS = ("reference", "corpora", DATA)
-"""Inputs that are no models: a folder `stories` of texts is not the model of that name."""
+"""Roles of texts: a folder `stories` of texts is not the shipped model of that name."""
 NO_PART = {"": ("reproduces", "expect", "watch"), "train": ("log_every", "save_every", "keep")}
-"""Settings that change what is told and kept, not what is learnt; a run that is watched and given
-up has no result to keep."""
+"""Settings that affect logs and checkpoints, not the trained model; a run that `watch` stops has no
+result."""
 ADDED = {
     "warmup_on_top": False,
     "bidirectional": False,
@@ -103,7 +103,7 @@ class Job:
     """A training run, or a call of a function, with all that its result depends on."""
 
     name: str
-    """For people, and in the folder's name: letters, digits, `-`."""
+    """Shown to the user and part of the folder's name: letters, digits, `-`, `.`."""
     does: Does
     recipe: str = ""
     """Of a training run: a shipped name, or a file."""
@@ -120,7 +120,7 @@ class Job:
     and have no part in its result or key."""
 
     def __post_init__(self) -> None:
-        """Refuse jobs that nothing can run."""
+        """Check that the job can be run."""
         assert self.does in SETTINGS or self.does in TASKS or ":" in self.does, self.does
         assert bool(self.recipe) == (self.does in SETTINGS), self.name
         assert self.name.replace("-", "").replace(".", "").isalnum(), self.name

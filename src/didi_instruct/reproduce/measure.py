@@ -140,7 +140,7 @@ def _short(stage: str) -> str:
 
 
 WHOLE = (0, 1)
-"""The only part there is."""
+"""All settings in one part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ class Setting:
     """A model and a way to sample it: a row of a table."""
 
     method: str
-    """Names the line of the table."""
+    """Name of the line in the table."""
     source: str
     steps: int | None = None
     """None where the sampler takes a step per token."""
@@ -159,7 +159,7 @@ class Setting:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row."""
     without: tuple[str, ...] = ()
-    """Metrics of the terms that its row does not have."""
+    """Metrics that its row leaves out."""
 
     def variant(self, terms: "Terms") -> Variant:
         """The row of an evaluation."""
@@ -259,7 +259,7 @@ def _check_steps(setting: Setting, model: ModelInfo) -> None:
 
 
 def _row(setting: Setting, row: Row) -> Row:
-    """With names of the table's own; where a model lay on this machine says nothing to a reader."""
+    """A row under the names of the table, without the local path of its model."""
     return complete(row) | {"model": None, "method": setting.method, **setting.more}
 
 

@@ -54,7 +54,7 @@ OPENWEBTEXT = 60e9
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that is needed, and whether it is there."""
+    """A requirement of a run, and its remedy if it is missing."""
 
     what: str
     is_there: bool
@@ -131,7 +131,7 @@ def checks(items: Sequence[Experiment], scale: Scale, out: Path) -> Iterator[Che
 
 
 def check_given(given: Given) -> None:
-    """Refuse files that are not there, before any job fails for the want of them."""
+    """Refuse missing files before any job starts."""
     for flag in ("data", "judge", "teacher", "corpora", "tasks", "folding"):
         value = getattr(given, flag)
         if value is None or value == "oracle" or Path(value).exists() or value in shipped():
@@ -142,7 +142,7 @@ def check_given(given: Given) -> None:
 
 
 def require_gpu(scale: Scale, device: str | None = None) -> None:
-    """Refuse to begin days or weeks of work on a CPU; who asks for one has `small` on it."""
+    """Refuse to start days of work on a CPU, unless `--device cpu` asks for it at scale small."""
     if scale.judge == "oracle" or _gpu(scale).is_there:  # that language is for a CPU
         return
     if scale.name == "small" and device == "cpu":
@@ -156,7 +156,7 @@ def require_gpu(scale: Scale, device: str | None = None) -> None:
 
 
 def _together(scale: Scale) -> Check:
-    """The same as a check."""
+    """`check_together` as a check."""
     try:
         check_together(scale)
     except UserError as error:
@@ -275,7 +275,7 @@ def _gpu(scale: Scale) -> Check:
 
 
 def check_together(scale: Scale) -> None:
-    """Refuse a teacher, texts and a judge whose tokenizers differ, and texts that cannot be read.
+    """Refuse a teacher, texts and a judge with different tokenizers, and unreadable texts.
 
     What is trained here has the teacher's tokenizer; prepared texts have one of their own.
     """

@@ -1,4 +1,4 @@
-"""One job in its folder: run, resumed where it stopped, and marked as done when it is.
+"""Run one job in its folder, resume it if it was interrupted, and mark it as done.
 
 `done.json` is written last and whole, so a folder with it holds a result and one without does not.
 """
@@ -21,7 +21,7 @@ from didi_instruct.training.run_dir import RECIPE, is_begun, steps_made
 
 DONE, SPENT, RUN = "done.json", "spent.json", "run"
 Tell = Callable[[str], None]
-"""Takes a few words on how far a job is."""
+"""Receives the progress of a job in a few words."""
 
 
 class StoppedError(Exception):
@@ -187,7 +187,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 class _StepReporter(Reporter):
-    """Tells a run's step now and then."""
+    """Reports the step of a training."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self._steps = tell, 0

@@ -150,7 +150,7 @@ class Scale:
 
     @property
     def seed_list(self) -> str:
-        """For people."""
+        """Seeds as text, separated by commas."""
         return ", ".join(map(str, self.seeds))
 
     def drawing(self, seed: int, num: int | None = None) -> dict[str, Any]:
