@@ -47,7 +47,7 @@ ROWS_LOOKED_AT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillResult(RunResult):
-    """Where a distillation stands when it returns."""
+    """State of a distillation when it returns."""
 
     teacher: Mapping[str, float] = field(default_factory=dict)
     """The teacher's quick evaluation."""

@@ -34,7 +34,7 @@ KEPT = ("foreign", "padding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneResult(RunResult):
-    """Where a fine-tuning stands when it returns."""
+    """State of a fine-tuning when it returns."""
 
     source: str
     """The model that was fine-tuned."""

@@ -93,7 +93,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.network.parameters()).device
 
     @torch.no_grad()

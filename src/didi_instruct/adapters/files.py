@@ -134,7 +134,7 @@ def base_of(folder: Path) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the weights and the base, as config.json has them, and of LoRA's settings.
+    """Digests of the weights and the base, from config.json, and of LoRA's settings.
 
     The place of the base is no part of them: it may move.
     """

@@ -51,7 +51,7 @@ class Lora(nn.Module):
 
     @property
     def delta(self) -> Tensor:
-        """What the adapter adds to the weight of its layer, (outputs, inputs)."""
+        """Change of the layer's weight by the adapter, (outputs, inputs)."""
         return (self.B @ self.A) * self.scale
 
 

@@ -1,4 +1,4 @@
-"""What `didi bench` times: models, and the cases made of them."""
+"""Models and cases that `didi bench` times."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a sampler is compared with: bare passes, naive sampling and left-to-right models."""
+"""Rivals of a sampler: bare passes, naive sampling and left-to-right models."""
 
 import functools
 from collections.abc import Callable

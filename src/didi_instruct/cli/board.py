@@ -108,7 +108,7 @@ class _Lines:
 
 
 def summary(standings: "Sequence[Standing]") -> str:
-    """How many jobs stand how."""
+    """Count the jobs of each state."""
     counts = Counter(WORDS.get(s.state, s.state) for s in standings if s.state != "running")
     order = ("done", "done before", "failed", "blocked", "waiting")
     parts = [f"{counts[state]} {state}" for state in order if counts[state]]

@@ -94,7 +94,7 @@ def zero_shot(
 
 
 def default_folder(sources: "Sequence[str]", against: str | None = None) -> Path:
-    """Where an evaluation is kept: by the names of the models, or of the files of samples."""
+    """Default folder of an evaluation, named after the models or the files of samples."""
     paths = [Path(source).resolve() for source in sources]
     name = "+".join(path.stem if path.is_file() else path.name for path in paths) or "samples"
     rival = f"-against-{Path(against).resolve().name}" if against else ""

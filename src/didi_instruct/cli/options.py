@@ -70,7 +70,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def _value(kind: Any, given: Any) -> Any:
-    """What the command line gives, as the setting's type."""
+    """Convert a value of the command line to the setting's type."""
     if get_origin(kind) is tuple:
         return tuple(part.strip() for part in given.split(",") if part.strip())
     if get_origin(kind) in (dict, Mapping):

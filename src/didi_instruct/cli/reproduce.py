@@ -179,7 +179,7 @@ def command(
 
 
 def _of_proteins(scale: str, asked: "Iterable[str]") -> bool:
-    """Whether the items have the models and data of proteins, apart from those of text."""
+    """Return True if the items use the models and data of proteins instead of those of text."""
     from didi_instruct.reproduce.protein_scales import ITEMS
 
     of_proteins = {name in ITEMS for name in asked}

@@ -83,7 +83,7 @@ class TerminalStream:
         return text
 
     def _page(self, header: str, text: "Text") -> "RenderableType":
-        """As much of the text as fits the terminal, which cannot scroll back what is rewritten."""
+        """The part of the text that fits the terminal, which cannot rewrite what scrolled away."""
         from rich.text import Text
 
         lines = text.wrap(self._console, self._console.width)

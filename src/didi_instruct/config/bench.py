@@ -11,7 +11,7 @@ from didi_instruct.errors import Argument, UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchConfig:
-    """What to time, and how. `model` are changed settings of the architecture."""
+    """Settings of a benchmark; `model` overrides settings of the architecture."""
 
     source: Annotated[
         str | None,

@@ -182,7 +182,7 @@ class DistillConfig:
 
     @property
     def reads_bank(self) -> bool:
-        """Whether the student reads texts that its teacher drew beforehand."""
+        """True if the student reads texts that its teacher drew beforehand."""
         return self.method in ("didi", "sdtt", "mixture") and self.reference.source == "bank"
 
     def _check_method(self) -> None:

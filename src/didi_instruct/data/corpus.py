@@ -155,10 +155,10 @@ def checked_split(
 
 
 class LearningText:
-    """What a tokenizer is learnt from: the training part, or an even sample of a large one.
+    """Text to learn a tokenizer from: the training part, or an even sample of a large one.
 
     Up to `most` characters the corpus is read once. A larger one is counted to its end, and read
-    again for every so manieth piece.
+    again, at a regular stride.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What training reads: rows of tokens, in an endless shuffled order that is a pure function."""
+"""Rows of tokens for training, in an endless shuffled order that is a pure function."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class TokenSource(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What the ids mean."""
+        """Tokenizer of the ids."""
 
     @property
     def num_sequences(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a folder of prepared tokens says about itself: `manifest.json`, written last."""
+"""The manifest of a folder of prepared tokens: `manifest.json`, written last."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a row holds: a stretch of all documents joined, or one document and its end."""
+    """Contents of a row: a stretch of all documents joined, or one document and its end."""
 
     rows: Rows = "stream"
     long: Long = "drop"
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What differs from the default, so that a stream is described as it always was."""
+        """Settings that differ from the default; a stream has none, as in earlier versions."""
         given = {"rows": self.rows, "long": self.long}
         return {name: word for name, word in given.items() if word != getattr(Layout(), name)}
 
@@ -128,7 +128,7 @@ class Manifest:
 
     @property
     def layout(self) -> Layout:
-        """What the rows hold."""
+        """Layout of the rows."""
         return Layout(**{k: v for k, v in self.settings.items() if k in ("rows", "long")})
 
     @property
@@ -166,7 +166,7 @@ class Manifest:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder was written by `didi data prepare`."""
+    """Return True if `didi data prepare` wrote the folder."""
     return (folder / MANIFEST_FILE).is_file()
 
 

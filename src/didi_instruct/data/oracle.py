@@ -43,7 +43,7 @@ CHUNK = 1024
 
 
 class LatentPosterior(NamedTuple):
-    """What a batch of sequences says about its latents."""
+    """Posterior of the latents of a batch of sequences."""
 
     name: Tensor
     """p(g | x): (B, G)."""
@@ -135,7 +135,7 @@ class OracleLanguage:
 
     @property
     def device(self) -> torch.device:
-        """Where the tables live; tokens must live there too."""
+        """Device of the tables, on which tokens must be too."""
         return self.emission.device
 
     @cached_property
@@ -295,7 +295,7 @@ class OracleLanguage:
         return _chain_entropy(self.prior, torch.stack(states), pair)
 
     def mistakes(self, tokens: Tensor) -> Mistakes:
-        """How often sentences break an agreement, in a language with a grammar. Shape: (B, L)."""
+        """Count broken agreements, in a language with a grammar; tokens (B, L)."""
         if self.grammar is None:
             raise ValueError("a language of random tables has no grammar, hence no mistakes")
         return count_mistakes(self.grammar, tokens.reshape(-1, self.sentences, self.slots))

@@ -100,7 +100,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What each word demands: its slot, and a value of each latent or -1; tensors of (V,)."""
+    """Requirements of each word: its slot, and a value of each latent or -1; tensors of (V,)."""
 
     slot: Tensor
     demands: dict[str, Tensor]

@@ -135,7 +135,7 @@ class TokenFiles:
         self._file: BinaryIO | None = None
 
     def path(self, index: int) -> Path:
-        """Where the file of that number lies."""
+        """Path of the file of that number."""
         return self._folder / f"{self._split}-{index:05d}.bin"
 
     def go_on(self, tokens: int, hashes: list[str]) -> None:

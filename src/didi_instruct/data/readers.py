@@ -1,4 +1,4 @@
-"""From files to documents, and from documents to pieces of bounded size.
+"""Read files as documents, and documents as pieces of bounded size.
 
 A reader gives *fragments*, `(text, last)`: text in any portions, `last` where a document ends. So a
 document can be far longer than memory. `cut_into_pieces` makes the portions regular again.
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """What counts as a document."""
+    """Options that decide what counts as a document."""
 
     field: str = "text"
     """Field of a record, or column, that has the text."""

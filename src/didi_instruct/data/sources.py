@@ -1,4 +1,4 @@
-"""Where text comes from: files found by name, opened and decompressed as streams."""
+"""Sources of text: files found by name, opened and decompressed as streams."""
 
 import gzip
 import io

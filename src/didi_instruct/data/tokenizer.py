@@ -144,7 +144,7 @@ class Tokenizer:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def __contains__(self, word: str) -> bool:
-        """Whether a word is one token."""
+        """Return True if the word is one token."""
         return self._backend.token_to_id(word) is not None
 
     def encode(self, texts: list[str]) -> list[list[int]]:

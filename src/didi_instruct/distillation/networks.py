@@ -51,7 +51,7 @@ def prepare_teacher(loaded: LoadedModel, config: DistillConfig, source: str) -> 
 def make_student(
     teacher: LoadedModel, source: str, other: LoadedModel | None, config: DistillConfig
 ) -> Network:
-    """Where the student starts: a copy of the teacher, or of the model that the settings name."""
+    """Make the student: a copy of the teacher, or of the model that the settings name."""
     start = cast("Network", teacher.model)
     if other is not None:
         assert config.student is not None

@@ -246,7 +246,7 @@ class Nats(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """Of the whole rows."""
+        """Nats of whole rows."""
         return self.before + self.last
 
 

@@ -129,7 +129,7 @@ class Variant:
 
 
 def baseline_config(config: EvalConfig, model: Model) -> EvalConfig:
-    """The same, with most steps too; plainly sampled where it cannot be sampled as the others."""
+    """Settings of the baseline: most steps too, sampled plainly if the sampler does not fit."""
     budgets = {*config.steps, *([config.most_steps] if config.most_steps else [])}
     config = replace(config, steps=tuple(sorted(budgets)))
     sampler = None if config.sampler is None else SAMPLERS.get(config.sampler)

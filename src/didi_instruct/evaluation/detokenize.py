@@ -1,4 +1,4 @@
-r"""From tokenised corpora back to text: what the field does, one table of rules per corpus.
+r"""Turn tokenised corpora back into text, by one table of rules per corpus, as the field does.
 
 The models were trained on plain text, so `it was n't` and `500 @,@ 000` would cost them dearly.
 SEDD, MDLM and DUO share one set of rules, and the published numbers depend on it. These tables

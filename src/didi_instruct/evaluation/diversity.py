@@ -160,7 +160,7 @@ def _means_without(values: Numbers, matches: Sequence[Numbers], losses: Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """How often each sample has each n-gram of one order: one entry per pair that occurs."""
+    """Counts of n-grams of one order in each sample: one entry per pair that occurs."""
 
     gram: Ints
     """0, 1, ..., distinct - 1, ascending."""
@@ -240,7 +240,7 @@ def _count(key: Ints, sample: Ints, num_samples: int) -> tuple[_Counts, Ints]:
 
 
 def _changes(values: Ints) -> NDArray[np.bool_]:
-    """Whether each entry differs from the one before; the first does."""
+    """Mark entries that differ from the one before; the first does."""
     changes = np.ones(len(values), dtype=bool)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes

@@ -53,7 +53,7 @@ class Wanted:
 
 
 def open_reference(data: str, wanted: Wanted, reading: ReadOptions) -> SampleSet:
-    """As many texts as there are samples (or all, if they are fewer), in the same tokens.
+    """Read as many texts as there are samples (or all, if they are fewer), in the same tokens.
 
     `data` is a file of samples, a FASTA file, or text. Other tokens and lengths are refused.
     """
@@ -176,7 +176,7 @@ def chain_set(
 
 
 def shuffled_set(real: SampleSet) -> SampleSet:
-    """The same chains with the residues of each shuffled."""
+    """Shuffle the residues of each chain."""
     tokens = real.tokens.clone()
     orders = shuffling(real.lengths.tolist())
     for row, order in zip(tokens, orders, strict=True):

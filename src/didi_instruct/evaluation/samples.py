@@ -45,7 +45,7 @@ LEFT_TO_RIGHT = "autoregressive"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where samples come from: everything that tells two rows of a table apart."""
+    """Origin of samples: everything that tells two rows of a table apart."""
 
     model: str
     """The SOURCE it was loaded from."""

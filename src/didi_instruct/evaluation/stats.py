@@ -29,14 +29,14 @@ HELD_AT_ONCE = 1 << 22
 
 
 class Noise(NamedTuple):
-    """What two sets must have in common to be resampled together."""
+    """Key that two sets must share to be resampled together."""
 
     seed: int
     size: int
 
 
 class Resampling:
-    """How often each sample occurs in each resample, drawn once per kind of noise."""
+    """Counts of each sample in each resample, drawn once per kind of noise."""
 
     def __init__(self, seed: int = 0, resamples: int = RESAMPLES) -> None:
         self.seed, self.resamples = seed, resamples

@@ -64,7 +64,7 @@ NOT_SWEPT = (
 
 
 def ends_early(row: Row) -> bool:
-    """Whether texts of a row end before their window."""
+    """Return True if texts of a row end before their window."""
     mean, length = row.get("mean_length"), row.get("length")
     return mean is not None and length is not None and mean != length
 

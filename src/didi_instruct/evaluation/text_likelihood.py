@@ -251,7 +251,7 @@ def pack(
 
 
 def _truth(rows: OracleSource, count: int) -> dict[str, Any]:
-    """What the oracle knows: its entropy, and the exact likelihood of the very rows measured.
+    """The oracle's entropy, and the exact likelihood of the very rows measured.
 
     The second is what a bound on the same rows should be compared with: the luck of the draw
     cancels.

@@ -154,6 +154,6 @@ class ARModel(nn.Module):
         return nll.masked_fill(torch.isin(targets, constant_ids(self.config.banned, nll.device)), 0)
 
     def _shifted(self, tokens: Tensor) -> Tensor:
-        """What predicts each of `tokens`: the start symbol and all but the last, (B, L)."""
+        """Inputs that predict `tokens`: the start symbol and all but the last, (B, L)."""
         start = torch.full_like(tokens[:, :1], self.config.vocab_size - 1)
         return torch.cat((start, tokens[:, :-1]), dim=1)

@@ -63,7 +63,7 @@ class DiT(nn.Module):
         return x if self.position_embed is None else self.position_embed.add_to(x)
 
     def attention(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor | None:
-        """As given: the ends that fill a window are tokens like others."""
+        """Return `attended` unchanged: the ends that fill a window are tokens like others."""
         return attended
 
     def modulations(self, sigma: Tensor | float | None = None) -> Modulations:

@@ -147,7 +147,7 @@ class MaskedLM(nn.Module):
         return self._trunk.embeddings(inputs_embeds=x, attention_mask=seen, position_ids=positions)
 
     def attention(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor | None:
-        """Where texts have windows of their own, what fills them is padding, not text."""
+        """Mask out the ends that fill a window: to a masked LM they are padding."""
         if self.config.end_id is None:
             return attended
         text = before_end(tokens, self.config.end_id)

@@ -39,7 +39,7 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkRecord:
-    """What config.json has to say of a network of transformers beside its `ModelConfig`."""
+    """Record of a network of transformers in config.json, beside its `ModelConfig`."""
 
     settings: dict[str, Any]
     """Its config.json as transformers writes it."""
@@ -64,7 +64,7 @@ class Network(Protocol):
 
     @property
     def record(self) -> NetworkRecord | None:
-        """What a saved model needs beside weights and config; None: they say it all."""
+        """Record that a saved model needs beside weights and config; None if they suffice."""
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -51,7 +51,7 @@ def asks(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Line]:
 
 
 def unguided(numbers: Mapping[str, paper.Printed], scale: Scale) -> Iterator[Line]:
-    """The same students without guidance, which path KL needs; none where it is not shown."""
+    """Lines of the students without guidance, which path KL needs; none where it is not shown."""
     if PATH_KL not in quality(scale):
         return
     for recipe, line in numbers.items():

@@ -262,7 +262,7 @@ def _absent(scale: Scale) -> list[str]:
 
 
 def _draw(scale: Scale, table: Table, path: Path) -> None:
-    """Of the first seed that has a result: lines of several would lie on each other."""
+    """Draw the first seed that has a result: lines of several would lie on each other."""
     first = table.sweep[0]["seed"]
     rows = [row for row in table.sweep if row["seed"] == first]
     title = f"{scale.name} scale, seed {first}, judge: {scale.judge_name}"

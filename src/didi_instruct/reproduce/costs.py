@@ -60,7 +60,7 @@ class Cost:
 
 @lru_cache(maxsize=64)
 def forward_flops(model: ModelConfig) -> float:
-    """Of one text: two for each parameter and token, and attention of all tokens to all."""
+    """FLOPs of one text: two for each parameter and token, and attention of all tokens to all."""
     length = model.length
     attention = 4 * model.layers * length * length * model.hidden
     return 2.0 * count_parameters(model) * length + attention
@@ -148,7 +148,7 @@ def _drawn(role: str, model: ModelConfig, job: Job) -> tuple[float, int]:
 def _swept(
     role: str, model: ModelConfig, budgets: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[float, int]:
-    """The same where a way to sample a model is drawn over temperature and top-p."""
+    """Cost where a model is sampled over a sweep of temperature and top-p."""
     passes, rows = 0.0, 0
     more = {name: options[name] for name in ("most_steps", "few", "costly")}
     own = 1 if model.kind == "ar" else model.length

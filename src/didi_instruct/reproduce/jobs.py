@@ -231,7 +231,7 @@ def without_additions(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spread(job: Job, parts: int) -> Job:
-    """The same job after others that draw and measure a part of its settings each.
+    """Put jobs before this one that draw and measure a part of its settings each.
 
     They may run at the same time. Its function takes `part`, the number of one and how many there
     are.
@@ -308,7 +308,7 @@ def sweep(
 
 
 def _written(value: Any) -> str:
-    """As an override has it."""
+    """Format a value as an override."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

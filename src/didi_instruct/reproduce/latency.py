@@ -158,7 +158,7 @@ def latency_rows(
     dtype: torch.dtype | None = None,
     fast: bool = True,
 ) -> list[Row]:
-    """The same with perplexity, entropy and what ran, of samples drawn on the same terms.
+    """Rows of latency with perplexity, entropy and passes of samples drawn on the same terms.
 
     The quality is that of full precision, whatever `dtype` is timed.
     """

@@ -70,7 +70,7 @@ def quality(context: Context, **settings: Any) -> list[dict[str, Any]]:
 
 
 def texts(context: Context, **settings: Any) -> list[dict[str, Any]]:
-    """The same rows with the first texts of each, and what those alone measure."""
+    """Rows with the first texts of each, and the measures of those alone."""
     rows, sets = _evaluate(context, **settings)
     judge = judge_of(context, settings["judging"])
     return [row | {"texts": _first(s, judge)} for row, s in zip(rows, sets, strict=True)]

@@ -103,7 +103,7 @@ def learning(folder: Path) -> dict[str, Any]:
 
 
 def _tokens_per_step(folder: Path) -> int:
-    """Of a pretraining run, whose log has tokens per second alone."""
+    """Tokens of a step of a pretraining run, whose log has tokens per second alone."""
     config = load_recipe(PretrainConfig, str(folder / RECIPE), ())
     return config.train.batch_size * config.model.row_length
 
@@ -220,7 +220,7 @@ def with_minutes(scale: Scale, minutes: float, paces: Mapping[str, float]) -> Sc
 
 
 def expected(scale: Scale, minutes: float, out: Path) -> Scale:
-    """The same before the paces are measured: those that are not known yet are a guess.
+    """The scale before the paces are measured: those that are not known yet are a guess.
 
     What is trained that long is right, how many steps that takes is not.
     """

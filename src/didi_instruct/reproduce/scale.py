@@ -169,7 +169,7 @@ class Scale:
         return [role for role in self.models if METHODS[role].compared]
 
     def with_rivals(self, roles: Sequence[str]) -> "Scale":
-        """The same with these models of the baselines alone, and those that they start from."""
+        """Keep these models of the baselines alone, and those that they start from."""
         unknown = [role for role in roles if role not in self.rivals]
         if unknown or not roles:
             raise UserError(

@@ -208,7 +208,7 @@ def zero_shot(context: Context, **asked: Any) -> Rows:
 
 
 def toy_zero_shot(context: Context, **asked: Any) -> Rows:
-    """The same where there is no corpus: stand-ins, and models of letters that can read them."""
+    """The zero-shot table without corpora: stand-ins, and models of letters that can read them."""
     corpora = context.folder / "corpora"
     write_corpora(corpora)
     found = toy_models(context.folder, device=context.device)

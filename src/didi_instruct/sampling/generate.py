@@ -29,7 +29,7 @@ from didi_instruct.sampling.trace import output_ids
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to generate, and how."""
+    """A request for samples: number, lengths, given text, sampler and seed."""
 
     num: int = 1
     """Number of samples; with several prompts or lengths, of each."""

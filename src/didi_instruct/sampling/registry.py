@@ -51,7 +51,7 @@ class SampledModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.network.parameters()).device
 
     @property
@@ -69,7 +69,7 @@ class SampledModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoOptions:
-    """Nothing to set."""
+    """Options of samplers that have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,7 @@ class Answer:
         return "chat.completion" if isinstance(self.body, Chat) else "text_completion"
 
     def shown(self, index: int, whole: str, *, over: bool = True) -> tuple[str, bool]:
-        """What a client gets of a whole text, and whether a stop ended it."""
+        """Cut a whole text for a client; return it, and True if a stop ended it."""
         before = self.before[index // self.body.n]
         text = whole[len(before) :] if whole.startswith(before) else whole
         if over and self.after and text.endswith(self.after):
@@ -154,7 +154,7 @@ class Answer:
 
 
 class Growing:
-    """What a stream has sent of texts that grow from left to right."""
+    """State of a stream of texts that grow from left to right."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer

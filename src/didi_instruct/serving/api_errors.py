@@ -44,7 +44,7 @@ def wrong(message: str, param: str | None = None, code: str | None = None) -> Ap
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told about an error of the engine."""
+    """Turn an error of the engine into one for the client."""
     retry = {"Retry-After": str(RETRY_SECONDS)}
     match error:
         case ApiError():

@@ -45,7 +45,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Server:
-    """What the paths share."""
+    """State that all paths share."""
 
     catalogue: Catalogue
     engine: BatchEngine

@@ -72,7 +72,7 @@ class Limits:
 
 
 class Observer(Protocol):
-    """Who is told what the engine does, by its thread; names are those of models."""
+    """Receives events from the engine's thread; names are those of models."""
 
     def passed(self, name: str, requests: int, texts: int, tokens: int, seconds: float) -> None:
         """A pass of so many requests was run that read texts and drew tokens."""
@@ -349,7 +349,7 @@ class BatchEngine:
 
 
 def _callback(job: Job, mask_id: int, end_id: int | None) -> Callback | None:
-    """What sees the steps of a request: who watches it, and the engine where it takes turns."""
+    """Callback of a request's steps: its watcher, and the engine where it takes turns."""
     if job.watch is None and not job.turn:
         return None
 

@@ -1,4 +1,4 @@
-"""What stands before every request: size, key, headers, log."""
+"""Middleware of every request: size, key, headers, log."""
 
 import hmac
 import logging

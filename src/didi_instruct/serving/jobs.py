@@ -23,7 +23,7 @@ class RefusedError(Exception):
 
 
 class FullError(RefusedError):
-    """As many requests wait as may."""
+    """Raised where the queue is full."""
 
 
 class ExpiredError(Exception):

@@ -13,7 +13,7 @@ _POWERS = tuple(2**k for k in range(15))
 
 
 class Metrics:
-    """What an engine and a server count, by model; an `Observer` of the engine."""
+    """Counters of an engine and a server, by model; an `Observer` of the engine."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()

@@ -32,7 +32,7 @@ ANSWER_SECONDS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """Where a server listens, and how much it takes on."""
+    """Address and limits of a server."""
 
     host: str = "127.0.0.1"
     port: int = 8000

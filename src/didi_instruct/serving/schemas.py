@@ -165,7 +165,7 @@ class Tokenize(Body):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str

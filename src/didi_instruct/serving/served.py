@@ -37,7 +37,7 @@ class Served:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of the model, which has one."""
+        """Tokenizer of the model, which has one."""
         if self.model.tokenizer is None:
             raise UserError(
                 f"{self.name} has no tokenizer, so its samples are no text and cannot be served."
@@ -101,7 +101,7 @@ class Pieces:
 
 
 def role_of(model: Model, *, beside_student: bool) -> Role:
-    """What a model is to the others, as far as it says where it comes from."""
+    """Role of a model beside the others, as far as its provenance tells."""
     if model.config.kind == "ar":
         return "ar"
     if "teacher" in model.provenance:

@@ -1,4 +1,4 @@
-"""What waits for the engine on the event loop: results, canvases, and clients that go away."""
+"""Wait for the engine on the event loop: results, canvases, and clients that go away."""
 
 import asyncio
 import json

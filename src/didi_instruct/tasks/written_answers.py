@@ -53,7 +53,7 @@ class WritingOptions:
 
 
 def final(text: str, regex: str | None) -> str | None:
-    """What counts of an answer; None where a pattern does not match."""
+    """The part of an answer that counts; None where a pattern does not match."""
     if regex is None:
         return text.strip()
     matches = list(re.finditer(regex, text, re.DOTALL))

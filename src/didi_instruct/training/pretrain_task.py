@@ -31,7 +31,7 @@ Save = Callable[[Path, Mapping[str, Tensor], dict[str, Any]], None]
 
 
 class Settings(Protocol):
-    """What a task reads of a run's settings."""
+    """Settings of a run that a task reads."""
 
     @property
     def reproduces(self) -> str: ...

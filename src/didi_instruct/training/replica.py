@@ -141,7 +141,7 @@ class Replica:
         return logits[:count]
 
     def log_probs(self, reads: Reads, t: Tensor | float, at: Tensor) -> Tensor:
-        """The same as log-probabilities, float32."""
+        """Log-probabilities of the logits, float32."""
         return self.logits(reads, t, at).float().log_softmax(-1)
 
     # Learning

@@ -64,7 +64,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Where a run stands when it returns."""
+    """State of a run when it returns."""
 
     folder: Path
     config: Any

@@ -103,7 +103,7 @@ class Panel:
         return [end for _, rows in self.series for row in rows for end in _ends(row, self.field)]
 
     def words(self) -> str:
-        """Where each line starts and ends."""
+        """Starts and ends of the lines."""
         found = []
         for line, rows in self.series:
             places = [f"{row[self.field]:.4g} at {steps(row['nfe'])}" for row in rows]
@@ -386,7 +386,7 @@ def set_scale(axis: "Axes", values: Sequence[float]) -> None:
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Whether there is a number to draw."""
+    """True if there is a number to draw."""
     return value is not None and math.isfinite(value)
 
 

@@ -152,7 +152,7 @@ def tempered(row: Row) -> tuple[float, float]:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether a row has temperature 1 and top-p 1."""
+    """Return True if a row has temperature 1 and top-p 1."""
     return tempered(row) == (1, 1)
 
 
@@ -228,7 +228,7 @@ def _sampler(row: Row, weights: str | None) -> _Sampler:
 
 
 def _agree(one: Row, other: Row) -> bool:
-    """Whether two rows are equal in everything that both know."""
+    """Return True if two rows are equal in all entries that both have."""
     return all(
         one[name] == other[name]
         for name in one.keys() & other.keys()

@@ -90,7 +90,7 @@ class Side:
 
 
 class Summary:
-    """What a report says, computed once."""
+    """Contents of a report, computed once."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ def _edges(lines: Sequence[Line]) -> Iterator[Statement]:
 
 
 def _facts(rows: Rows, judge: str | None) -> list[str]:
-    """What all rows have in common, in a few words each."""
+    """Facts that all rows share, in a few words each."""
     sampled = rows.sampled or rows.controls
     values = {
         name: ", ".join(map(str, sorted({r[name] for r in sampled if r.get(name) is not None})))

@@ -24,7 +24,7 @@ _ENCRYPTED = 1
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the content of an entry lies in the file."""
+    """Extent of an entry's content in the file."""
 
     start: int
     size: int
@@ -87,7 +87,7 @@ class Archive:
         return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=skip)
 
     def is_aligned(self, key: str, item_size: int) -> bool:
-        """Whether numbers of that size can be read where the storage lies."""
+        """Return True if numbers of that size can be read where the storage lies."""
         return self.storages[key].start % item_size == 0
 
     def _bytes(self, extent: Extent) -> bytes:

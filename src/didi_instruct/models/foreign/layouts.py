@@ -100,7 +100,7 @@ def _critics(groups: dict[str, Keys]) -> list[str]:
 
 
 def only_masked(networks: Networks, settings: Settings) -> bool:
-    """Whether the layout (SDTT's, DiDi-Instruct's) has only models of masked diffusion."""
+    """True if the layout (SDTT's, DiDi-Instruct's) has only models of masked diffusion."""
     return (
         networks.discriminator is not None
         or networks.prefix in ("backbone.backbone.", *_AVERAGED)

@@ -34,7 +34,7 @@ often as it likes.
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a torch file holds."""
+    """Contents of a torch file."""
 
     archive: Archive
     content: Any

@@ -1,4 +1,4 @@
-"""Where in a folder, or beside a file, the parts of a foreign checkpoint are."""
+"""Find the parts of a foreign checkpoint in a folder or beside a file."""
 
 from dataclasses import dataclass
 from pathlib import Path

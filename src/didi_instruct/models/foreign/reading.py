@@ -48,7 +48,7 @@ GPT2_REMEDY = "give GPT-2's tokenizer, with which the public models were trained
 
 @dataclass(frozen=True)
 class Found:
-    """What a foreign checkpoint is, by its headers alone."""
+    """Description of a foreign checkpoint, from its headers alone."""
 
     path: Path
     layout: Layout

@@ -33,7 +33,7 @@ _LARGEST = 1 << 40
 
 @dataclass(frozen=True)
 class Settings:
-    """What config.json says; None where it is silent, or where there is none."""
+    """Settings from config.json; None where it is silent, or where there is none."""
 
     path: Path | None = None
     is_nested: bool = False

@@ -1,4 +1,4 @@
-"""From the shapes of a foreign network's tensors, and its config.json, to our configuration."""
+"""Derive our configuration from the shapes of a foreign network's tensors and its config.json."""
 
 import re
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a torch file's pickle describes: tensors not read yet, and notes of what was not run."""
+"""Contents of a torch file's pickle: tensors not read yet, and notes of what was not run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ MAX_NUMBER = 1 << 60
 
 
 class RefusedError(Exception):
-    """What a pickle asks for is damaged or hostile; the message says what it is."""
+    """Raised where a pickle is damaged or hostile; the message says how."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ def _check_view(offset: Any, shape: Any, stride: Any, numel: int) -> None:
 
 
 def _repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements of a view share a place, as after `expand`.
+    """Return True if elements of a view share a place, as after `expand`.
 
     None do if every stride is longer than all that the shorter ones reach.
     """

@@ -28,14 +28,14 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a tensor before it is read."""
+    """Header of a tensor that has not been read."""
 
     shape: tuple[int, ...]
     dtype: str | torch.dtype
 
     @property
     def is_weight(self) -> bool:
-        """Whether its type is one that weights have."""
+        """True if its type is one that weights have."""
         return self.dtype in _FLOATS
 
     @property
